@@ -1,0 +1,65 @@
+# Two commands set everything up and run it: "make train" and "make test". The machine needs Python >= 3.11 with pip
+# and venv, and a C++ compiler.
+
+PYTHON ?= python3
+ARGS ?=
+# Expanded when training starts, which is after the installation.
+NPROC ?= $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_PIN := requirements/torch.txt
+# Written last, so that an installation that was cut short is done again.
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test lint venv clean
+
+help:
+	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
+	@echo 'make test    run the test suite'
+	@echo 'make lint    run ruff and mypy'
+	@echo 'make clean   delete the virtual environment, caches, builds and outputs of the examples'
+	@echo
+	@echo 'Variables:'
+	@echo '  ARGS=...     passed on: make train ARGS="--steps 500", make test ARGS="-k plan"'
+	@echo '  NPROC=N      number of training processes'
+	@echo '  PYTHON=...   interpreter for the virtual environment ($(PYTHON))'
+
+# The modules are named instead of the scripts "torchrun" and "pytest": where the system's torch is used, those
+# scripts are not in the virtual environment.
+train: $(STAMP)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_lm.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+venv: $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is
+# not the system's: a new environment cannot see it). Anywhere else the pinned torch comes first. The build is not
+# isolated. So no requirement of "torch" can bring in another build of it.
+$(STAMP): pyproject.toml $(TORCH_PIN)
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo 'Installing into $(VENV), which happens once and takes a few minutes'
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.prefix != sys.base_prefix or not torch.cuda.is_available())' \
+	    2>/dev/null; then \
+	    $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet -r $(TORCH_PIN); \
+	fi
+	@$(BIN)/python -m pip install --quiet 'setuptools>=77' wheel
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test,dev,bench,examples]'
+	@touch $@

@@ -1,0 +1,26 @@
+"""Data-parallel training under ``torch.compile``: one bucket plan cuts the graphs and drives the reducer."""
+
+from ddp_compile.api import ddp_compile
+from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, plan_buckets
+from ddp_compile.errors import (
+    DDPCompileError,
+    GradientArrivalError,
+    MissingGradientError,
+    RanksDifferError,
+    ReductionError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BucketPlan",
+    "BucketSpec",
+    "DDPCompileError",
+    "GradientArrivalError",
+    "GradientSpec",
+    "MissingGradientError",
+    "RanksDifferError",
+    "ReductionError",
+    "ddp_compile",
+    "plan_buckets",
+]

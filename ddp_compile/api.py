@@ -1,0 +1,85 @@
+"""The one function of the public interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
+from ddp_compile.replicate import CompileSettings, check_module, replicate, resolve_process_group
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def ddp_compile(
+    module: ModuleT,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    bucket_cap_mb: float | Sequence[float] = 25.0,
+    first_bucket_cap_mb: float = 1.0,
+    split: SplitMode = "auto",
+    broadcast_buffers: bool = True,
+    init_sync: bool = True,
+    gradient_as_bucket_view: bool = True,
+    parameters_to_ignore: Sequence[str] = (),
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **unknown: Any,
+) -> ModuleT:
+    """Make ``module`` train data-parallel and compiled, in place.
+
+    Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the same
+    parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()`` and
+    ``unwrap()``. After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
+
+    Args:
+        module: The module, on its device, built alike on every rank.
+        process_group: Ranks to average over; the default group when None.
+        device_mesh: A one-dimensional mesh, in place of ``process_group``.
+        bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one for each bucket in launch order.
+        first_bucket_cap_mb: Capacity in MiB of the first bucket to leave; cut down to ``bucket_cap_mb``.
+        split: Where compiled graphs are cut so that buckets leave while the backward goes on. "forward" cuts at bucket
+            boundaries, "none" leaves graphs whole, "auto" chooses ("forward" in this version).
+        broadcast_buffers: Broadcast rank 0's buffers before each training forward outside of ``no_sync``.
+        init_sync: Broadcast rank 0's parameters and buffers now.
+        gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False copies
+            the result into the gradients that autograd made.
+        parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
+        backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
+        mode: As in ``torch.compile``.
+        fullgraph: As in ``torch.compile``: raise at a graph break.
+        dynamic: As in ``torch.compile``.
+        options: As in ``torch.compile``.
+        **unknown: Nothing else is taken; an argument of DistributedDataParallel is refused with what to write instead.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        TypeError: Not a module, or an argument that is not taken.
+        ValueError: A setting out of range, or a module that cannot be replicated.
+        RuntimeError: No process group has been initialised.
+        RanksDifferError: The ranks were given different models.
+    """
+    refuse_unknown_arguments(unknown)
+    config = ReplicateConfig(
+        caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb),
+        split=split,
+        broadcast_buffers=broadcast_buffers,
+        init_sync=init_sync,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        parameters_to_ignore=frozenset(parameters_to_ignore),
+    )
+    compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
+    check_module(module, parameters_to_ignore)
+    group = resolve_process_group(process_group, device_mesh)
+    replicate(module, group, config, compile_settings)
+    return module

@@ -1,0 +1,117 @@
+"""The Dynamo backend: for each frame, plan -> passes -> inner compiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from ddp_compile.bucket_plan import BucketSpec, PlanBuilder
+from ddp_compile.config import SplitMode
+from ddp_compile.graph_dump import GraphDump, format_frame_buckets
+from ddp_compile.partition_compiler import compile_partitions
+from ddp_compile.passes.grad_ready_order import GradReady, grad_ready_order
+from ddp_compile.passes.graph_nodes import requires_grad
+from ddp_compile.passes.pipeline import Declined, Pass, PassContext, PassResult, run_pipeline
+from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
+from ddp_compile.passes.split_forward import split_forward_pass
+from ddp_compile.torch_internals import InnerBackend
+
+log = logging.getLogger(__name__)
+
+#: Everything that is done to a training graph under ``split="forward"``, in order.
+FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (sink_parameter_views_pass, split_forward_pass)
+
+
+class FrameReport(NamedTuple):
+    """What was done with one graph.
+
+    Args:
+        frame: Ordinal of the graph among those of the module.
+        num_buckets: Buckets that meet the graph.
+        num_partitions: Graphs that were compiled; 1 where nothing was cut.
+        declined: Cuts that were not made where the plan wanted them, and why.
+    """
+
+    frame: int
+    num_buckets: int
+    num_partitions: int
+    declined: tuple[Declined, ...]
+
+
+class TrainingBackend:
+    """Compiles the training graphs of one module.
+
+    Args:
+        inner: What compiles each graph or partition.
+        builder: The module's plan, which every graph extends until it is sealed.
+        parameters: Index of each reduced parameter, by ``id`` of the parameter.
+        split: Where graphs are cut; ``"auto"`` and ``"forward"`` cut at bucket boundaries.
+    """
+
+    def __init__(
+        self, inner: InnerBackend, builder: PlanBuilder, parameters: Mapping[int, int], split: SplitMode
+    ) -> None:
+        self.inner = inner
+        self.builder = builder
+        self.parameters = parameters
+        self.split = split
+        self.reports: list[FrameReport] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
+        frame = len(self.reports)
+        name = f"frame {frame}"
+        parameter_of = self._find_parameters(gm, example_inputs)
+        order = grad_ready_order(gm, parameter_of)
+        if not order or not _has_backward(gm):
+            log.info("%s: not split: no reduced parameter gets a gradient in it", name)
+            self.reports.append(FrameReport(frame, 0, 1, ()))
+            return self.inner(gm, list(example_inputs))
+        buckets = self.builder.add_frame([entry.parameter for entry in order])
+        result = self._split(gm, PassContext(parameter_of=parameter_of, buckets=tuple(buckets), frame=name), order)
+        num_partitions = max(1, result.num_changed)
+        log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
+        self.reports.append(FrameReport(frame, len(buckets), num_partitions, result.declined))
+        if num_partitions == 1:
+            return self.inner(result.gm, list(example_inputs))
+        return compile_partitions(result.gm, example_inputs, self.inner)
+
+    def _split(self, gm: fx.GraphModule, ctx: PassContext, order: list[GradReady]) -> PassResult:
+        passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
+        table = format_frame_buckets(list(ctx.buckets), [entry.parameter for entry in order])
+        return run_pipeline(gm, ctx, passes, [GraphDump(ctx.frame, table)])
+
+    def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
+        """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
+        found = {}
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+            if isinstance(value, Tensor) and id(value) in self.parameters:
+                found[node.name] = self.parameters[id(value)]
+        for node in gm.graph.find_nodes(op="get_attr"):
+            value = _attribute(gm, str(node.target))
+            if isinstance(value, Tensor) and id(value) in self.parameters:
+                found[node.name] = self.parameters[id(value)]
+        return found
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _has_backward(gm: fx.GraphModule) -> bool:
+    """Whether a gradient can come back into the graph: a graph made under no_grad has no output that requires one."""
+    return any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
+
+
+def buckets_without_cut(reports: Sequence[FrameReport]) -> Sequence[FrameReport]:
+    """The graphs that hold several buckets and yet could not be cut anywhere."""
+    return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]
+
+
+__all__ = ["BucketSpec", "FORWARD_SPLIT_PASSES", "FrameReport", "TrainingBackend", "buckets_without_cut"]

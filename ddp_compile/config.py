@@ -1,0 +1,100 @@
+"""The settings of one ``ddp_compile`` call, checked once and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, cast, get_args
+
+SplitMode = Literal["auto", "forward", "none"]
+
+_MIB = 1024 * 1024
+
+# Arguments of torch 2.13's DistributedDataParallel that have another name here, or none. The table is what
+# ``refuse_ddp_argument`` says; docs/arguments.md lists all of them and a test compares the two.
+DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
+    "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
+    "output_device": "the output stays on the module's device; drop output_device",
+    "dim": "drop dim: inputs are not scattered, every rank loads its own part of the batch",
+    "check_reduction": "drop check_reduction: DistributedDataParallel ignores it as well",
+    "delay_all_reduce_named_params": "name the parameters in parameters_to_ignore and reduce them yourself",
+    "param_to_hook_all_reduce": "name the parameters in parameters_to_ignore and reduce them yourself",
+    "mixed_precision": "use torch.autocast, or build the module in the wanted dtype",
+    "skip_all_reduce_unused_params": "drop it: find_unused_parameters is not available in this version",
+    "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
+    "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
+    "forward_sync_buffers": "use broadcast_buffers=True or False",
+    "find_unused_parameters": "every parameter must take part in the loss in this version; freeze the others with"
+    " requires_grad_(False) or name them in parameters_to_ignore",
+    "static_graph": "drop static_graph: it is not available in this version",
+    "delay_all_reduce_named_parameters": "name the parameters in parameters_to_ignore and reduce them yourself",
+    "algorithm": "drop algorithm: gradient all-reduce is the only one in this version",
+}
+
+
+def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise a TypeError that says what to write instead of an argument that ``ddp_compile`` does not take.
+
+    Arguments that DistributedDataParallel takes and that are given with their "off" value (``None`` or ``False``)
+    change nothing and are let through, so that a call written for DistributedDataParallel keeps working.
+    """
+    for name, value in arguments.items():
+        if name not in DDP_ARGUMENTS_REPLACED:
+            raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}")
+        if value is None or value is False:
+            continue
+        raise TypeError(f"ddp_compile() does not take {name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicateConfig:
+    """What one replicated module was asked to do.
+
+    Args:
+        caps_bytes: Bucket capacities in bytes in launch order; the last one holds for all further buckets.
+        split: How backward graphs are made to hand over buckets early.
+        broadcast_buffers: Broadcast rank 0's buffers before each synchronised training forward.
+        init_sync: Broadcast rank 0's parameters and buffers once, when the module is replicated.
+        gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
+        parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
+    """
+
+    caps_bytes: tuple[int, ...]
+    split: SplitMode = "auto"
+    broadcast_buffers: bool = True
+    init_sync: bool = True
+    gradient_as_bucket_view: bool = True
+    parameters_to_ignore: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.split not in get_args(SplitMode):
+            known = ", ".join(repr(mode) for mode in get_args(SplitMode))
+            raise ValueError(f"split={self.split!r} is not known; pass one of {known}")
+
+
+def caps_from_mib(bucket_cap_mb: float | Sequence[float], first_bucket_cap_mb: float) -> tuple[int, ...]:
+    """Bucket capacities in bytes from the MiB values of the public interface.
+
+    Args:
+        bucket_cap_mb: One capacity in MiB, or a list with one for each bucket (the last one holds for the rest).
+        first_bucket_cap_mb: Capacity in MiB of the bucket that leaves first, so that communication starts early. A
+            larger value than ``bucket_cap_mb`` is cut down to it; it is not used beside a list.
+
+    Raises:
+        ValueError: A capacity is not a number above zero, or the list is empty.
+    """
+    if isinstance(bucket_cap_mb, Sequence) and not isinstance(bucket_cap_mb, str):
+        if not bucket_cap_mb:
+            raise ValueError("bucket_cap_mb=[] holds no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]")
+        return tuple(_cap_bytes(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
+    cap = _cap_bytes("bucket_cap_mb", cast(float, bucket_cap_mb))
+    first_cap = _cap_bytes("first_bucket_cap_mb", first_bucket_cap_mb)
+    return (min(first_cap, cap), cap)
+
+
+def _cap_bytes(setting: str, mib: float) -> int:
+    if not isinstance(mib, Real) or isinstance(mib, bool) or not 0 < mib < float("inf"):
+        default = 1 if setting.startswith("first") else 25
+        raise ValueError(f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}")
+    return max(1, int(mib * _MIB))

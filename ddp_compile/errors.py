@@ -1,0 +1,25 @@
+"""Errors a training job may want to catch by name.
+
+Wrong settings raise ``ValueError`` (or ``TypeError``) where they are given; the classes here are for what goes
+wrong later, between ranks or inside a backward. All of them are ``RuntimeError``, as DistributedDataParallel's are.
+"""
+
+
+class DDPCompileError(RuntimeError):
+    """Base of the errors that ddp_compile raises while a job runs."""
+
+
+class RanksDifferError(DDPCompileError):
+    """The ranks were given models that cannot be reduced together; names the first difference."""
+
+
+class MissingGradientError(DDPCompileError):
+    """A backward ended although some parameters had got no gradient; names them."""
+
+
+class ReductionError(DDPCompileError):
+    """A collective failed or timed out; names the bucket or the tensors that this rank waited for."""
+
+
+class GradientArrivalError(DDPCompileError):
+    """A gradient arrived twice, or after its bucket had left; names the parameter."""

@@ -1,0 +1,356 @@
+"""``ddp_compile(module)``: the module itself becomes data parallel and compiled, in place."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_compile import torch_internals
+from ddp_compile.backend import FrameReport, TrainingBackend, buckets_without_cut
+from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_parameters_agree
+from ddp_compile.runtime.reducer import Reducer, ReducerSettings
+
+log = logging.getLogger(__name__)
+
+_STATE = "_ddp_compile_state"
+
+
+class CompileSettings:
+    """The arguments of ``torch.compile``, checked, and the functions made with them.
+
+    Raises:
+        ValueError: Unknown backend or mode, or options that the backend refuses.
+    """
+
+    def __init__(
+        self,
+        backend: str | Callable[..., Any],
+        mode: str | None,
+        fullgraph: bool,
+        dynamic: bool | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        if isinstance(backend, str) and backend not in torch_internals.known_backends():
+            known = ", ".join(torch_internals.known_backends())
+            raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
+        if mode is not None and options is not None:
+            raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")
+        if backend == "inductor" and mode is not None and mode not in torch_internals.known_modes():
+            raise ValueError(f"mode={mode!r} is not known; pass one of {', '.join(torch_internals.known_modes())}")
+        try:
+            self.inner = torch_internals.inner_backend(backend, mode, dict(options) if options else None, dynamic)
+        except RuntimeError as error:
+            raise ValueError(f"options={options!r} are refused by backend={backend!r}: {error}") from error
+        self.fullgraph = fullgraph
+        self.dynamic = dynamic
+
+    def compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        """`_call_module` under ``torch.compile`` with ``backend``."""
+        # Dynamo guards on the backend, so the models of one class share one list of cache entries, and the ninth of
+        # them would silently run eagerly.
+        isolation = {"isolate_recompiles": True} if torch_internals.has_isolated_recompiles() else {}
+        return torch.compile(
+            _call_module, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **isolation
+        )
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The frame that Dynamo starts from: the module's own call, with the hooks registered on it."""
+    return nn.Module._call_impl(module, *args, **kwargs)
+
+
+class ReplicateState:
+    """What a replicated module carries beside its own attributes: plan, reducer and compiled calls.
+
+    Args:
+        module: The module that is being replicated.
+        process_group: The ranks to average over.
+        config: Settings of the replication.
+        compile_settings: Settings of the compilation.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup,
+        config: ReplicateConfig,
+        compile_settings: CompileSettings,
+    ) -> None:
+        named = _reduced_parameters(module, config.parameters_to_ignore)
+        parameters = list(named.values())
+        self.process_group = process_group
+        self.config = config
+        self.requires_sync = True
+        gradients = describe_gradients(module, named)
+        verify_parameters_agree(gradients, [p.shape for p in parameters], process_group, parameters[0].device)
+        self.builder = PlanBuilder(gradients, config.caps_bytes)
+        self.buffers = [b for name, b in module.named_buffers() if name not in config.parameters_to_ignore]
+        if config.init_sync:
+            ignored = config.parameters_to_ignore
+            all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
+            broadcast_from_rank_0([*all_parameters, *self.buffers], process_group)
+        self.backend = TrainingBackend(
+            compile_settings.inner, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
+        )
+        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
+        self._call_training = compile_settings.compile(self.backend)
+        self._call_evaluation = compile_settings.compile(compile_settings.inner)
+        settings = ReducerSettings(
+            gradient_as_bucket_view=config.gradient_as_bucket_view, on_plan_sealed=self._warn_without_overlap
+        )
+        self.reducer = Reducer(parameters, self.builder, process_group, settings)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward of the module."""
+        if torch.is_grad_enabled():
+            self.reducer.prepare_for_backward(self.requires_sync)
+            if self.requires_sync and self.config.broadcast_buffers:
+                self._broadcast_buffers(module)
+            if module.training:
+                return self._call_training(module, *args, **kwargs)
+        return self._call_evaluation(module, *args, **kwargs)
+
+    def _broadcast_buffers(self, module: nn.Module) -> None:
+        ignored = self.config.parameters_to_ignore
+        # Modules may replace a buffer by another tensor, so they are looked up each time.
+        self.buffers = [b for name, b in module.named_buffers() if name not in ignored] if self.buffers else []
+        try:
+            broadcast_from_rank_0(self.buffers, self.process_group)
+        except RuntimeError as error:
+            raise ReductionError(
+                f"rank {self.process_group.rank()}: the broadcast of {len(self.buffers)} buffers from rank 0 before the"
+                f" forward failed. Another rank has raised, exited, or not called the model; look for its error. ({error})"
+            ) from error
+
+    def _warn_without_overlap(self, plan: BucketPlan) -> None:
+        reports = self.backend.reports
+        if not reports:
+            log.warning(
+                "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."
+                ' TORCH_LOGS="graph_breaks,recompiles" says why',
+                self.process_group.rank(),
+            )
+            return
+        if self.config.split == "none" or self.process_group.size() == 1:
+            return
+        whole = buckets_without_cut(reports)
+        caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
+        if whole or (len(plan.buckets) == 1 and caps_in_plan > 2):
+            reasons = "; ".join(f"{d.node}: {d.reason}" for report in whole for d in report.declined)
+            log.warning(
+                "rank %d: %.1f MiB of gradients become ready all at once, so their communication is not hidden behind"
+                " the backward: %s",
+                self.process_group.rank(),
+                plan.num_bytes / 2**20,
+                reasons or "they are one gradient",
+            )
+
+
+class ReplicatedModule(nn.Module):
+    """What ``ddp_compile`` adds to a module's class. Do not make one yourself: call ``ddp_compile(module)``."""
+
+    @torch.compiler.disable(reason="ddp_compile arms its reducer before the compiled call")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _state_of(self).call(self, args, kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backwards of forwards made inside are not reduced.
+
+        The first backward of a forward made outside reduces everything accumulated until then.
+        """
+        state = _state_of(self)
+        before, state.requires_sync = state.requires_sync, False
+        try:
+            yield
+        finally:
+            state.requires_sync = before
+
+    @property
+    def bucket_plan(self) -> BucketPlan:
+        """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""
+        state = _state_of(self)
+        return state.builder.sealed or state.builder.propose()
+
+    def explain(self) -> str:
+        """The bucket table, and for each compiled graph how it was cut and which cuts were declined."""
+        state = _state_of(self)
+        return "\n".join([self.bucket_plan.format_table(), *map(_format_report, state.backend.reports)])
+
+    def unwrap(self) -> nn.Module:
+        """Make the module what it was before ``ddp_compile``, and return it.
+
+        Parameters and gradients keep their values; nothing is reduced or compiled any more.
+        """
+        _state_of(self).reducer.detach()
+        delattr(self, _STATE)
+        self.__class__ = type(self).__mro__[2]
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``; the prefixes of DistributedDataParallel and torch.compile are taken off.
+
+        Raises:
+            ValueError: ``assign=True``, which would replace the parameters that are being reduced.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
+                " load before ddp_compile(module), or with assign=False"
+            )
+        return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), strict=strict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        plain = copy.deepcopy(_plain_shell(self), memo)
+        memo[id(self)] = plain
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_shell(self).__reduce_ex__(protocol)
+
+
+def _format_report(report: FrameReport) -> str:
+    lines = [f"frame {report.frame}: {report.num_buckets} buckets, {report.num_partitions} partitions"]
+    return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])
+
+
+def _state_of(module: nn.Module) -> ReplicateState:
+    return module.__dict__[_STATE]
+
+
+@functools.lru_cache(maxsize=None)
+def _replicated_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # Libraries read these names off the class, and look modules up by them.
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (ReplicatedModule, cls), names)
+
+
+def _plain_shell(module: nn.Module) -> nn.Module:
+    """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
+    shell: nn.Module = object.__new__(type(module).__mro__[2])
+    shell.__dict__.update({name: value for name, value in module.__dict__.items() if name != _STATE})
+    return shell
+
+
+def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    prefixes = [prefix for prefix in ("module", "_orig_mod") if prefix not in module._modules]
+    stripped = {}
+    for key, value in state_dict.items():
+        while any(key.startswith(f"{prefix}.") for prefix in prefixes):
+            key = key.partition(".")[2]
+        stripped[key] = value
+    return stripped
+
+
+def _reduced_parameters(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
+
+
+def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
+    """What the plan needs to know of each parameter, in registration order."""
+    labels = device_labels(parameter.device for parameter in named.values())
+    sparse = {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+    return [
+        GradientSpec(i, fqn, p.numel(), str(p.dtype).removeprefix("torch."), labels[p.device], id(p) in sparse)
+        for i, (fqn, p) in enumerate(named.items())
+    ]
+
+
+def check_module(module: nn.Module, ignored: Sequence[str]) -> None:
+    """Refuse what cannot be replicated, by name.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: Wrapped already, nothing to train, on the meta device, or with attributes that ours would hide.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, ReplicatedModule):
+        raise ValueError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
+    for name, submodule in module.named_modules():
+        _refuse_wrapper(name, submodule)
+    names = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    if unknown := sorted(set(ignored) - names):
+        raise ValueError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
+    trainable = _reduced_parameters(module, frozenset(ignored))
+    if not trainable:
+        raise ValueError("the module has no parameter that requires a gradient, so there is nothing to reduce; use it as is")
+    if on_meta := [name for name, p in trainable.items() if p.is_meta]:
+        raise ValueError(f"{on_meta[0]} is on the meta device; materialise the module first: module.to_empty(device=...)")
+    ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
+    if hidden := [name for name in ours if hasattr(module, name)]:
+        raise ValueError(
+            f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or replicate"
+            f" a module that holds this one"
+        )
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "pass the module inside it: ddp_compile(model.module)",
+    "DataParallel": "pass the module inside it: ddp_compile(model.module)",
+    "FullyShardedDataParallel": "its gradients are reduced already; use one of the two",
+    "FSDPModule": "its gradients are reduced already; use one of the two",
+    "OptimizedModule": "ddp_compile compiles by itself; pass the module before torch.compile: ddp_compile(model._orig_mod)",
+    "ReplicatedModule": "replicate the outermost module only",
+    "ScriptModule": "Dynamo cannot trace TorchScript; pass the Python module",
+}
+
+
+def _refuse_wrapper(name: str, submodule: nn.Module) -> None:
+    for cls in type(submodule).__mro__:
+        if cls.__name__ in _WRAPPERS:
+            where = f"submodule {name}" if name else "the module"
+            raise ValueError(f"{where} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
+
+
+def resolve_process_group(
+    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> dist.ProcessGroup:
+    """The ranks to reduce over.
+
+    Raises:
+        ValueError: Both were given, or a mesh of more than one dimension.
+        RuntimeError: No process group has been initialised.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh exclude each other; pass one of them")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh has {device_mesh.ndim} dimensions, ddp_compile needs one; pass for example mesh['dp']"
+            )
+        return device_mesh.get_group()
+    if process_group is not None:
+        return process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group() first and start the script with"
+            " torchrun --standalone --nproc-per-node 2 train.py"
+        )
+    return dist.group.WORLD
+
+
+def replicate(
+    module: nn.Module, process_group: dist.ProcessGroup, config: ReplicateConfig, compile_settings: CompileSettings
+) -> nn.Module:
+    """Swap the module's class for one with our methods and give it its state."""
+    state = ReplicateState(module, process_group, config, compile_settings)
+    module.__class__ = _replicated_class(type(module))
+    module.__dict__[_STATE] = state
+    return module

@@ -1,0 +1,186 @@
+"""Every private torch name this package relies on, each with the versions it was tried on.
+
+Nothing else in the package may import from a torch module that starts with an underscore; a test guards it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
+from torch import Tensor, fx
+
+# torch 2.13.0: all names below. torch 2.11.0: read in its sources only, where noted.
+
+#: (compiler function) -> called with a graph and its example inputs, returns what runs in the graph's place.
+InnerBackend = Callable[..., Callable[..., Any]]
+
+
+def graphs_log() -> logging.Logger:
+    """The logger that ``TORCH_LOGS="ddp_graphs"`` turns on.
+
+    torch refuses artifact names of ours and gives handlers only to the loggers of modules it registered, so the dumps
+    go to the logger of torch's own DDPOptimizer, whose place they take.
+    """
+    import torch._logging
+
+    return torch._logging.getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text file beside the graphs of the current compile in the ``TORCH_TRACE`` log (read by tlparse)."""
+    import torch._logging
+
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
+
+
+def known_backends() -> list[str]:
+    """Names that ``backend=`` may have, experimental and debugging ones included."""
+    return sorted(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def inner_backend(
+    backend: str | Callable[..., Any],
+    mode: str | None,
+    options: dict[str, Any] | None,
+    dynamic: bool | None,
+) -> InnerBackend:
+    """What ``torch.compile`` would call with each graph for these arguments; checks mode and options."""
+    mode = "default" if mode is None and options is None else mode
+    # torch.compile pops what it uses itself from the dict; work on a copy, the caller's stays as it is.
+    options = dict(options) if options is not None else None
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def known_modes() -> list[str]:
+    """Names that ``mode=`` may have with inductor."""
+    from torch._inductor import list_mode_options
+
+    return sorted(list_mode_options())
+
+
+def has_isolated_recompiles() -> bool:
+    """Whether ``torch.compile(isolate_recompiles=True)`` gives each call cache entries and limits of its own (2.13)."""
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def broadcast_coalesced(process_group: Any, tensors: Sequence[Tensor], chunk_bytes: int, src_rank_in_group: int) -> None:
+    """Broadcast tensors of any dtypes in chunks of about ``chunk_bytes``, one collective for each dtype and chunk."""
+    import torch.distributed as dist
+
+    dist._broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
+
+
+def current_graph_task_id() -> int:
+    """Identity of the backward pass this thread is in; a reentrant checkpoint opens passes inside passes. -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the innermost running backward pass has ended without an exception."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
+    """The fake tensor mode the current compile uses, or a new one outside of Dynamo."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return detect_fake_mode(example_inputs) or FakeTensorMode()
+
+
+def to_fake(value: Any, fake_mode: Any) -> Any:
+    """A fake tensor of ``fake_mode`` for a real one, with the symbolic sizes Dynamo chose; other values unchanged."""
+    from torch._dynamo.utils import to_fake_tensor
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        return to_fake_tensor(value, fake_mode)
+    return value
+
+
+def fake_like(example: Any, fake_mode: Any) -> Any:
+    """A new fake tensor with the size, strides, dtype, device and requires_grad of an ``example_value``.
+
+    The example values of Dynamo's graph belong to an earlier fake mode that shares the shape environment, so their
+    symbolic sizes stay valid. Running the partition again instead would make new unbacked symbols.
+    """
+    if not isinstance(example, Tensor):
+        return example
+    with fake_mode:
+        fake = torch.empty_strided(example.size(), example.stride(), dtype=example.dtype, device=example.device)
+    return fake.requires_grad_(example.requires_grad)
+
+
+def is_plain_tensor(value: Tensor) -> bool:
+    """A strided tensor (real or fake) that `fake_like` can stand in for: no subclass, no lazy conjugation or negation."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return (
+        type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+        and value.layout is torch.strided
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def free_symbols(value: Any) -> list[Any]:
+    """The sympy symbols in the sizes, strides and storage offset of a tensor, or in a SymInt, in a stable order."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_of
+
+    return sorted(symbols_of(value), key=str)
+
+
+def symbol_bound_by(value: Any) -> Any | None:
+    """The sympy symbol that a SymInt is, or None where it is an expression or no SymInt."""
+    import sympy
+
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for two (fake) tensors exactly where they share storage."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def partition_tracing_context(fake_mode: Any) -> Iterator[None]:
+    """Compile one partition under a tracing context of its own.
+
+    Under a shared one the backward of an early partition, which is compiled lazily, would read the forward metadata of
+    the last partition, and inductor would donate the wrong buffers (seen on torch 2.13).
+    """
+    import torch._guards
+
+    outer = torch._guards.TracingContext.try_get()
+    inner = torch._guards.TracingContext(fake_mode)
+    if outer is not None:
+        inner.guards_context = outer.guards_context
+        inner.module_context = outer.module_context
+        inner.global_context = outer.global_context
+        inner.params_flat = outer.params_flat
+        inner.tensor_to_context = outer.tensor_to_context
+    with torch._guards.tracing(inner):
+        yield
+
+
+def copy_dynamo_metadata(source: fx.GraphModule, partition: fx.GraphModule) -> None:
+    """Give a partition what AOTAutograd reads off a Dynamo graph: which placeholder came from which Python value."""
+    partition.meta = source.meta
+    if hasattr(source, "_param_name_to_source"):
+        partition._param_name_to_source = source._param_name_to_source
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in source.graph.find_nodes(op="placeholder")}
+    for node in partition.graph.find_nodes(op="placeholder"):
+        # An intermediate value of the whole graph is a placeholder of the partition, with no Python source.
+        node._dynamo_source = sources.get(str(node.target))

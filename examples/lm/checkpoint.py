@@ -1,0 +1,104 @@
+"""Checkpoints that a run goes on from as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lm.data import ResumableSampler
+from lm.world import World
+
+
+@dataclass
+class Progress:
+    """How far training has come.
+
+    Args:
+        step: Optimizer steps done.
+        losses: Training loss of each step in nats per byte, averaged over the ranks.
+        held_out: Held-out loss in nats per byte by the step at which it was measured.
+    """
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class TrainingState:
+    """Everything that decides what the next steps compute.
+
+    Args:
+        model: As ``ddp_compile`` returned it. It is the user's own module, so its state dict has the plain names, with
+            no ``module.`` before them, and loads into a model that was never distributed.
+        optimizer: Its optimizer.
+        sampler: Which training data come next.
+        progress: What has been done so far.
+        settings: What must not change between two parts of one run, because the data would come in another order.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sampler: ResumableSampler
+    progress: Progress
+    settings: dict[str, int]
+
+    def save(self, path: Path, world: World) -> None:
+        """Write the state from rank 0, in one piece or not at all. Every rank has to call it."""
+        generators: list[dict[str, Tensor]] | None = [{} for _ in range(world.size)] if world.is_main else None
+        dist.gather_object(_generator_states(world.device), generators)
+        if not world.is_main:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            torch.save(
+                {
+                    "model": self.model.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "sampler": self.sampler.state_dict(),
+                    "progress": asdict(self.progress),
+                    "generators": generators,
+                    "settings": self.settings,
+                },
+                file,
+            )
+            # The new name must not reach the disk before the contents do.
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    def load(self, path: Path, world: World) -> None:
+        """Take the state from a file that every rank can read.
+
+        Raises:
+            ValueError: The file is of a run with other settings.
+        """
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["settings"] != self.settings:
+            raise ValueError(f"{path} is of a run with {saved['settings']}, this one has {self.settings}")
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.sampler.load_state_dict(saved["sampler"])
+        self.progress = Progress(**saved["progress"])
+        _set_generator_states(saved["generators"][world.rank])
+
+
+def _generator_states(device: torch.device) -> dict[str, Tensor]:
+    """States of this process's random generators, uint8 tensors by device type."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_generator_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

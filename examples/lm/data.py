@@ -1,0 +1,130 @@
+"""Text that every machine has, the sources of Python's standard library, cut into windows and shared by the ranks."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+Batch = tuple[Tensor, Tensor]
+
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_HELD_OUT_EVERY = 20
+
+
+def standard_library_text(max_bytes: int) -> tuple[Tensor, Tensor]:
+    """The sources of the running Python's standard library, one after the other in the order of their names.
+
+    Args:
+        max_bytes: Where to cut each of the two texts off.
+
+    Returns:
+        The text to train on, and one of every twentieth file, which is held out. uint8 tensors.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(p for p in root.rglob("*.py") if _LEFT_OUT.isdisjoint(p.relative_to(root).parts))
+    held_out = sources[::_HELD_OUT_EVERY]
+    del sources[::_HELD_OUT_EVERY]
+    return _read(sources, max_bytes), _read(held_out, max_bytes)
+
+
+def _read(files: list[Path], max_bytes: int) -> Tensor:
+    text = b"".join(file.read_bytes() for file in files)
+    # A bytearray, because a tensor wants memory that can be written to.
+    return torch.frombuffer(bytearray(text[:max_bytes]), dtype=torch.uint8)
+
+
+class ByteWindows(Dataset[Batch]):
+    """A text in windows that follow one another: each item is ``context`` bytes and the ones that come after them.
+
+    Args:
+        text: uint8 tensor.
+        context: Bytes of a window.
+    """
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text = text
+        self.context = context
+
+    def __len__(self) -> int:
+        # The last target is one byte past the last window.
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Batch:
+        """Tokens and targets, int64, ``(context,)`` each."""
+        start = index * self.context
+        window = self.text[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+class SamplerState(TypedDict):
+    epoch: int
+    position: int
+
+
+class ResumableSampler(DistributedSampler[Batch]):
+    """A `DistributedSampler` that can go on in the middle of an epoch.
+
+    ``position`` is the number of this rank's samples of the running epoch that have been used.
+    """
+
+    position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.position, None)
+
+    def next_epoch(self) -> None:
+        self.set_epoch(self.epoch + 1)
+        self.position = 0
+
+    def state_dict(self) -> SamplerState:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        self.set_epoch(state["epoch"])
+        self.position = state["position"]
+
+
+def training_batches(
+    windows: ByteWindows, sampler: ResumableSampler, batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """This rank's training batches without end, in a new order each epoch.
+
+    The sampler's position moves before a batch is handed out: a checkpoint taken after the step that used the batch
+    goes on with the next one.
+
+    Yields:
+        Tokens and targets on ``device``, int64, ``(batch_size, context)`` each.
+    """
+    loader = DataLoader(windows, batch_size, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
+    if len(sampler) < batch_size:
+        raise ValueError(f"the text gives each rank {len(sampler)} windows, which is less than one batch")
+    while True:
+        for batch in loader:
+            sampler.position += batch_size
+            yield to_device(batch, device)
+        sampler.next_epoch()
+
+
+def held_out_batches(windows: ByteWindows, batch_size: int, count: int, device: torch.device) -> Iterator[Batch]:
+    """This rank's ``count`` batches from all over a text, always the same ones.
+
+    Yields:
+        Tokens and targets on ``device``, int64, ``(batch_size, context)`` each.
+    """
+    sampler: DistributedSampler[Batch] = DistributedSampler(windows, seed=0, drop_last=True)
+    if len(sampler) < batch_size * count:
+        raise ValueError(f"the held-out text gives each rank {len(sampler)} windows, not {count} batches")
+    for batch in islice(DataLoader(windows, batch_size, sampler=sampler), count):
+        yield to_device(batch, device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    tokens, targets = batch
+    return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)

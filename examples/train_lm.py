@@ -1,0 +1,245 @@
+"""Train a byte-level GPT on the sources of Python's standard library with ``ddp_compile``.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py
+
+Read `Trainer` from top to bottom: apart from one line, ``model = ddp_compile(model)``, it is an ordinary training
+loop. With CUDA each process takes a GPU and talks over NCCL; without, the processes share the CPU and talk over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+from lm.checkpoint import Progress, TrainingState
+from lm.compare import compare
+from lm.data import ByteWindows, ResumableSampler, held_out_batches, standard_library_text, training_batches
+from lm.model import GPT, GPTConfig, next_byte_loss
+from lm.report import TrainingLog, write_report
+from lm.world import World, join_world
+
+
+class Trainer:
+    """One run: everything it needs, and the loop."""
+
+    def __init__(self, args: argparse.Namespace, world: World) -> None:
+        self.args = args
+        self.world = world
+
+        windows, self.held_out = load_windows(args)
+        sampler = ResumableSampler(windows, seed=args.seed, drop_last=True)
+        self.batches = training_batches(windows, sampler, args.batch_size, world.device)
+
+        model = make_model(args, world)
+        # Every rank goes on with rank 0's parameters, whatever it started with.
+        model = ddp_compile(model, bucket_cap_mb=args.bucket_cap_mb, split=args.split, backend=args.backend)
+        self.model = model
+        self.optimizer = make_optimizer(model, args.lr)
+
+        names = ("seed", "batch_size", "context", "accumulate", "text_mb")
+        settings = {name: getattr(args, name) for name in names} | {"ranks": world.size}
+        self.state = TrainingState(model, self.optimizer, sampler, Progress(), settings)
+        if args.resume:
+            self.state.load(args.resume, world)
+            world.say(f"Resuming {args.resume} after step {self.state.progress.step}")
+
+    def run(self) -> None:
+        """Train up to ``args.steps``, and measure the held-out loss before the first step and after the last one."""
+        args, progress, world = self.args, self.state.progress, self.world
+        if progress.step == 0:
+            world.say("Measuring the held-out loss; this and the first step compile, which takes a while")
+            self.evaluate()
+        first_step = progress.step
+        tokens_per_step = args.batch_size * args.context * args.accumulate * world.size
+        with TrainingLog(progress, args.steps, tokens_per_step, world) as log:
+            for step in range(first_step, args.steps):
+                log.add(self.train_step(step))
+                save = progress.step % args.checkpoint_every == 0 or progress.step == args.steps
+                if save or step == first_step or progress.step % args.log_every == 0:
+                    log.flush()
+                if step == first_step:
+                    # What travels in which bucket is known once the first step has compiled.
+                    log.write(self.model.bucket_plan.format_table())
+                if save:
+                    self.state.save(Path(str(args.checkpoint).format(step=progress.step)), world)
+        self.evaluate()
+        world.say(f"median: {log.speed()}")
+
+    def train_step(self, step: int) -> Tensor:
+        """Forward, backward and update number ``step``; returns this rank's mean loss (scalar, no graph)."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.args.steps, self.args.warmup, self.args.lr)
+        losses = []
+        for part in range(1, self.args.accumulate + 1):
+            # Only the last backward of a step sends gradients; the others add to them on this rank.
+            last = part == self.args.accumulate
+            with nullcontext() if last else self.model.no_sync():
+                loss = next_byte_loss(self.model, *next(self.batches)) / self.args.accumulate
+                loss.backward()
+            losses.append(loss.detach())
+        # From here on the gradients are the same on every rank: their mean.
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Measure the held-out loss, averaged over the ranks, and note it in the progress."""
+        args, world = self.args, self.world
+        self.model.eval()
+        batches = held_out_batches(self.held_out, args.batch_size, args.eval_batches, world.device)
+        losses = torch.stack([next_byte_loss(self.model, *batch) for batch in batches])
+        self.model.train()
+        self.state.progress.held_out[self.state.progress.step] = world.mean(losses.mean()).item()
+
+
+def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
+    """Linear warm-up to ``peak`` over ``warmup`` steps, then a cosine down to a tenth of it at ``steps``."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def load_windows(args: argparse.Namespace) -> tuple[ByteWindows, ByteWindows]:
+    """Windows to train on, and windows of files that are held out."""
+    training, held_out = standard_library_text(int(args.text_mb * 1e6))
+    return ByteWindows(training, args.context), ByteWindows(held_out, args.context)
+
+
+def make_model(args: argparse.Namespace, world: World) -> GPT:
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(layers=args.layers, heads=args.heads, width=args.width, context=args.context))
+    world.say(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {world.size} x {world.device.type}"
+    )
+    return model.to(world.device)
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def usable_backend(requested: str, world: World) -> str:
+    """The backend asked for, or "aot_eager", and a line that says so, where inductor could not compile.
+
+    For the CPU inductor writes C++, and takes the compiler that CXX names or the platform's usual one.
+    """
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if requested == "inductor" and world.device.type == "cpu" and shutil.which(compiler) is None:
+        world.say(
+            f'There is no C++ compiler "{compiler}" (set CXX to name one): using backend "aot_eager", no inductor'
+        )
+        return "aot_eager"
+    return requested
+
+
+def train(args: argparse.Namespace, world: World) -> None:
+    start = time.perf_counter()
+    trainer = Trainer(args, world)
+    trainer.run()
+    progress = trainer.state.progress
+    (first, before), *_, (last, after) = progress.held_out.items()
+    world.say(f"held-out loss in nats per byte: {before:.4f} at step {first}, {after:.4f} at step {last}")
+    if world.is_main:
+        for path in write_report(args.out_dir, progress, vars(args)):
+            print(f"wrote {path}")
+    world.say(f"total: {time.perf_counter() - start:.0f} s")
+
+
+def compare_with_ddp(args: argparse.Namespace, world: World) -> None:
+    windows, _ = load_windows(args)
+    sampler = ResumableSampler(windows, seed=args.seed, drop_last=True)
+    compare(
+        make_model(args, world),
+        lambda model: make_optimizer(model, args.lr),
+        training_batches(windows, sampler, args.batch_size, world.device),
+        world,
+        bucket_cap_mb=args.bucket_cap_mb,
+        split=args.split,
+        backend=args.backend,
+        steps=args.compare,
+    )
+
+
+def positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT on Python's standard library with ddp_compile.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=positive_int, default=6, help="transformer blocks")
+    model.add_argument("--heads", type=positive_int, default=6, help="attention heads of a block")
+    model.add_argument("--width", type=positive_int, default=384, help="size of the residual stream")
+    model.add_argument("--context", type=positive_int, default=128, help="bytes of a window")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--batch-size", type=positive_int, default=4, help="windows of one rank in one backward")
+    training.add_argument("--accumulate", type=positive_int, default=1, help="backwards of one step")
+    training.add_argument("--steps", type=positive_int, default=120, help="optimizer steps")
+    training.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    training.add_argument("--warmup", type=positive_int, default=10, help="steps to the peak learning rate")
+    training.add_argument("--seed", type=int, default=0, help="of the parameters and of the order of the data")
+    training.add_argument("--text-mb", type=float, default=16.0, help="most megabytes of text to train on")
+
+    distribution = parser.add_argument_group("ddp_compile")
+    distribution.add_argument("--bucket-cap-mb", type=float, default=25.0, help="capacity of a bucket in MiB")
+    distribution.add_argument(
+        "--split", choices=("auto", "forward", "none"), default="auto", help="how graphs are cut at bucket borders"
+    )
+    distribution.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
+    distribution.add_argument(
+        "--compare",
+        type=positive_int,
+        nargs="?",
+        const=20,
+        metavar="STEPS",
+        help="do not train; time STEPS steps (20) beside torch.compile(DistributedDataParallel(model))",
+    )
+
+    files = parser.add_argument_group("files")
+    files.add_argument("--out-dir", type=Path, default=Path("runs/train_lm"), help="for the loss curve and numbers")
+    files.add_argument(
+        "--checkpoint", type=Path, help="file to write; {step} in it stands for the step (OUT_DIR/checkpoint.pt)"
+    )
+    files.add_argument("--checkpoint-every", type=positive_int, default=40, help="steps between checkpoints")
+    files.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    files.add_argument("--log-every", type=positive_int, default=5, help="steps between readings of the loss")
+    files.add_argument("--eval-batches", type=positive_int, default=16, help="batches of a rank for the held-out loss")
+    args = parser.parse_args()
+    args.checkpoint = args.checkpoint or args.out_dir / "checkpoint.pt"
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    with join_world() as world:
+        # TF32 matrix products where the device has them.
+        torch.set_float32_matmul_precision("high")
+        args.backend = usable_backend(args.backend, world)
+        if args.compare:
+            compare_with_ddp(args, world)
+        else:
+            train(args, world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Analysis of Dynamo graphs, and surgery on them."""

@@ -1,0 +1,183 @@
+"""Where a forward graph must not be cut.
+
+Note [Held cuts]
+A cut at position c makes everything before node c one partition and the rest another. Both go through AOTAutograd by
+themselves, which sees nothing but the values that cross. A cut is held, that is, refused, where
+
+- a value would cross that a partition cannot take as an input or give as an output: a SymFloat (a varying float argument,
+  ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
+- a mode is switched that the next partition could not take up again: grad mode off, inference mode, functorch levels.
+  Autocast is not among them; `partition_graph` leaves and enters it again.
+- a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
+  one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
+  changed by the time it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ddp_compile import torch_internals
+from ddp_compile.passes.graph_nodes import (
+    example_value,
+    has_example_value,
+    is_constant,
+    target_name,
+    tensors_in,
+    written_arguments,
+)
+
+
+class HeldCuts(NamedTuple):
+    """Cuts at the positions ``first`` to ``last``, both included, are refused.
+
+    Args:
+        first: First refused position in the graph's node list.
+        last: Last refused position.
+        reason: What a cut there would break.
+    """
+
+    first: int
+    last: int
+    reason: str
+
+
+def find_held_cuts(gm: fx.GraphModule) -> list[HeldCuts]:
+    """All reasons against cuts in one Dynamo graph; see Note [Held cuts]."""
+    return [*_values_that_cannot_cross(gm), *_regions_that_stay_whole(gm), *_writes_after_views(gm)]
+
+
+def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    return max((position[user] for user in node.users), default=position[node])
+
+
+def _positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(gm.graph.nodes)}
+
+
+def _values_that_cannot_cross(gm: fx.GraphModule) -> list[HeldCuts]:
+    held = []
+    position = _positions(gm)
+    for node, at in position.items():
+        if node.op in ("get_attr", "output") or not node.users or _may_cross(node):
+            continue
+        kind = type(example_value(node)).__name__
+        held.append(HeldCuts(at + 1, _last_use(node, position), f"{node.name}, a {kind}, cannot cross partitions"))
+    return held
+
+
+def _may_cross(node: fx.Node) -> bool:
+    # Nodes that switch a mode have no recorded value; their regions are handled on their own.
+    if not has_example_value(node) or is_constant(node):
+        return True
+    value = example_value(node)
+    if isinstance(value, Tensor):
+        return torch_internals.is_plain_tensor(value)
+    return value is None or isinstance(value, torch.SymInt)
+
+
+# How the first node of a region is called, and how its last one is.
+_REGION_MARKERS = (("_enter_", "_exit_"), ("push_", "pop_"), ("increment_nesting", "decrement_nesting"))
+
+
+def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
+    """The modes that are open where each node runs, outermost first, as names of the nodes that opened them.
+
+    Grad mode is a switch without an end; ``grad_off`` is open from where it is turned off to where it is on again.
+    """
+    regions: dict[fx.Node, tuple[str, ...]] = {}
+    stack: list[str] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            _update_region_stack(node, stack)
+        regions[node] = tuple(stack)
+    return regions
+
+
+def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
+    name = target_name(node)
+    if node.target is torch._C._set_grad_enabled:
+        if "grad_off" in stack:
+            stack.remove("grad_off")
+        if node.args[0] is False:
+            stack.append("grad_off")
+        return
+    for opens, closes in _REGION_MARKERS:
+        if opens in name:
+            stack.append(node.name)
+        elif closes in name and stack:
+            opener = next((argument.name for argument in node.all_input_nodes if argument.name in stack), stack[-1])
+            stack.remove(opener)
+
+
+def is_autocast_enter(node: fx.Node) -> bool:
+    """Whether the node opens an autocast region, which may be left and entered again."""
+    return node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast
+
+
+def is_autocast_exit(node: fx.Node) -> bool:
+    """Whether the node closes an autocast region."""
+    return node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast
+
+
+def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
+    autocast = {node.name for node in gm.graph.nodes if is_autocast_enter(node)}
+    held = []
+    opened_at: int | None = None
+    at, mode = 0, ""
+    for at, (node, regions) in enumerate(mode_regions(gm).items()):
+        whole = [region for region in regions if region not in autocast]
+        if whole and opened_at is None:
+            opened_at, mode = at, whole[0]
+        elif not whole and opened_at is not None:
+            # The node at ``at`` closes the region: a cut right before it would still fall inside.
+            held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
+            opened_at = None
+    if opened_at is not None:
+        held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
+    return held
+
+
+def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
+    position = _positions(gm)
+    storages: dict[Any, list[fx.Node]] = {}
+    for node in position:
+        for tensor in tensors_in(node):
+            if torch_internals.is_plain_tensor(tensor):
+                storages.setdefault(torch_internals.storage_key(tensor), []).append(node)
+    held = []
+    for node, at in position.items():
+        for target in written_arguments(node):
+            aliases = [target]
+            for tensor in tensors_in(target):
+                if torch_internals.is_plain_tensor(tensor):
+                    aliases = storages[torch_internals.storage_key(tensor)]
+            held.extend(_held_by_write(node, at, aliases, position))
+    return held
+
+
+def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: dict[fx.Node, int]) -> list[HeldCuts]:
+    held = []
+    own = set(aliases)
+    for alias in aliases:
+        if position[alias] >= at:
+            continue
+        if alias.op in ("placeholder", "get_attr"):
+            # An input is the same tensor in every partition; what matters is who computed with its old value.
+            readers = [position[user] for user in alias.users if position[user] < at and not _only_views(user, own)]
+            start = min(readers, default=at)
+        else:
+            start = position[alias]
+            if _last_use(alias, position) < at:
+                continue
+        if start < at:
+            held.append(HeldCuts(start + 1, at, f"{writer.name} writes into {alias.name}"))
+    return held
+
+
+def _only_views(node: fx.Node, aliases: set[fx.Node]) -> bool:
+    """Whether a user of a written tensor is a view of it or writes to it itself, which needs no old value."""
+    return node in aliases or any(target in aliases for target in written_arguments(node))

@@ -1,0 +1,97 @@
+"""Runs passes in order, with observers around them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import fx
+
+from ddp_compile.bucket_plan import BucketSpec
+
+log = logging.getLogger(__name__)
+
+
+class Declined(NamedTuple):
+    """Something a pass was asked to do and did not.
+
+    Args:
+        node: Name of the node at which it was to be done.
+        reason: Why not, and what happens instead.
+    """
+
+    node: str
+    reason: str
+
+
+class PassResult(NamedTuple):
+    """What a pass made of a graph.
+
+    Args:
+        gm: The graph module to go on with; may be the one that was given, changed in place.
+        num_changed: Number of nodes moved, or of partitions made. 0: the graph is as it was.
+        declined: What was not done, and why.
+    """
+
+    gm: fx.GraphModule
+    num_changed: int
+    declined: tuple[Declined, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassContext:
+    """What passes may know beside the graph.
+
+    Args:
+        parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
+        buckets: The buckets that meet this graph, in launch order.
+        frame: Name of the frame, for logs.
+    """
+
+    parameter_of: Mapping[str, int]
+    buckets: tuple[BucketSpec, ...]
+    frame: str
+
+
+Pass = Callable[[fx.GraphModule, PassContext], PassResult]
+
+
+class Observer(Protocol):
+    """Sees every graph before and after the passes; must not change one."""
+
+    def before_pipeline(self, gm: fx.GraphModule) -> None: ...
+
+    def after_pass(self, name: str, gm: fx.GraphModule, num_changed: int) -> None: ...
+
+    def after_pipeline(self, gm: fx.GraphModule) -> None: ...
+
+
+def run_pipeline(
+    gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass], observers: Sequence[Observer] = ()
+) -> PassResult:
+    """Run ``passes`` one after the other; each result is linted and recompiled before the next one sees it.
+
+    Returns:
+        The last graph, with ``num_changed`` of the last pass and everything that any pass declined.
+    """
+    for observer in observers:
+        observer.before_pipeline(gm)
+    declined: list[Declined] = []
+    num_changed = 0
+    for run_pass in passes:
+        name = run_pass.__name__.removesuffix("_pass")
+        gm, num_changed, refused = run_pass(gm, ctx)
+        if num_changed:
+            gm.graph.lint()
+            gm.recompile()
+        declined.extend(refused)
+        log.debug("%s: %s changed %d", ctx.frame, name, num_changed)
+        for node, reason in refused:
+            log.info("%s: %s declined at %s: %s", ctx.frame, name, node, reason)
+        for observer in observers:
+            observer.after_pass(name, gm, num_changed)
+    for observer in observers:
+        observer.after_pipeline(gm)
+    return PassResult(gm, num_changed, tuple(declined))

@@ -1,0 +1,102 @@
+"""Cuts a forward graph at bucket boundaries, so that the backward hands over one bucket after the other."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from torch import fx
+
+from ddp_compile.bucket_plan import BucketSpec
+from ddp_compile.passes.cut_constraints import HeldCuts, find_held_cuts
+from ddp_compile.passes.grad_ready_order import grad_ready_order
+from ddp_compile.passes.partition_graph import partition_graph
+from ddp_compile.passes.pipeline import Declined, PassContext, PassResult
+
+log = logging.getLogger(__name__)
+
+
+class _Boundary(NamedTuple):
+    """Where a bucket is complete: the backward of everything from ``position`` on makes all its gradients ready."""
+
+    bucket: BucketSpec
+    position: int
+
+
+def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    """Partition the graph so that each bucket's gradients are ready when one partition's backward has run.
+
+    The engine runs a compiled backward as one piece, so gradients reach the reducer when the piece ends. Two buckets
+    in one partition leave together; one partition for each bucket lets each leave while the next still computes.
+
+    before::
+
+        h = linear(x, w1)          # bucket 1
+        y = linear(h, w2)          # bucket 0
+        return (y,)
+
+    after::
+
+        h = partition_0(x, w1)
+        y = partition_1(h, w2)
+        return (y,)
+
+    Source: after DDPOptimizer of torch 2.13 (_dynamo/backends/distributed.py), with three differences: the boundaries
+    are those of the reducer's own plan, a cut that would break something moves to the nearest earlier place where it
+    does not, and partitions keep the order of the nodes.
+    """
+    boundaries = _find_boundaries(gm, ctx)
+    if len(boundaries) < 2:
+        return PassResult(gm, 0)
+    cuts, declined = _place_cuts(gm, ctx, boundaries)
+    if not cuts:
+        return PassResult(gm, 0, tuple(declined))
+    return PassResult(partition_graph(gm, sorted(cuts)), len(cuts) + 1, tuple(declined))
+
+
+def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
+    """One boundary for each bucket that meets the graph, in the order in which the backward reaches them."""
+    position_of = {entry.parameter: entry.position for entry in grad_ready_order(gm, ctx.parameter_of)}
+    boundaries = []
+    for bucket in ctx.buckets:
+        positions = [position_of[g.index] for g in bucket.gradients if g.index in position_of]
+        if positions:
+            boundaries.append(_Boundary(bucket, min(positions)))
+    return sorted(boundaries, key=lambda boundary: -boundary.position)
+
+
+def _place_cuts(
+    gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary]
+) -> tuple[list[int], list[Declined]]:
+    nodes = list(gm.graph.nodes)
+    first = next(i for i, node in enumerate(nodes) if node.op not in ("placeholder", "get_attr"))
+    held = find_held_cuts(gm)
+    cuts: list[int] = []
+    declined: list[Declined] = []
+    for (bucket, wanted), (following, floor) in zip(boundaries, boundaries[1:], strict=False):
+        at, reasons = _nearest_cut(wanted, held)
+        because = "; ".join(dict.fromkeys(reasons)) or "one node computes with gradients of both"
+        # At or before the next boundary the cut would free this bucket no earlier than the next one's own cut.
+        if at <= max(floor, first):
+            note = f"bucket {bucket.index} leaves with bucket {following.index}: {because}"
+            declined.append(Declined(nodes[wanted].name, note))
+            continue
+        if at != wanted:
+            declined.append(Declined(nodes[wanted].name, f"cut moved {wanted - at} nodes earlier: {because}"))
+        if at not in cuts:
+            cuts.append(at)
+        log.debug("%s: cut before %s so that bucket %d leaves early", ctx.frame, nodes[at].name, bucket.index)
+    return cuts, declined
+
+
+def _nearest_cut(wanted: int, held: list[HeldCuts]) -> tuple[int, list[str]]:
+    """The last position up to ``wanted`` that nothing holds, and what held the positions between.
+
+    Only earlier ones will do: further back in the backward all of the bucket's gradients are still ready, further
+    forward one is missing.
+    """
+    at, reasons = wanted, []
+    while blocking := next((interval for interval in held if interval.first <= at <= interval.last), None):
+        reasons.append(blocking.reason)
+        at = blocking.first - 1
+    return at, reasons

@@ -1,0 +1,1 @@
+"""What runs while a replicated module trains: buckets, reducer, agreement between ranks."""

@@ -1,0 +1,55 @@
+"""Fixtures that several kinds of tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Before torch is imported: two threads a rank on two cores stall each other for milliseconds at every barrier.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rank_pool import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One inductor cache for the whole run, empty at its start, so that no earlier run can hide a wrong cache key."""
+    path = tmp_path_factory.mktemp("inductor_cache")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
+    yield path
+
+
+@pytest.fixture
+def single_rank_group(tmp_path: Path) -> Iterator[None]:
+    """A gloo process group with this process as its only rank, and fresh Dynamo caches."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def rank_pools(shared_inductor_cache: Path) -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
+    """``ranks(2)`` is a pool of two processes in a gloo group; see `tests.rank_pool`."""
+
+    def pool_of(world_size: int) -> RankPool:
+        return rank_pools.setdefault(world_size, RankPool(world_size))
+
+    return pool_of

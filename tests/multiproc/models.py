@@ -1,0 +1,118 @@
+"""Small models and data that the multi-process tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS_PER_RANK = 4
+
+
+class Mlp(nn.Module):
+    """About 0.4 MiB of gradients with odd sizes, none a multiple of the alignment."""
+
+    def __init__(self, width: int = 101, num_layers: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class GptBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.attention(self.norm_1(x)).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.projection(attended)
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Gpt(nn.Module):
+    """Token embedding tied to the output layer, so one parameter is used at both ends of the graph."""
+
+    def __init__(self, width: int = 64, num_layers: int = 3, vocabulary: int = 97) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(GptBlock(width) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Cnn(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        channels = [3, 16, 24, 32]
+        self.convs = nn.ModuleList(
+            nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in zip(channels, channels[1:], strict=False)
+        )
+        self.norms = nn.ModuleList(norm(b) for b in channels[1:])
+        self.head = nn.Linear(channels[-1], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.gelu(norm(conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Case(NamedTuple):
+    """A model and the global batch of one step.
+
+    Args:
+        make: Makes the model; called with the same seed on every rank.
+        batch: Inputs for a number of rows.
+        whole_batch: Whether one process with the whole batch computes the same gradients.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Tensor]
+    whole_batch: bool = True
+
+
+CASES = {
+    "mlp": Case(Mlp, lambda rows: torch.randn(rows, 101)),
+    "gpt": Case(Gpt, lambda rows: torch.randint(0, 97, (rows, 12))),
+    "cnn_group_norm": Case(lambda: Cnn(lambda c: nn.GroupNorm(4, c)), lambda rows: torch.randn(rows, 3, 8, 8)),
+    # Each rank normalises by the statistics of its own rows, which is not the mathematics of the whole batch.
+    "cnn_batch_norm": Case(lambda: Cnn(nn.BatchNorm2d), lambda rows: torch.randn(rows, 3, 8, 8), whole_batch=False),
+}
+
+
+def make_model(case: str) -> nn.Module:
+    torch.manual_seed(7)
+    return CASES[case].make()
+
+
+def global_batch(case: str, step: int, world_size: int) -> Tensor:
+    torch.manual_seed(1000 + step)
+    return CASES[case].batch(ROWS_PER_RANK * world_size)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """A mean over rows, so that the mean over ranks of equal shares is the mean over the whole batch."""
+    return output.float().square().mean()
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()

@@ -1,0 +1,169 @@
+"""Several backwards before one step, against eager DistributedDataParallel doing the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+
+
+def accumulate(num_micro_batches: int, with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
+    torch.manual_seed(3)
+    reference = Mlp(width=33, num_layers=4)
+    torch.manual_seed(3)
+    model = ddp_compile(
+        Mlp(width=33, num_layers=4), bucket_cap_mb=0.005, backend="aot_eager", gradient_as_bucket_view=as_view
+    )
+    with_ddp = DistributedDataParallel(reference, gradient_as_bucket_view=as_view)
+    worst = 0.0
+    torch.manual_seed(100 + dist.get_rank())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, with_ddp)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for i in range(num_micro_batches):
+            x = torch.randn(4, 33)
+            for each in (model, with_ddp):
+                local = with_no_sync and i < num_micro_batches - 1
+                with each.no_sync() if local else contextlib.nullcontext():
+                    loss_of(each(x)).backward()
+        for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
+            worst = max(worst, relative_difference(p.grad, q.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+    return worst
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("with_no_sync", [True, False])
+def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
+    assert ranks(2).run(accumulate, 3, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
+
+
+def gradients_in_no_sync() -> tuple[bool, bool]:
+    torch.manual_seed(5)
+    model = ddp_compile(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)), backend="aot_eager")
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 7)
+    with model.no_sync():
+        loss_of(model(x)).backward()
+    local = [p.grad.clone() for p in model.parameters()]
+    plain = model.unwrap()
+    plain.zero_grad()
+    loss_of(plain(x)).backward()
+    same_as_alone = all(torch.allclose(a, p.grad) for a, p in zip(local, plain.parameters(), strict=True))
+    gathered = [torch.empty_like(local[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local[0])
+    return same_as_alone, torch.equal(gathered[0], gathered[1])
+
+
+def test_gradients_stay_local_inside_no_sync(ranks: Ranks) -> None:
+    assert ranks(2).run(gradients_in_no_sync) == [(True, False), (True, False)]
+
+
+def two_forwards(one_backward: bool) -> float:
+    torch.manual_seed(3)
+    reference = Mlp(width=17, num_layers=3)
+    torch.manual_seed(3)
+    model = ddp_compile(Mlp(width=17, num_layers=3), bucket_cap_mb=0.001, backend="aot_eager")
+    worst = 0.0
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        first, second = torch.randn(4, 17), torch.randn(4, 17)
+        for each in (model, reference):
+            each.zero_grad()
+            losses = loss_of(each(first)), loss_of(each(second))
+            if one_backward:
+                (losses[0] + losses[1]).backward()
+            else:
+                losses[0].backward()
+                losses[1].backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
+    return worst
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
+    assert max(ranks(2).run(two_forwards, one_backward)) < 1e-6
+
+
+class HandsOverABucket(torch.autograd.Function):
+    """Stands in for a compiled backward that hands its bucket over before AccumulateGrad has seen the gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, reducer):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(x, weight)
+        ctx.reducer = reducer
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        x, weight = ctx.saved_tensors
+        gradients = {(4, 7): grad.t() @ x, (4,): grad.sum(0)}
+        if ctx.reducer is not None:
+            (bucket,) = ctx.reducer.buckets
+            order = [tuple(p.shape) for p in bucket.parameters]
+            handed = ctx.reducer.mark_bucket_ready(0, [gradients[shape] for shape in order])
+            gradients = dict(zip(order, handed, strict=True))
+        return grad @ weight, gradients[4, 7], gradients[4,], None
+
+
+class HandOver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 7))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.reducer = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return HandsOverABucket.apply(x, self.weight, self.bias, self.reducer)
+
+
+def hand_over_whole_buckets(accumulate_first: bool, regularise: bool) -> float:
+    torch.manual_seed(3)
+    model = ddp_compile(HandOver(), backend="eager")
+    reference = HandOver()
+    reference.load_state_dict(model.state_dict())
+    worst = 0.0
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model.zero_grad()
+        reference.zero_grad()
+        for x in torch.randn(2 if accumulate_first else 1, 5, 7):
+            for each in (model, reference):
+                # The plan is sealed in the first backward; whole buckets can be handed over from the second on.
+                each.reducer = model._ddp_compile_state.reducer if each is model and step else None
+                loss = loss_of(each(x))
+                if regularise and step:
+                    loss = loss + each.weight.square().sum()
+                loss.backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
+    return worst
+
+
+@pytest.mark.parametrize("accumulate_first", [False, True])
+def test_a_bucket_handed_over_whole_is_reduced_like_single_gradients(accumulate_first: bool, ranks: Ranks) -> None:
+    assert max(ranks(2).run(hand_over_whole_buckets, accumulate_first, False)) < 1e-6
+
+
+def test_another_contributor_to_a_bucket_handed_over_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(hand_over_whole_buckets, False, True):
+        assert failure.kind == "GradientArrivalError"
+        assert "weight got another gradient" in failure.message

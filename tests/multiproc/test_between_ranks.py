@@ -1,0 +1,212 @@
+"""What one rank does wrong, the others must hear of: by name, and within the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from torch import nn
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+
+
+def different_width() -> None:
+    ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank())))
+
+
+def different_dtype() -> None:
+    ddp_compile(nn.Linear(4, 4, dtype=torch.float64 if dist.get_rank() else torch.float32))
+
+
+def different_freezing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias.requires_grad_(dist.get_rank() == 0)
+    ddp_compile(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (different_width, "parameter 1.weight: float32[4, 4] on rank 0 is 1.weight: float32[5, 4] on rank 1"),
+        (different_dtype, "parameter weight: float32[4, 4] on rank 0 is weight: float64[4, 4] on rank 1"),
+        (different_freezing, "parameter 1.bias: float32[4] of rank 0 is missing on rank 1"),
+    ],
+)
+def test_different_models_are_refused_on_every_rank_by_name(build: Callable[[], None], named: str, ranks: Ranks) -> None:
+    failures = ranks(2).run_expecting_failures(build)
+    for rank, failure in enumerate(failures):
+        assert failure.kind == "RanksDifferError"
+        assert f"rank {rank}:" in failure.message and named in failure.message
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def train_with_a_spare_layer() -> None:
+    model = ddp_compile(HalfUsed(), backend="eager")
+    for _ in range(2):
+        loss_of(model(torch.randn(2, 4))).backward()
+
+
+def test_a_parameter_without_gradient_is_named_at_the_next_forward(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(train_with_a_spare_layer):
+        assert failure.kind == "MissingGradientError"
+        assert "spare.weight" in failure.message and "spare.bias" in failure.message
+        assert "used.weight" not in failure.message
+        assert "requires_grad_(False)" in failure.message and "parameters_to_ignore" in failure.message
+
+
+def raise_on_rank_1_in_forward() -> str:
+    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager")
+    loss_of(model(torch.randn(2, 8))).backward()
+    if dist.get_rank() == 1:
+        raise KeyError("bad sample")
+    started = time.monotonic()
+    try:
+        loss_of(model(torch.randn(2, 8))).backward()
+    finally:
+        os.environ["WAITED_S"] = str(time.monotonic() - started)
+    return "came through"
+
+
+def test_a_rank_that_raises_lets_the_others_fail_naming_the_bucket(ranks: Ranks) -> None:
+    started = time.monotonic()
+    waiting, raising = ranks(2).run_expecting_failures(raise_on_rank_1_in_forward, timeout_s=10.0)
+    assert raising.kind == "KeyError"
+    assert waiting.kind == "ReductionError"
+    assert "bucket 0" in waiting.message and "layers.1.bias" in waiting.message
+    assert time.monotonic() - started < 60
+
+
+def skip_the_backward_on_rank_1() -> str:
+    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager")
+    loss_of(model(torch.randn(2, 8))).backward()
+    loss = loss_of(model(torch.randn(2, 8)))
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return "skipped"
+    loss.backward()
+    return "came through"
+
+
+def test_a_rank_that_skips_its_backward_times_the_others_out_naming_the_bucket(ranks: Ranks) -> None:
+    waiting, skipping = ranks(2).run_expecting_failures(skip_the_backward_on_rank_1, timeout_s=3.0)
+    assert skipping == "skipped"
+    assert waiting.kind == "ReductionError"
+    assert "rank 0" in waiting.message and "bucket 0" in waiting.message
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # noqa: ANN001, ANN205
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        raise ValueError("user error in backward")
+
+
+def go_on_after_an_exception_in_backward() -> bool:
+    model = ddp_compile(Mlp(width=8, num_layers=3), bucket_cap_mb=1e-4, backend="eager")
+    torch.manual_seed(dist.get_rank())
+    for fails in (False, True, False):
+        model.zero_grad()
+        x = torch.randn(2, 8, requires_grad=True)
+        loss = loss_of(model(FailsInBackward.apply(x) if fails else x))
+        try:
+            loss.backward()
+        except ValueError:
+            assert fails
+    mean = model.layers[0].weight.grad.clone()
+    dist.all_reduce(mean)
+    return torch.equal(mean / dist.get_world_size(), model.layers[0].weight.grad)
+
+
+def test_training_goes_on_after_every_rank_caught_an_exception_in_backward(ranks: Ranks) -> None:
+    assert ranks(2).run(go_on_after_an_exception_in_backward) == [True, True]
+
+
+def buffers_after_forward() -> list[float]:
+    model = ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend="eager", fullgraph=True)
+    model[1].running_mean.fill_(dist.get_rank() + 1.0)
+    model[1].momentum = 0.0
+    loss_of(model(torch.randn(3, 4))).backward()
+    after_training = float(model[1].running_mean[0])
+    model[1].running_mean.fill_(dist.get_rank() + 1.0)
+    with model.no_sync():
+        model(torch.randn(3, 4))
+    after_no_sync = float(model[1].running_mean[0])
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    return [after_training, after_no_sync, float(model[1].running_mean[0])]
+
+
+def test_buffers_come_from_rank_0_before_synchronised_training_forwards_only(ranks: Ranks) -> None:
+    assert ranks(2).run(buffers_after_forward) == [[1.0, 1.0, 1.0], [1.0, 2.0, 2.0]]
+
+
+def sparse_and_mixed() -> float:
+    torch.manual_seed(dist.get_rank())
+    embedding = nn.Embedding(50, 6, sparse=True)
+    model = ddp_compile(nn.Sequential(embedding, nn.Linear(6, 6), nn.Linear(6, 3, dtype=torch.float32)), backend="eager")
+    tokens = torch.randint(0, 50, (4,))
+    loss_of(model(tokens)).backward()
+    assert embedding.weight.grad.is_sparse
+    ours = embedding.weight.grad.to_dense()
+    plain = model.unwrap()
+    plain.zero_grad()
+    loss_of(plain(tokens)).backward()
+    theirs = embedding.weight.grad.to_dense()
+    dist.all_reduce(theirs)
+    return float((ours - theirs / dist.get_world_size()).abs().max())
+
+
+def test_sparse_gradients_are_averaged(ranks: Ranks) -> None:
+    assert max(ranks(2).run(sparse_and_mixed)) < 1e-7
+
+
+def two_dtypes() -> tuple[list[str], float]:
+    torch.manual_seed(dist.get_rank())
+    half, full = nn.Linear(6, 6, dtype=torch.bfloat16), nn.Linear(6, 6)
+    model = ddp_compile(nn.Sequential(nn.Linear(6, 6), ToDtype(half), ToDtype(full)), backend="aot_eager")
+    x = torch.randn(4, 6)
+    loss_of(model(x)).backward()
+    ours = [p.grad.float() for p in model.parameters()]
+    plain = model.unwrap()
+    plain.zero_grad()
+    loss_of(plain(x)).backward()
+    worst = 0.0
+    for mine, p in zip(ours, plain.parameters(), strict=True):
+        dist.all_reduce(p.grad)
+        worst = max(worst, float((mine - p.grad.float() / 2).norm() / p.grad.float().norm()))
+    return sorted({str(p.grad.dtype) for p in plain.parameters()}), worst
+
+
+class ToDtype(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.layer.weight.dtype))
+
+
+def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own(ranks: Ranks) -> None:
+    for dtypes, worst in ranks(2).run(two_dtypes):
+        assert dtypes == ["torch.bfloat16", "torch.float32"]
+        assert worst < 1e-2

@@ -1,0 +1,123 @@
+"""Processes that stand in for ranks: started once, given one function after the other.
+
+Importing torch takes seconds; starting ranks for each test would be most of the suite's time. A function that a test
+gives to the pool must stand at the top level of its module, so that the ranks can import it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GROUP_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 240.0
+
+
+class RankFailure(NamedTuple):
+    """What a rank raised in place of a result."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+class RankPool:
+    """``world_size`` processes in one gloo group that is made anew for each call."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._directory = tempfile.TemporaryDirectory(prefix="rank_pool_")
+        self._num_calls = 0
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The function's results, by rank. Raises when a rank raised, with that rank's traceback."""
+        results = self.run_expecting_failures(function, *args, **kwargs)
+        failures = [(rank, r) for rank, r in enumerate(results) if isinstance(r, RankFailure)]
+        if failures:
+            raise AssertionError("\n".join(f"--- rank {rank} ---\n{r.traceback}" for rank, r in failures))
+        return results
+
+    def run_expecting_failures(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = GROUP_TIMEOUT_S, **kwargs: Any
+    ) -> list[Any]:
+        """As `run`, with a `RankFailure` in the place of a result for each rank that raised or died."""
+        if not self._processes:
+            self._start()
+        self._num_calls += 1
+        store = str(Path(self._directory.name) / f"store_{self._num_calls}")
+        for connection in self._connections:
+            connection.send((function, args, kwargs, store, timeout_s))
+        results = [self._receive(connection) for connection in self._connections]
+        kinds = {result.kind if isinstance(result, RankFailure) else None for result in results}
+        if len(kinds) > 1:
+            # Ranks that parted ways may have left collectives under way; ranks that failed alike have not.
+            self.close()
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, sys.path), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _receive(self, connection: Connection) -> Any:
+        if not connection.poll(CALL_TIMEOUT_S):
+            self.close()
+            raise AssertionError(f"a rank gave no answer within {CALL_TIMEOUT_S} s")
+        try:
+            return connection.recv()
+        except EOFError:
+            return RankFailure("EOFError", "the rank's process ended", "")
+
+
+def _serve(rank: int, world_size: int, connection: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, kwargs, store, timeout_s = connection.recv()
+        except EOFError:
+            return
+        connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
+
+
+def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float) -> Any:
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
+    torch._dynamo.reset()
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        return RankFailure(type(error).__name__, str(error), traceback.format_exc())
+    finally:
+        dist.destroy_process_group()

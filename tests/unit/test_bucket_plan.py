@@ -1,0 +1,398 @@
+"""Packing gradients into buckets: pure arithmetic, so every claim is checked on plans of a few gradients."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+
+from ddp_compile.bucket_plan import (
+    PADDED_ALIGNMENT_BYTES,
+    BucketPlan,
+    BucketSpec,
+    GradientSpec,
+    PlanBuilder,
+    device_labels,
+    plan_buckets,
+)
+
+MIB = 2**20
+
+
+def gradient(index: int, numel: int, dtype: str = "float32", device: str = "cpu", sparse: bool = False) -> GradientSpec:
+    return GradientSpec(index, f"p{index}", numel, dtype, device, sparse)
+
+
+def gradients(*numels: int) -> list[GradientSpec]:
+    return [gradient(i, numel) for i, numel in enumerate(numels)]
+
+
+def members(buckets: Sequence[BucketSpec]) -> list[list[int]]:
+    return [[g.index for g in bucket.gradients] for bucket in buckets]
+
+
+def random_gradients(seed: int, num_gradients: int = 40) -> list[GradientSpec]:
+    rng = random.Random(seed)
+    return [
+        gradient(i, rng.randint(1, 2000), rng.choice(["float32", "bfloat16"]), sparse=rng.random() < 0.1)
+        for i in range(num_gradients)
+    ]
+
+
+# How much goes into a bucket.
+
+
+@pytest.mark.parametrize(
+    ("cap_bytes", "expected"),
+    [
+        (1, [[0], [1], [2], [3]]),
+        (399, [[0], [1], [2], [3]]),
+        (400, [[0], [1], [2], [3]]),
+        (401, [[0, 1], [2, 3]]),
+        (800, [[0, 1], [2, 3]]),
+        (801, [[0, 1, 2], [3]]),
+        (1600, [[0, 1, 2, 3]]),
+        (10**9, [[0, 1, 2, 3]]),
+    ],
+)
+def test_a_bucket_closes_once_it_has_reached_its_capacity(cap_bytes: int, expected: list[list[int]]) -> None:
+    plan = plan_buckets(gradients(100, 100, 100, 100), cap_bytes)
+    assert members(plan.buckets) == expected
+    assert {bucket.cap_bytes for bucket in plan.buckets} == {cap_bytes}
+
+
+def test_six_layers_of_one_mib_go_two_and_two_under_a_capacity_of_one_and_a_half() -> None:
+    plan = plan_buckets(gradients(*[MIB // 4] * 6), MIB * 3 // 2)
+    assert members(plan.buckets) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_first_bucket_has_a_capacity_of_its_own() -> None:
+    plan = plan_buckets(gradients(100, 100, 100, 100, 100), 800, first_cap_bytes=400)
+    assert members(plan.buckets) == [[0], [1, 2], [3, 4]]
+    assert [bucket.cap_bytes for bucket in plan.buckets] == [400, 800, 800]
+
+
+def test_the_first_capacity_never_exceeds_the_others() -> None:
+    plan = plan_buckets(gradients(100, 100, 100, 100), 400, first_cap_bytes=10**6)
+    assert members(plan.buckets) == [[0], [1], [2], [3]]
+
+
+def test_the_last_capacity_of_a_list_holds_for_all_further_buckets() -> None:
+    plan = plan_buckets(gradients(*[100] * 9), [400, 1200, 800])
+    assert members(plan.buckets) == [[0], [1, 2, 3], [4, 5], [6, 7], [8]]
+    assert [bucket.cap_bytes for bucket in plan.buckets] == [400, 1200, 800, 800, 800]
+
+
+def test_a_gradient_above_the_capacity_closes_the_bucket_it_joins() -> None:
+    assert members(plan_buckets(gradients(10, 5000, 10, 10), 100).buckets) == [[0, 1], [2, 3]]
+    assert members(plan_buckets(gradients(5000, 10), 100).buckets) == [[0], [1]]
+
+
+def test_capacities_count_bytes_not_elements() -> None:
+    halves = [gradient(i, 100, "bfloat16") for i in range(4)]
+    assert members(plan_buckets(halves, 400).buckets) == [[0, 1], [2, 3]]
+
+
+def test_no_gradients_give_no_buckets() -> None:
+    plan = plan_buckets([], 100)
+    assert plan.buckets == () and plan.num_bytes == 0 and plan.bucket_of_parameter == {}
+
+
+@pytest.mark.parametrize("cap", [0, -1, [], [25, 0], [25, -3]])
+def test_a_capacity_that_is_not_positive_is_refused(cap: int | list[int]) -> None:
+    with pytest.raises(ValueError, match="must be positive and at least one must be given"):
+        plan_buckets(gradients(1), cap)
+
+
+def test_a_first_capacity_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket capacities \[0, 25\] \(bytes\) must be positive"):
+        plan_buckets(gradients(1), 25, first_cap_bytes=0)
+
+
+def test_an_unknown_layout_is_refused_and_the_known_ones_named() -> None:
+    with pytest.raises(ValueError, match=r"layout='packed' is not known; pass one of \('padded', 'ddp'\)"):
+        plan_buckets(gradients(1), 25, layout="packed")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_dtype_is_packed_as_torch_packs_it(seed: int) -> None:
+    rng = random.Random(seed)
+    numels = [rng.randint(1, 3000) for _ in range(rng.randint(1, 60))]
+    caps = [rng.randint(1, 20_000) for _ in range(rng.randint(1, 4))]
+    theirs, _ = dist._compute_bucket_assignment_by_size([torch.empty(numel) for numel in numels], caps)
+    assert members(plan_buckets(gradients(*numels), caps).buckets) == theirs
+
+
+# What may share a bucket.
+
+
+def test_dtypes_and_devices_never_share_a_bucket_and_step_through_the_capacities_by_themselves() -> None:
+    mixed = [
+        gradient(0, 100),
+        gradient(1, 100, "bfloat16"),
+        gradient(2, 100, device="cuda"),
+        gradient(3, 100),
+        gradient(4, 100, "bfloat16"),
+        gradient(5, 100, device="cuda"),
+        gradient(6, 100),
+    ]
+    plan = plan_buckets(mixed, [400, 800])
+    for bucket in plan.buckets:
+        assert {(g.dtype, g.device) for g in bucket.gradients} == {(bucket.dtype, bucket.device)}
+    assert sorted(members(plan.buckets)) == [[0], [1, 4], [2], [3, 6], [5]]
+    assert {bucket.gradients[0].index: bucket.cap_bytes for bucket in plan.buckets} == {0: 400, 1: 400, 2: 400, 3: 800, 5: 800}
+
+
+def test_buckets_leave_in_the_order_in_which_their_last_gradient_is_ready() -> None:
+    # Neither bucket is ever full. The one opened first gets the last gradient, so it leaves last.
+    interleaved = [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)]
+    assert members(plan_buckets(interleaved, 1000).buckets) == [[1, 2], [0, 3]]
+
+
+def test_a_bucket_that_never_fills_leaves_before_one_that_fills_later() -> None:
+    # The lone half is ready before the last float, so nothing is won by sending it after that one.
+    specs = [gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)]
+    assert members(plan_buckets(specs, 800).buckets) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_buckets_of_random_gradients_leave_in_the_order_of_their_last_gradients(seed: int) -> None:
+    plan = plan_buckets(random_gradients(seed), [1000, 6000])
+    last = [bucket.gradients[-1].index for bucket in plan.buckets]
+    assert last == sorted(last)
+
+
+def test_a_sparse_gradient_stands_alone_and_closes_nothing() -> None:
+    plan = plan_buckets([gradient(0, 10), gradient(1, 10, sparse=True), gradient(2, 10)], 1000)
+    assert members(plan.buckets) == [[1], [0, 2]]
+    assert [bucket.is_sparse for bucket in plan.buckets] == [True, False]
+
+
+# Where gradients lie in a bucket.
+
+
+def test_padded_offsets_are_multiples_of_128_bytes() -> None:
+    (bucket,) = plan_buckets(gradients(1, 32, 33, 64), 10**6).buckets
+    assert PADDED_ALIGNMENT_BYTES == 128
+    assert bucket.byte_offsets == (0, 128, 256, 512)
+    assert bucket.num_bytes == 768
+
+
+def test_the_ddp_layout_leaves_no_gaps() -> None:
+    (bucket,) = plan_buckets(gradients(1, 32, 33, 64), 10**6, layout="ddp").buckets
+    assert bucket.byte_offsets == (0, 4, 132, 264)
+    assert bucket.num_bytes == 4 * (1 + 32 + 33 + 64)
+
+
+def test_an_empty_gradient_takes_no_room() -> None:
+    (bucket,) = plan_buckets(gradients(3, 0, 5), 10**6).buckets
+    assert bucket.byte_offsets == (0, 128, 128) and bucket.num_bytes == 256
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_never_overlap_and_lie_inside_their_bucket(seed: int) -> None:
+    for bucket in plan_buckets(random_gradients(seed), 5000).buckets:
+        ends = [offset + g.num_bytes for offset, g in zip(bucket.byte_offsets, bucket.gradients, strict=True)]
+        starts = [*bucket.byte_offsets[1:], bucket.num_bytes]
+        assert all(end <= start < end + 128 for end, start in zip(ends, starts, strict=True))
+        assert all(offset % 128 == 0 for offset in bucket.byte_offsets)
+
+
+# JSON and digest.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_comes_back_equal_from_its_json(seed: int) -> None:
+    builder = PlanBuilder(random_gradients(seed), [1000, 5000], "ddp")
+    builder.add_frame(range(10, 20))
+    plan = builder.propose()
+    again = BucketPlan.from_json(plan.to_json())
+    assert again == plan and hash(again) == hash(plan) and again.to_json() == plan.to_json()
+
+
+def test_the_digest_is_the_same_in_another_process() -> None:
+    plan = plan_buckets(random_gradients(0), [1000, 5000])
+    script = "import sys; from ddp_compile.bucket_plan import BucketPlan as P; print(P.from_json(sys.argv[1]).digest)"
+    # Another hash seed: nothing may depend on the order of a set.
+    out = subprocess.run(
+        [sys.executable, "-c", script, plan.to_json()],
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert out.stdout.strip() == plan.digest
+    assert len(plan.digest) == 16 and int(plan.digest, 16) >= 0
+
+
+def test_plans_that_differ_in_anything_have_different_digests() -> None:
+    one = gradients(100, 200)
+    plans = [
+        plan_buckets(one, 100),
+        plan_buckets(one, 200),
+        plan_buckets(one, 10**6),
+        plan_buckets(one[::-1], 10**6),
+        plan_buckets(one, 10**6, layout="ddp"),
+        plan_buckets(one, 10**6, generation=1),
+        plan_buckets(gradients(100, 201), 10**6),
+        plan_buckets([gradient(0, 100, "float16"), gradient(1, 200, "float16")], 10**6),
+        plan_buckets([gradient(0, 100, device="cuda"), gradient(1, 200, device="cuda")], 10**6),
+        plan_buckets([gradient(0, 100, sparse=True), gradient(1, 200, sparse=True)], 10**6),
+        plan_buckets([GradientSpec(0, "q0", 100, "float32", "cpu"), one[1]], 10**6),
+        plan_in_frames(one, [0, 1]),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+
+
+def plan_in_frames(specs: Sequence[GradientSpec], *frames: Sequence[int], cap_bytes: int = 10**6) -> BucketPlan:
+    builder = PlanBuilder(specs, [cap_bytes])
+    for frame in frames:
+        builder.add_frame(frame)
+    return builder.propose()
+
+
+def test_json_of_another_version_is_refused() -> None:
+    document = json.loads(plan_buckets(gradients(1), 100).to_json())
+    document["version"] = 99
+    with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 1; install the same"):
+        BucketPlan.from_json(json.dumps(document))
+
+
+def test_a_parameter_in_two_buckets_is_an_error() -> None:
+    bucket = plan_buckets(gradients(1), 100).buckets[0]
+    twin = BucketSpec(1, bucket.gradients, 100)
+    with pytest.raises(AssertionError, match="a parameter stands in two buckets"):
+        BucketPlan((bucket, twin))
+
+
+def test_the_table_shows_one_bucket_a_line() -> None:
+    specs = [
+        GradientSpec(0, "embed.weight", 3 * MIB, "float32", "cpu", is_sparse=True),
+        GradientSpec(1, "body.weight", MIB, "bfloat16", "cuda"),
+        GradientSpec(2, "body.bias", 1024, "bfloat16", "cuda"),
+        GradientSpec(3, "head.weight", MIB // 2, "float32", "cpu"),
+    ]
+    builder = PlanBuilder(specs, [MIB // 2, 25 * MIB])
+    builder.add_frame([2, 1])
+    table = builder.propose().format_table()
+    head, _, digest = table.rpartition(" ")
+    assert digest == builder.propose().digest
+    assert_expected_inline(
+        head,
+        """\
+bucket    MiB  cap MiB  dtype     device  gradients  from          to            frame
+------  -----  -------  --------  ------  ---------  ------------  ------------  -----
+     0   2.00     0.50  bfloat16  cuda            2  body.bias     body.weight   0
+     1   2.00     0.50  float32   cpu             1  head.weight   head.weight   eager
+     2  12.00    25.00  float32   cpu      1 sparse  embed.weight  embed.weight  eager
+3 buckets, 4 gradients, 16.00 MiB, generation 0, plan""",
+    )
+
+
+# The builder: one frame after the other.
+
+
+def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registration_order() -> None:
+    plan = plan_in_frames(gradients(*[100] * 7), [2, 1], [4, 3], cap_bytes=401)
+    assert members(plan.buckets) == [[4, 3], [2, 1], [6, 5], [0]]
+    assert [bucket.frame for bucket in plan.buckets] == [1, 0, None, None]
+    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3]
+
+
+def test_a_bucket_never_spans_two_frames_and_packing_starts_anew_in_each() -> None:
+    builder = PlanBuilder(gradients(*[100] * 5), [400, 10**6])
+    builder.add_frame([4, 3, 2])
+    builder.add_frame([1, 0])
+    assert members(builder.propose().buckets) == [[1], [0], [4], [3, 2]]
+
+
+def test_add_frame_returns_the_buckets_that_meet_the_frame_in_launch_order() -> None:
+    builder = PlanBuilder(gradients(*[100] * 5), [400])
+    assert members(builder.add_frame([4, 3])) == [[4], [3]]
+    second = builder.add_frame([2, 4])
+    assert members(second) == [[2], [4]]
+    assert [bucket.index for bucket in second] == [0, 1]
+
+
+def test_adding_a_frame_again_changes_nothing() -> None:
+    builder = PlanBuilder(gradients(*[100] * 5), [401])
+    first = builder.add_frame([4, 3, 2])
+    before = builder.propose()
+    assert builder.add_frame([4, 3, 2]) == first
+    assert members(builder.add_frame([2, 3])) == [[4, 3], [2]]
+    assert builder.propose() == before
+
+
+def test_a_frame_that_shows_one_more_parameter_adds_only_that_one() -> None:
+    builder = PlanBuilder(gradients(*[100] * 4), [10**6])
+    builder.add_frame([3, 2])
+    builder.add_frame([3, 1, 2])
+    assert members(builder.propose().buckets) == [[1], [3, 2], [0]]
+
+
+def test_frames_after_the_seal_get_the_sealed_buckets_and_change_nothing() -> None:
+    builder = PlanBuilder(gradients(*[100] * 6), [401])
+    builder.add_frame([5, 4])
+    sealed = builder.propose()
+    builder.seal(sealed)
+    assert builder.add_frame([0, 3]) == [sealed.buckets[1], sealed.buckets[2]]
+    assert members(sealed.buckets) == [[5, 4], [3, 2], [1, 0]]
+    assert builder.sealed is sealed
+
+
+def test_another_ranks_plan_may_be_sealed() -> None:
+    builder, other = (PlanBuilder(gradients(*[100] * 4), [401]) for _ in range(2))
+    builder.add_frame([3, 2])
+    other.add_frame([0, 1])
+    builder.seal(BucketPlan.from_json(other.propose().to_json()))
+    assert members(builder.add_frame([3, 2])) == [[3, 2]]
+    assert members(builder.add_frame([1, 2])) == [[0, 1], [3, 2]]
+
+
+def test_a_plan_that_lacks_a_parameter_is_not_sealed() -> None:
+    builder = PlanBuilder(gradients(1, 1), [100])
+    with pytest.raises(AssertionError):
+        builder.seal(plan_buckets(gradients(1), 100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = random_gradients(seed, rng.randint(1, 40))
+    builder = PlanBuilder(specs, [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))])
+    for _ in range(rng.randint(0, 5)):
+        shown = rng.sample(range(len(specs)), rng.randint(0, len(specs)))
+        meeting = builder.add_frame(shown)
+        assert set(shown) <= {g.index for bucket in meeting for g in bucket.gradients}
+        assert all(set(shown) & {g.index for g in bucket.gradients} for bucket in meeting)
+    plan = builder.propose()
+    assert sorted(g.index for bucket in plan.buckets for g in bucket.gradients) == list(range(len(specs)))
+    assert all(g == specs[g.index] for bucket in plan.buckets for g in bucket.gradients)
+    assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
+    builder.seal(plan)
+
+
+@pytest.mark.parametrize("caps", [[], [0], [10, -1]])
+def test_the_builder_refuses_capacities_that_are_not_positive(caps: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        PlanBuilder(gradients(1), caps)
+
+
+# Labels that all ranks share.
+
+
+def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
+    assert device_labels([torch.device("cuda:0")] * 2) == {torch.device("cuda:0"): "cuda"}
+    assert device_labels([torch.device("cuda:7")]) == {torch.device("cuda:7"): "cuda"}
+
+
+def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
+    two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
+    assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
