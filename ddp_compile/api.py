@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
-from ddp_compile.replicate import CompileSettings, check_module, replicate, resolve_process_group
+from ddp_compile.module_checks import check_module, resolve_process_group
+from ddp_compile.replicate import replicate
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -36,8 +38,8 @@ def ddp_compile(
 ) -> ModuleT:
     """Make ``module`` train data-parallel and compiled, in place.
 
-    Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the same
-    parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()`` and
+    Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the
+    same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()`` and
     ``unwrap()``. After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
 
     Args:
@@ -50,8 +52,8 @@ def ddp_compile(
             boundaries, "none" leaves graphs whole, "auto" chooses ("forward" in this version).
         broadcast_buffers: Broadcast rank 0's buffers before each training forward outside of ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
-        gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False copies
-            the result into the gradients that autograd made.
+        gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False
+            copies the result into the gradients that autograd made.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
         mode: As in ``torch.compile``.

@@ -114,4 +114,4 @@ def buckets_without_cut(reports: Sequence[FrameReport]) -> Sequence[FrameReport]
     return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]
 
 
-__all__ = ["BucketSpec", "FORWARD_SPLIT_PASSES", "FrameReport", "TrainingBackend", "buckets_without_cut"]
+__all__ = ["FORWARD_SPLIT_PASSES", "BucketSpec", "FrameReport", "TrainingBackend", "buckets_without_cut"]

@@ -247,7 +247,9 @@ def _check_caps(caps: Sequence[int], layout: Layout) -> None:
         raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
 
 
-def _pack(gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None) -> list[BucketSpec]:
+def _pack(
+    gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None
+) -> list[BucketSpec]:
     closed: list[BucketSpec] = []
     open_buckets: dict[tuple[str, str], list[GradientSpec]] = {}
     open_bytes: dict[tuple[str, str], int] = {}
@@ -266,7 +268,7 @@ def _pack(gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout
             closed.append(BucketSpec(len(closed), (gradient,), caps[-1], frame, layout))
             continue
         key = (gradient.dtype, gradient.device)
-        # Re-inserting keeps the dict ordered by each open bucket's latest gradient, the order in which they are flushed.
+        # Re-inserting keeps the dict ordered by each open bucket's latest gradient, the order of the final flush.
         members = open_buckets.pop(key, [])
         members.append(gradient)
         open_bytes[key] = open_bytes.get(key, 0) + gradient.num_bytes
@@ -295,9 +297,7 @@ class PlanBuilder:
         ValueError: As `plan_buckets`.
     """
 
-    def __init__(
-        self, gradients: Sequence[GradientSpec], caps_bytes: Sequence[int], layout: Layout = "padded"
-    ) -> None:
+    def __init__(self, gradients: Sequence[GradientSpec], caps_bytes: Sequence[int], layout: Layout = "padded") -> None:
         _check_caps(caps_bytes, layout)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
@@ -330,8 +330,8 @@ class PlanBuilder:
     def propose(self) -> BucketPlan:
         """The plan as this rank sees it.
 
-        The backward runs through the frames from the last to the first, so the last frame's buckets leave first. What no
-        frame showed is the eager tail: reverse registration order, after all frames.
+        The backward runs through the frames from the last to the first, so the last frame's buckets leave first. What
+        no frame showed is the eager tail: reverse registration order, after all frames.
         """
         tail = [gradient for gradient in reversed(self.gradients) if gradient.index not in self._planned]
         compiled = [bucket for frame in reversed(self._frames) for bucket in frame]

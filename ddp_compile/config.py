@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 SplitMode = Literal["auto", "forward", "none"]
 
@@ -84,17 +83,19 @@ def caps_from_mib(bucket_cap_mb: float | Sequence[float], first_bucket_cap_mb: f
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.
     """
-    if isinstance(bucket_cap_mb, Sequence) and not isinstance(bucket_cap_mb, str):
+    if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
-            raise ValueError("bucket_cap_mb=[] holds no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]")
+            raise ValueError(
+                "bucket_cap_mb=[] holds no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]"
+            )
         return tuple(_cap_bytes(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
-    cap = _cap_bytes("bucket_cap_mb", cast(float, bucket_cap_mb))
+    cap = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
     first_cap = _cap_bytes("first_bucket_cap_mb", first_bucket_cap_mb)
     return (min(first_cap, cap), cap)
 
 
-def _cap_bytes(setting: str, mib: float) -> int:
-    if not isinstance(mib, Real) or isinstance(mib, bool) or not 0 < mib < float("inf"):
+def _cap_bytes(setting: str, mib: Any) -> int:
+    if isinstance(mib, bool) or not isinstance(mib, int | float) or not 0 < mib < float("inf"):
         default = 1 if setting.startswith("first") else 25
         raise ValueError(f"{setting}={mib!r} must be a positive number of MiB; pass for example {setting}={default}")
     return max(1, int(mib * _MIB))

@@ -5,6 +5,7 @@ Dumps are made by observers around the passes; the passes know nothing of them.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -22,12 +23,14 @@ def format_frame_buckets(buckets: list[BucketSpec], ready_order: list[int]) -> s
         present = [gradient.fqn for gradient in bucket.gradients if gradient.index in members]
         missing = len(bucket.gradients) - len(present)
         note = f" ({missing} more in other frames)" if missing else ""
-        lines.append(f"bucket {bucket.index}: {bucket.num_bytes / 2**20:.2f} MiB {bucket.dtype}: {', '.join(present)}{note}")
+        lines.append(
+            f"bucket {bucket.index}: {bucket.num_bytes / 2**20:.2f} MiB {bucket.dtype}: {', '.join(present)}{note}"
+        )
     return "\n".join(lines)
 
 
 def format_graph(gm: fx.GraphModule) -> str:
-    """The graph as Python source: with shapes and dtypes, or just the calls where it only strings partitions together."""
+    """The graph as Python source with shapes and dtypes, or just the calls where it strings partitions together."""
     if any(node.op == "call_module" for node in gm.graph.nodes):
         return gm.code.strip()
     return gm.print_readable(print_output=False, include_stride=False, include_device=False, colored=False).strip()
@@ -57,7 +60,7 @@ class GraphDump:
         for node in gm.graph.find_nodes(op="call_module"):
             partition = gm.get_submodule(node.target)
             if isinstance(partition, fx.GraphModule):
-                self._write(str(node.target), lambda partition=partition: format_graph(partition))
+                self._write(str(node.target), functools.partial(format_graph, partition))
 
     def _write(self, heading: str, text: Callable[[], str]) -> None:
         if self.log.isEnabledFor(logging.DEBUG):

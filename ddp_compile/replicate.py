@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_compile import torch_internals
 from ddp_compile.backend import FrameReport, TrainingBackend, buckets_without_cut
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
+from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_parameters_agree
@@ -25,50 +24,6 @@ from ddp_compile.runtime.reducer import Reducer, ReducerSettings
 log = logging.getLogger(__name__)
 
 _STATE = "_ddp_compile_state"
-
-
-class CompileSettings:
-    """The arguments of ``torch.compile``, checked, and the functions made with them.
-
-    Raises:
-        ValueError: Unknown backend or mode, or options that the backend refuses.
-    """
-
-    def __init__(
-        self,
-        backend: str | Callable[..., Any],
-        mode: str | None,
-        fullgraph: bool,
-        dynamic: bool | None,
-        options: Mapping[str, Any] | None,
-    ) -> None:
-        if isinstance(backend, str) and backend not in torch_internals.known_backends():
-            known = ", ".join(torch_internals.known_backends())
-            raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
-        if mode is not None and options is not None:
-            raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")
-        if backend == "inductor" and mode is not None and mode not in torch_internals.known_modes():
-            raise ValueError(f"mode={mode!r} is not known; pass one of {', '.join(torch_internals.known_modes())}")
-        try:
-            self.inner = torch_internals.inner_backend(backend, mode, dict(options) if options else None, dynamic)
-        except RuntimeError as error:
-            raise ValueError(f"options={options!r} are refused by backend={backend!r}: {error}") from error
-        self.fullgraph = fullgraph
-        self.dynamic = dynamic
-
-    def compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """`_call_module` under ``torch.compile`` with ``backend``."""
-        # Dynamo guards on the backend, so the models of one class share one list of cache entries, and the ninth of
-        # them would silently run eagerly.
-        isolation = {"isolate_recompiles": True} if torch_internals.has_isolated_recompiles() else {}
-        return torch.compile(
-            _call_module, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **isolation
-        )
-
-
-def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The frame that Dynamo starts from: the module's own call, with the hooks registered on it."""
-    return nn.Module._call_impl(module, *args, **kwargs)
 
 
 class ReplicateState:
@@ -88,7 +43,7 @@ class ReplicateState:
         config: ReplicateConfig,
         compile_settings: CompileSettings,
     ) -> None:
-        named = _reduced_parameters(module, config.parameters_to_ignore)
+        named = reduced_parameters(module, config.parameters_to_ignore)
         parameters = list(named.values())
         self.process_group = process_group
         self.config = config
@@ -131,7 +86,8 @@ class ReplicateState:
         except RuntimeError as error:
             raise ReductionError(
                 f"rank {self.process_group.rank()}: the broadcast of {len(self.buffers)} buffers from rank 0 before the"
-                f" forward failed. Another rank has raised, exited, or not called the model; look for its error. ({error})"
+                " forward failed. Another rank has raised, exited, or not called the model; look for its error."
+                f" ({error})"
             ) from error
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
@@ -143,7 +99,7 @@ class ReplicateState:
                 self.process_group.rank(),
             )
             return
-        if self.config.split == "none" or self.process_group.size() == 1:
+        if self.config.split == "none" or not _needs_overlap(self.process_group):
             return
         whole = buckets_without_cut(reports)
         caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
@@ -218,7 +174,12 @@ class ReplicatedModule(nn.Module):
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_shell(self).__reduce_ex__(protocol)
+        # The reduction of later protocols names the class of the object at hand, which is not the plain one.
+        return _plain_shell(self).__reduce_ex__(1)
+
+
+def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
+    return process_group.size() > 1
 
 
 def _format_report(report: FrameReport) -> str:
@@ -230,8 +191,8 @@ def _state_of(module: nn.Module) -> ReplicateState:
     return module.__dict__[_STATE]
 
 
-@functools.lru_cache(maxsize=None)
-def _replicated_class(cls: type[nn.Module]) -> type[nn.Module]:
+@functools.cache
+def _replicated_class(cls: Any) -> type[nn.Module]:
     # Libraries read these names off the class, and look modules up by them.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (ReplicatedModule, cls), names)
@@ -254,7 +215,8 @@ def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) 
     return stripped
 
 
-def _reduced_parameters(module: nn.Module, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
+def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
+    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name only."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
 
 
@@ -272,85 +234,12 @@ def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> 
     ]
 
 
-def check_module(module: nn.Module, ignored: Sequence[str]) -> None:
-    """Refuse what cannot be replicated, by name.
-
-    Raises:
-        TypeError: Not a module.
-        ValueError: Wrapped already, nothing to train, on the meta device, or with attributes that ours would hide.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
-    if isinstance(module, ReplicatedModule):
-        raise ValueError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
-    for name, submodule in module.named_modules():
-        _refuse_wrapper(name, submodule)
-    names = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
-    if unknown := sorted(set(ignored) - names):
-        raise ValueError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
-    trainable = _reduced_parameters(module, frozenset(ignored))
-    if not trainable:
-        raise ValueError("the module has no parameter that requires a gradient, so there is nothing to reduce; use it as is")
-    if on_meta := [name for name, p in trainable.items() if p.is_meta]:
-        raise ValueError(f"{on_meta[0]} is on the meta device; materialise the module first: module.to_empty(device=...)")
-    ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
-    if hidden := [name for name in ours if hasattr(module, name)]:
-        raise ValueError(
-            f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or replicate"
-            f" a module that holds this one"
-        )
-
-
-_WRAPPERS = {
-    "DistributedDataParallel": "pass the module inside it: ddp_compile(model.module)",
-    "DataParallel": "pass the module inside it: ddp_compile(model.module)",
-    "FullyShardedDataParallel": "its gradients are reduced already; use one of the two",
-    "FSDPModule": "its gradients are reduced already; use one of the two",
-    "OptimizedModule": "ddp_compile compiles by itself; pass the module before torch.compile: ddp_compile(model._orig_mod)",
-    "ReplicatedModule": "replicate the outermost module only",
-    "ScriptModule": "Dynamo cannot trace TorchScript; pass the Python module",
-}
-
-
-def _refuse_wrapper(name: str, submodule: nn.Module) -> None:
-    for cls in type(submodule).__mro__:
-        if cls.__name__ in _WRAPPERS:
-            where = f"submodule {name}" if name else "the module"
-            raise ValueError(f"{where} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
-
-
-def resolve_process_group(
-    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
-) -> dist.ProcessGroup:
-    """The ranks to reduce over.
-
-    Raises:
-        ValueError: Both were given, or a mesh of more than one dimension.
-        RuntimeError: No process group has been initialised.
-    """
-    if process_group is not None and device_mesh is not None:
-        raise ValueError("process_group and device_mesh exclude each other; pass one of them")
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"device_mesh has {device_mesh.ndim} dimensions, ddp_compile needs one; pass for example mesh['dp']"
-            )
-        return device_mesh.get_group()
-    if process_group is not None:
-        return process_group
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group() first and start the script with"
-            " torchrun --standalone --nproc-per-node 2 train.py"
-        )
-    return dist.group.WORLD
-
-
 def replicate(
     module: nn.Module, process_group: dist.ProcessGroup, config: ReplicateConfig, compile_settings: CompileSettings
 ) -> nn.Module:
     """Swap the module's class for one with our methods and give it its state."""
     state = ReplicateState(module, process_group, config, compile_settings)
-    module.__class__ = _replicated_class(type(module))
+    cls: Any = type(module)
+    module.__class__ = _replicated_class(cls)
     module.__dict__[_STATE] = state
     return module

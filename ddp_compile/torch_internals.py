@@ -27,18 +27,16 @@ def graphs_log() -> logging.Logger:
     torch refuses artifact names of ours and gives handlers only to the loggers of modules it registered, so the dumps
     go to the logger of torch's own DDPOptimizer, whose place they take.
     """
-    import torch._logging
+    from torch._logging._internal import getArtifactLogger
 
-    return torch._logging.getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
+    return getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text file beside the graphs of the current compile in the ``TORCH_TRACE`` log (read by tlparse)."""
-    import torch._logging
+    from torch._logging._internal import trace_structured
 
-    torch._logging.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def known_backends() -> list[str]:
@@ -68,16 +66,49 @@ def known_modes() -> list[str]:
     return sorted(list_mode_options())
 
 
+_num_isolated_functions = 0
+
+
+def compile_isolated(
+    function: Callable[..., Any], *, backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None
+) -> Callable[..., Any]:
+    """``torch.compile`` with a recompile limit of its own.
+
+    Dynamo guards on the backend, and the models of one class share code, so each model adds an entry to one list; the
+    ninth would hit the limit and run eagerly without a word. torch 2.13 can keep the lists apart. For an older torch
+    the limits grow with the number of functions compiled here.
+    """
+    settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
+    if has_isolated_recompiles():
+        return torch.compile(function, isolate_recompiles=True, **settings)  # type: ignore[call-overload]
+    compiled = torch.compile(function, **settings)  # type: ignore[call-overload]
+    global _num_isolated_functions
+    _num_isolated_functions += 1
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        limits = {
+            name: getattr(config, name) * _num_isolated_functions
+            for name in ("recompile_limit", "accumulated_recompile_limit")
+        }
+        with config.patch(limits):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
 def has_isolated_recompiles() -> bool:
-    """Whether ``torch.compile(isolate_recompiles=True)`` gives each call cache entries and limits of its own (2.13)."""
+    """Whether ``torch.compile`` takes ``isolate_recompiles`` (torch 2.13)."""
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
-def broadcast_coalesced(process_group: Any, tensors: Sequence[Tensor], chunk_bytes: int, src_rank_in_group: int) -> None:
+def broadcast_coalesced(
+    process_group: Any, tensors: Sequence[Tensor], chunk_bytes: int, src_rank_in_group: int
+) -> None:
     """Broadcast tensors of any dtypes in chunks of about ``chunk_bytes``, one collective for each dtype and chunk."""
-    import torch.distributed as dist
+    from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 
-    dist._broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
+    _broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
 
 
 def current_graph_task_id() -> int:
@@ -92,7 +123,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
     """The fake tensor mode the current compile uses, or a new one outside of Dynamo."""
-    from torch._dynamo.utils import detect_fake_mode
+    from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return detect_fake_mode(example_inputs) or FakeTensorMode()
@@ -122,7 +153,7 @@ def fake_like(example: Any, fake_mode: Any) -> Any:
 
 
 def is_plain_tensor(value: Tensor) -> bool:
-    """A strided tensor (real or fake) that `fake_like` can stand in for: no subclass, no lazy conjugation or negation."""
+    """A strided tensor (real or fake) `fake_like` can stand in for: no subclass, no lazy conjugation or negation."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return (
@@ -142,7 +173,7 @@ def free_symbols(value: Any) -> list[Any]:
 
 def symbol_bound_by(value: Any) -> Any | None:
     """The sympy symbol that a SymInt is, or None where it is an expression or no SymInt."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
         return value.node.expr

@@ -71,7 +71,7 @@ class Trainer:
                     # What travels in which bucket is known once the first step has compiled.
                     log.write(self.model.bucket_plan.format_table())
                 if save:
-                    self.state.save(Path(str(args.checkpoint).format(step=progress.step)), world)
+                    self.state.save(Path(str(args.checkpoint).replace("{step}", str(progress.step))), world)
         self.evaluate()
         world.say(f"median: {log.speed()}")
 
@@ -190,23 +190,33 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--heads", type=positive_int, default=6, help="attention heads of a block")
     model.add_argument("--width", type=positive_int, default=384, help="size of the residual stream")
     model.add_argument("--context", type=positive_int, default=128, help="bytes of a window")
+    add_training_arguments(parser.add_argument_group("training"))
+    add_ddp_compile_arguments(parser.add_argument_group("ddp_compile"))
+    add_file_arguments(parser.add_argument_group("files and measurements"))
+    args = parser.parse_args()
+    if args.compare == 1:
+        parser.error("--compare needs at least 2 steps, to give a spread")
+    args.checkpoint = args.checkpoint or args.out_dir / "checkpoint.pt"
+    return args
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--batch-size", type=positive_int, default=4, help="windows of one rank in one backward")
-    training.add_argument("--accumulate", type=positive_int, default=1, help="backwards of one step")
-    training.add_argument("--steps", type=positive_int, default=120, help="optimizer steps")
-    training.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    training.add_argument("--warmup", type=positive_int, default=10, help="steps to the peak learning rate")
-    training.add_argument("--seed", type=int, default=0, help="of the parameters and of the order of the data")
-    training.add_argument("--text-mb", type=float, default=16.0, help="most megabytes of text to train on")
 
-    distribution = parser.add_argument_group("ddp_compile")
-    distribution.add_argument("--bucket-cap-mb", type=float, default=25.0, help="capacity of a bucket in MiB")
-    distribution.add_argument(
+def add_training_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--batch-size", type=positive_int, default=4, help="windows of one rank in one backward")
+    group.add_argument("--accumulate", type=positive_int, default=1, help="backwards of one step")
+    group.add_argument("--steps", type=positive_int, default=120, help="optimizer steps")
+    group.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    group.add_argument("--warmup", type=positive_int, default=10, help="steps to the peak learning rate")
+    group.add_argument("--seed", type=int, default=0, help="of the parameters and of the order of the data")
+    group.add_argument("--text-mb", type=float, default=16.0, help="most megabytes of text to train on")
+
+
+def add_ddp_compile_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--bucket-cap-mb", type=float, default=25.0, help="capacity of a bucket in MiB")
+    group.add_argument(
         "--split", choices=("auto", "forward", "none"), default="auto", help="how graphs are cut at bucket borders"
     )
-    distribution.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
-    distribution.add_argument(
+    group.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
+    group.add_argument(
         "--compare",
         type=positive_int,
         nargs="?",
@@ -215,18 +225,18 @@ def parse_args() -> argparse.Namespace:
         help="do not train; time STEPS steps (20) beside torch.compile(DistributedDataParallel(model))",
     )
 
-    files = parser.add_argument_group("files")
-    files.add_argument("--out-dir", type=Path, default=Path("runs/train_lm"), help="for the loss curve and numbers")
-    files.add_argument(
-        "--checkpoint", type=Path, help="file to write; {step} in it stands for the step (OUT_DIR/checkpoint.pt)"
+
+def add_file_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--out-dir", type=Path, default=Path("runs/train_lm"), help="for the loss curve and numbers")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="file to write, OUT_DIR/checkpoint.pt if not given; {step} in it stands for the step",
     )
-    files.add_argument("--checkpoint-every", type=positive_int, default=40, help="steps between checkpoints")
-    files.add_argument("--resume", type=Path, help="checkpoint to go on from")
-    files.add_argument("--log-every", type=positive_int, default=5, help="steps between readings of the loss")
-    files.add_argument("--eval-batches", type=positive_int, default=16, help="batches of a rank for the held-out loss")
-    args = parser.parse_args()
-    args.checkpoint = args.checkpoint or args.out_dir / "checkpoint.pt"
-    return args
+    group.add_argument("--checkpoint-every", type=positive_int, default=40, help="steps between checkpoints")
+    group.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    group.add_argument("--log-every", type=positive_int, default=5, help="steps between readings of the loss")
+    group.add_argument("--eval-batches", type=positive_int, default=16, help="batches of a rank for the held-out loss")
 
 
 def main() -> None:

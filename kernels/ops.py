@@ -23,9 +23,7 @@ class FlattenPlan:
         self.flat = flat
 
     @classmethod
-    def for_bucket(
-        cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None
-    ) -> FlattenPlan:
+    def for_bucket(cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> FlattenPlan:
         """The plan for tensors of these shapes and strides.
 
         Args:
@@ -81,7 +79,7 @@ def unflatten(
 
 def _check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
     if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(f"flat has shape {tuple(flat.shape)} and strides {flat.stride()}; pass a contiguous 1-d tensor")
+        raise ValueError(f"flat has shape {tuple(flat.shape)}, strides {flat.stride()}; pass a contiguous 1-d tensor")
     if len(offsets) != len(tensors):
         raise ValueError(f"{len(offsets)} offsets were given for {len(tensors)} tensors; give one for each")
     for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):

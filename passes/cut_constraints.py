@@ -4,8 +4,8 @@ Note [Held cuts]
 A cut at position c makes everything before node c one partition and the rest another. Both go through AOTAutograd by
 themselves, which sees nothing but the values that cross. A cut is held, that is, refused, where
 
-- a value would cross that a partition cannot take as an input or give as an output: a SymFloat (a varying float argument,
-  ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
+- a value would cross that a partition cannot take as an input or give as an output: a SymFloat (a varying float
+  argument, ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
 - a mode is switched that the next partition could not take up again: grad mode off, inference mode, functorch levels.
   Autocast is not among them; `partition_graph` leaves and enters it again.
 - a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
@@ -128,7 +128,7 @@ def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     opened_at: int | None = None
     at, mode = 0, ""
-    for at, (node, regions) in enumerate(mode_regions(gm).items()):
+    for at, regions in enumerate(mode_regions(gm).values()):
         whole = [region for region in regions if region not in autocast]
         if whole and opened_at is None:
             opened_at, mode = at, whole[0]

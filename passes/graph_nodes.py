@@ -13,15 +13,19 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 # Names under which a view or cast of one tensor appears in a graph: as a method, as a function of torch, or as an ATen
 # operator. The result holds the same values, so its gradient is the tensor's own but for shape and dtype.
-_VIEW_OR_CAST_NAMES = frozenset(
-    "T mT H adjoint alias as_strided bfloat16 broadcast_to chunk clone contiguous detach diagonal double expand expand_as"
-    " flatten float getattr getitem half movedim moveaxis narrow permute reshape select slice split split_with_sizes squeeze"
-    " swapaxes swapdims t tensor_split to transpose type type_as unbind unflatten unsafe_chunk unsafe_split unsqueeze view"
-    " view_as".split()
-)
+_VIEWS = """
+    T mT H adjoint alias as_strided broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten getattr
+    getitem movedim moveaxis narrow permute reshape select slice split split_with_sizes squeeze swapaxes swapdims t
+    tensor_split transpose unbind unflatten unsafe_chunk unsafe_split unsqueeze view view_as
+"""
+_CASTS = "bfloat16 double float half to type type_as"
+_VIEW_OR_CAST_NAMES = frozenset(_VIEWS.split() + _CASTS.split())
 
 # Functions that write into an argument although neither their name nor a keyword says so: position of the argument.
 _HIDDEN_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+
+_AUGMENTED = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+_INPLACE_OPERATORS = frozenset(_AUGMENTED.split())
 
 # In-place by name only: they change no value.
 _NOT_A_WRITE = frozenset({"requires_grad_", "retain_grad", "rename_", "share_memory_", "__init__"})
@@ -90,15 +94,10 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
         candidates = [node.args[0]]
     elif name in _HIDDEN_WRITES:
         positional = [node.args[i] for i in _HIDDEN_WRITES[name] if i < len(node.args)]
-        candidates = positional + [node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+        candidates = [*positional, node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
     if "out" in node.kwargs:
         candidates.append(node.kwargs["out"])
     yield from (leaf for leaf in pytree.tree_leaves(candidates) if isinstance(leaf, fx.Node))
-
-
-_INPLACE_OPERATORS = frozenset(
-    "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
-)
 
 
 def _written_by_schema(node: fx.Node, op: OpOverload) -> list[Any]:
@@ -117,8 +116,8 @@ def _is_inplace_activation(node: fx.Node) -> bool:
     """``relu(x, inplace=True)`` and its like, the flag given by keyword or, last, by position."""
     if "inplace" in node.kwargs:
         return bool(node.kwargs["inplace"])
-    module = getattr(node.target, "__module__", "") or ""
-    return module == "torch.nn.functional" and len(node.args) > 1 and node.args[-1] is True and _takes_inplace_last(node)
+    is_functional = getattr(node.target, "__module__", None) == "torch.nn.functional"
+    return is_functional and len(node.args) > 1 and node.args[-1] is True and _takes_inplace_last(node)
 
 
 def _takes_inplace_last(node: fx.Node) -> bool:

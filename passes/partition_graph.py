@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +23,9 @@ def partition_graph(gm: fx.GraphModule, cuts: Sequence[int]) -> fx.GraphModule:
         cuts: Positions in ``gm``'s node list, ascending; each is the first node of a partition.
 
     Returns:
-        A module with the placeholders and outputs of ``gm`` whose graph calls ``partition_0``, ``partition_1``, ... Each
-        partition returns a tuple. Values that later partitions or the caller need are its outputs; SymInts come first
-        among its inputs, with every symbol that the sizes of its other inputs mention.
+        A module with the placeholders and outputs of ``gm`` whose graph calls ``partition_0``, ``partition_1``, ...
+        Each partition returns a tuple. Values that later partitions or the caller need are its outputs; SymInts come
+        first among its inputs, with every symbol that the sizes of its other inputs mention.
     """
     runs = _runs_of_nodes(gm, cuts)
     symbols = _symbol_nodes(gm)
@@ -43,7 +44,7 @@ def _runs_of_nodes(gm: fx.GraphModule, cuts: Sequence[int]) -> list[list[fx.Node
     # Placeholders and the output belong to the graph that calls the partitions; a get_attr goes wherever it is used.
     return [
         [node for node in nodes[first:end] if node.op not in ("placeholder", "output", "get_attr")]
-        for first, end in zip(bounds, bounds[1:], strict=False)
+        for first, end in itertools.pairwise(bounds)
     ]
 
 

@@ -30,9 +30,7 @@ def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResul
     """
     roots, movable = _parameter_views(gm, ctx)
     # A write to a parameter, or to any view of it, would be seen by a view that moves past it: leave all of those.
-    written = {
-        root for node in gm.graph.nodes for target in written_arguments(node) for root in roots.get(target, ())
-    }
+    written = {root for node in gm.graph.nodes for target in written_arguments(node) for root in roots.get(target, ())}
     regions = mode_regions(gm)
     num_moved = 0
     for node in reversed(movable):

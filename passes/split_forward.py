@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import NamedTuple
 
@@ -65,15 +66,13 @@ def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
     return sorted(boundaries, key=lambda boundary: -boundary.position)
 
 
-def _place_cuts(
-    gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary]
-) -> tuple[list[int], list[Declined]]:
+def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary]) -> tuple[list[int], list[Declined]]:
     nodes = list(gm.graph.nodes)
     first = next(i for i, node in enumerate(nodes) if node.op not in ("placeholder", "get_attr"))
     held = find_held_cuts(gm)
     cuts: list[int] = []
     declined: list[Declined] = []
-    for (bucket, wanted), (following, floor) in zip(boundaries, boundaries[1:], strict=False):
+    for (bucket, wanted), (following, floor) in itertools.pairwise(boundaries):
         at, reasons = _nearest_cut(wanted, held)
         because = "; ".join(dict.fromkeys(reasons)) or "one node computes with gradients of both"
         # At or before the next boundary the cut would free this bucket no earlier than the next one's own cut.

@@ -125,7 +125,7 @@ class Reducer:
         Args:
             index: Which bucket of the sealed plan.
             gradients: Its gradients in the order of ``plan.buckets[index].gradients``, of the parameters' shapes and
-                dtypes. They are copied to the flat buffer, together with what earlier backwards accumulated in ``.grad``.
+                dtypes. They are copied to the flat buffer, together with what earlier backwards left in ``.grad``.
 
         Returns:
             What the compiled backward has to return in place of the gradients, for AccumulateGrad to store.
@@ -244,13 +244,13 @@ class Reducer:
         finally:
             self._reset()
         if not incomplete:
-            log.warning("rank %d: the last backward raised; its gradients are incomplete and are not reduced", self.rank)
+            log.warning("rank %d: the last backward raised; its gradients are incomplete and not averaged", self.rank)
             return
         raise MissingGradientError(
-            f"rank {self.rank}: {len(missing)} of {len(self.parameters)} parameters got no gradient in the last backward:"
-            f" {', '.join(missing)}. Their buckets never left, and .grad is not averaged. Let every parameter take part"
-            " in the loss, freeze unused ones with requires_grad_(False) before ddp_compile, or name them in"
-            " parameters_to_ignore"
+            f"rank {self.rank}: {len(missing)} of {len(self.parameters)} parameters got no gradient in the last"
+            f" backward: {', '.join(missing)}. Their buckets never left, and .grad is not averaged. Let every"
+            " parameter take part in the loss, freeze unused ones with requires_grad_(False) before ddp_compile, or"
+            " name them in parameters_to_ignore"
         )
 
     def _reset(self) -> None:
@@ -268,8 +268,8 @@ class Reducer:
         if stored is not None and stored.data_ptr() == handed_over.data_ptr():
             return
         raise GradientArrivalError(
-            f"rank {self.rank}: {self._fqn(index)} got another gradient after the compiled backward had handed its bucket"
-            " over, for example from a regulariser outside the model; the reduced gradient lacks it"
+            f"rank {self.rank}: {self._fqn(index)} got another gradient after the compiled backward had handed its"
+            " bucket over, for example from a regulariser outside the model; the reduced gradient lacks it"
         )
 
     def _fqn(self, index: int) -> str:

@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import torch.distributed as dist
-
 from rank_pool import RankPool
 
 torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -64,9 +65,7 @@ class Cnn(nn.Module):
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         channels = [3, 16, 24, 32]
-        self.convs = nn.ModuleList(
-            nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in zip(channels, channels[1:], strict=False)
-        )
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in itertools.pairwise(channels))
         self.norms = nn.ModuleList(norm(b) for b in channels[1:])
         self.head = nn.Linear(channels[-1], 10)
 

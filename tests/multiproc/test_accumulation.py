@@ -105,13 +105,13 @@ class HandsOverABucket(torch.autograd.Function):
     """Stands in for a compiled backward that hands its bucket over before AccumulateGrad has seen the gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, reducer):  # noqa: ANN001, ANN205
+    def forward(ctx, x, weight, bias, reducer):
         ctx.save_for_backward(x, weight)
         ctx.reducer = reducer
         return x @ weight.t() + bias
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         gradients = {(4, 7): grad.t() @ x, (4,): grad.sum(0)}
         if ctx.reducer is not None:

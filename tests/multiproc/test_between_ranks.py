@@ -40,7 +40,9 @@ def different_freezing() -> None:
         (different_freezing, "parameter 1.bias: float32[4] of rank 0 is missing on rank 1"),
     ],
 )
-def test_different_models_are_refused_on_every_rank_by_name(build: Callable[[], None], named: str, ranks: Ranks) -> None:
+def test_different_models_are_refused_on_every_rank_by_name(
+    build: Callable[[], None], named: str, ranks: Ranks
+) -> None:
     failures = ranks(2).run_expecting_failures(build)
     for rank, failure in enumerate(failures):
         assert failure.kind == "RanksDifferError"
@@ -112,11 +114,11 @@ def test_a_rank_that_skips_its_backward_times_the_others_out_naming_the_bucket(r
 
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):  # noqa: ANN001, ANN205
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
+    def backward(ctx, grad):
         raise ValueError("user error in backward")
 
 
@@ -163,7 +165,9 @@ def test_buffers_come_from_rank_0_before_synchronised_training_forwards_only(ran
 def sparse_and_mixed() -> float:
     torch.manual_seed(dist.get_rank())
     embedding = nn.Embedding(50, 6, sparse=True)
-    model = ddp_compile(nn.Sequential(embedding, nn.Linear(6, 6), nn.Linear(6, 3, dtype=torch.float32)), backend="eager")
+    model = ddp_compile(
+        nn.Sequential(embedding, nn.Linear(6, 6), nn.Linear(6, 3, dtype=torch.float32)), backend="eager"
+    )
     tokens = torch.randint(0, 50, (4,))
     loss_of(model(tokens)).backward()
     assert embedding.weight.grad.is_sparse

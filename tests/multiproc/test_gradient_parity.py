@@ -1,4 +1,4 @@
-"""Gradients over five SGD steps: against eager DistributedDataParallel, and against one process with the whole batch."""
+"""Gradients over five SGD steps, against eager DistributedDataParallel and one process with the whole batch."""
 
 from __future__ import annotations
 

@@ -147,7 +147,13 @@ def test_dtypes_and_devices_never_share_a_bucket_and_step_through_the_capacities
     for bucket in plan.buckets:
         assert {(g.dtype, g.device) for g in bucket.gradients} == {(bucket.dtype, bucket.device)}
     assert sorted(members(plan.buckets)) == [[0], [1, 4], [2], [3, 6], [5]]
-    assert {bucket.gradients[0].index: bucket.cap_bytes for bucket in plan.buckets} == {0: 400, 1: 400, 2: 400, 3: 800, 5: 800}
+    assert {bucket.gradients[0].index: bucket.cap_bytes for bucket in plan.buckets} == {
+        0: 400,
+        1: 400,
+        2: 400,
+        3: 800,
+        5: 800,
+    }
 
 
 def test_buckets_leave_in_the_order_in_which_their_last_gradient_is_ready() -> None:

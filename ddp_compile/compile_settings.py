@@ -1,0 +1,51 @@
+"""The arguments of ``torch.compile`` that one ``ddp_compile`` call was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ddp_compile import torch_internals
+
+
+class CompileSettings:
+    """The arguments of ``torch.compile``, checked, and the functions made with them.
+
+    Raises:
+        ValueError: Unknown backend or mode, or options that the backend refuses.
+    """
+
+    def __init__(
+        self,
+        backend: str | Callable[..., Any],
+        mode: str | None,
+        fullgraph: bool,
+        dynamic: bool | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        if isinstance(backend, str) and backend not in torch_internals.known_backends():
+            known = ", ".join(torch_internals.known_backends())
+            raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
+        if mode is not None and options is not None:
+            raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")
+        if backend == "inductor" and mode is not None and mode not in torch_internals.known_modes():
+            raise ValueError(f"mode={mode!r} is not known; pass one of {', '.join(torch_internals.known_modes())}")
+        try:
+            self.inner = torch_internals.inner_backend(backend, mode, dict(options) if options else None, dynamic)
+        except RuntimeError as error:
+            raise ValueError(f"options={options!r} are refused by backend={backend!r}: {error}") from error
+        self.fullgraph = fullgraph
+        self.dynamic = dynamic
+
+    def compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        """A function ``(module, *args, **kwargs)`` that calls the module, compiled with ``backend``."""
+        return torch_internals.compile_isolated(
+            _call_module, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+        )
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The frame that Dynamo starts from: the module's own call, with the hooks registered on it."""
+    return nn.Module._call_impl(module, *args, **kwargs)

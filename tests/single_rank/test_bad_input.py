@@ -1,0 +1,109 @@
+"""Every wrong setting ends in an error that names it and says what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 must be a positive number of MiB"),
+        ({"bucket_cap_mb": -1.5}, ValueError, "bucket_cap_mb=-1.5 must be"),
+        ({"bucket_cap_mb": "25"}, ValueError, "bucket_cap_mb='25' must be"),
+        ({"bucket_cap_mb": []}, ValueError, "bucket_cap_mb=[] holds no capacity"),
+        ({"bucket_cap_mb": [1, 0]}, ValueError, "bucket_cap_mb[1]=0 must be"),
+        ({"first_bucket_cap_mb": 0}, ValueError, "first_bucket_cap_mb=0 must be"),
+        ({"split": "sideways"}, ValueError, "split='sideways' is not known; pass one of 'auto', 'forward', 'none'"),
+        ({"backend": "inductr"}, ValueError, "backend='inductr' is not known; pass a function or one of"),
+        ({"mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
+        ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "exclude each other"),
+        ({"options": {"no_such_option": 1}}, ValueError, "no_such_option"),
+        ({"parameters_to_ignore": ["weihgt"]}, ValueError, "parameters_to_ignore names weihgt"),
+        ({"device_ids": [0]}, TypeError, "device_ids=[0]; move the module to its device first"),
+        ({"find_unused_parameters": True}, TypeError, "find_unused_parameters=True"),
+        ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    settings: dict[str, Any], error: type[Exception], said: str, single_rank_group: None
+) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(error, match=re.escape(said)):
+        ddp_compile(model, **settings)
+    assert type(model) is nn.Linear
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+class HasNoSync(nn.Linear):
+    def no_sync(self) -> None:
+        """Something else than ours."""
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: DistributedDataParallel(nn.Linear(3, 3)),
+            "the module is a DistributedDataParallel; pass the",
+        ),
+        (lambda: DataParallel(nn.Linear(3, 3)), "the module is a DataParallel"),
+        (lambda: torch.compile(nn.Linear(3, 3)), "the module is a OptimizedModule"),
+        (lambda: nn.Sequential(DistributedDataParallel(nn.Linear(3, 3))), "submodule 0 is a DistributedDataParallel"),
+        (lambda: ddp_compile(nn.Linear(3, 3)), "called twice"),
+        (lambda: nn.Sequential(ddp_compile(nn.Linear(3, 3))), "submodule 0 is a ReplicatedModule"),
+        (lambda: torch.jit.script(nn.Linear(3, 3)), "TorchScript"),
+        (frozen, "no parameter that requires a gradient"),
+        (nn.ReLU, "no parameter that requires a gradient"),
+        (lambda: nn.Linear(3, 3, device="meta"), "weight is on the meta device"),
+        (lambda: HasNoSync(3, 3), "HasNoSync.no_sync has the name of a method that ddp_compile adds"),
+    ],
+)
+def test_a_module_that_cannot_be_replicated_is_refused(
+    make: Callable[[], nn.Module], said: str, single_rank_group: None
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ddp_compile(make())
+
+
+def test_something_else_than_a_module_is_refused(single_rank_group: None) -> None:
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
+        ddp_compile(lambda x: x)
+
+
+def test_without_a_process_group_the_error_shows_how_to_start_one() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node 2"):
+        ddp_compile(nn.Linear(3, 3))
+
+
+def test_a_group_and_a_mesh_exclude_each_other(single_rank_group: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(ValueError, match="exclude each other"):
+        ddp_compile(nn.Linear(3, 3), process_group=mesh.get_group(), device_mesh=mesh)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        ddp_compile(nn.Linear(3, 3), device_mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
+    assert ddp_compile(nn.Linear(3, 3), device_mesh=mesh).bucket_plan.buckets
+
+
+def test_ddp_arguments_that_are_off_are_let_through(single_rank_group: None) -> None:
+    ddp_compile(nn.Linear(3, 3), device_ids=None, find_unused_parameters=False, static_graph=False)
+
+
+def test_an_ignored_parameter_gets_a_local_gradient(single_rank_group: None) -> None:
+    model = ddp_compile(nn.Linear(3, 3), backend="eager", parameters_to_ignore=["bias"])
+    model(torch.randn(2, 3)).sum().backward()
+    assert [g.fqn for b in model.bucket_plan.buckets for g in b.gradients] == ["weight"]
+    assert model.bias.grad is not None

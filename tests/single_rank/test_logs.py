@@ -1,0 +1,123 @@
+"""What users see: TORCH_LOGS output of a real process, and the two warnings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ddp_compile.replicate as replicate
+from ddp_compile import ddp_compile
+
+TRAINING = """
+import torch, torch.distributed as dist
+from torch import nn
+from ddp_compile import ddp_compile
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = ddp_compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), bucket_cap_mb=0.0002, backend="eager")
+model(torch.randn(2, 8)).sum().backward()
+"""
+
+
+def run_training(**environment: str) -> str:
+    completed = subprocess.run(
+        [sys.executable, "-c", TRAINING],
+        env={name: value for name, value in os.environ.items() if name != "TORCH_LOGS"} | environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stderr
+
+
+def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions() -> None:
+    printed = run_training(TORCH_LOGS="ddp_graphs")
+    for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
+        assert f"--- frame 0: {heading} ---" in printed, printed
+    assert "bucket 0:" in printed and "2.bias, 2.weight" in printed
+    assert "self.partition_1(" in printed
+
+
+def test_passes_log_says_what_was_cut_and_where() -> None:
+    printed = run_training(TORCH_LOGS="+ddp_compile.passes")
+    assert "cut before" in printed and "so that bucket 0 leaves early" in printed
+    assert "split_forward changed 2" in printed
+
+
+def test_torch_trace_holds_the_plan_and_the_partitions(tmp_path: Path) -> None:
+    run_training(TORCH_TRACE=str(tmp_path))
+    trace = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "ddp_compile_frame_0_buckets" in trace and "ddp_compile_frame_0_partition_1" in trace
+
+
+def test_nothing_is_printed_by_default() -> None:
+    assert run_training() == ""
+
+
+@pytest.fixture
+def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: None) -> None:
+    """Overlap is of no concern to a single rank, so the warning is silent there; ask as one of two."""
+    monkeypatch.setattr(replicate, "_needs_overlap", lambda process_group: True)
+
+
+class BreaksInALoop(nn.Module):
+    """Dynamo cannot resume in the middle of a loop, so it gives the whole frame up without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_model_of_which_nothing_was_compiled_is_warned_about_once(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(BreaksInALoop(), backend="eager")
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+    assert [r.message for r in caplog.records if "nothing was compiled" in r.message] != []
+    assert len([r for r in caplog.records if r.name.startswith("ddp_compile")]) == 1
+
+
+class CheckpointedWhole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+def test_a_large_model_that_cannot_be_cut_is_warned_about_once(
+    two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager")
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(3):
+            model(torch.randn(2, 64)).sum().backward()
+    (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    assert "become ready all at once" in warning and "one node computes with gradients of both" in warning
+
+
+def test_a_model_that_is_cut_is_not_warned_about(
+    two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), bucket_cap_mb=1e-4, backend="eager")
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        model(torch.randn(2, 8)).sum().backward()
+    assert [r for r in caplog.records if r.name.startswith("ddp_compile")] == []

@@ -1,0 +1,206 @@
+"""The module that comes back is the user's own: same object, names and class; a copy of it is plain."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from ddp_compile import ddp_compile
+
+
+class Net(nn.Module):
+    """Documented by its author."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.second(torch.relu(self.norm(self.first(x)))) * scale
+
+    def number_of_layers(self) -> int:
+        return 2
+
+
+def replicated(**settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return ddp_compile(Net(), **{"backend": "eager", **settings})
+
+
+def test_it_is_the_same_object_of_the_users_class(single_rank_group: None) -> None:
+    net = Net()
+    first = net.first
+    model = ddp_compile(net, backend="eager")
+    assert model is net and model.first is first
+    assert isinstance(model, Net) and model.number_of_layers() == 2
+    cls = type(model)
+    assert (cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__) == (
+        "Net",
+        Net.__qualname__,
+        Net.__module__,
+        Net.__doc__,
+    )
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+
+
+def test_state_dict_has_the_modules_own_keys(single_rank_group: None) -> None:
+    assert list(replicated().state_dict()) == list(Net().state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+def test_checkpoints_of_wrapped_models_load(prefix: str, single_rank_group: None) -> None:
+    saved = Net().state_dict()
+    model = replicated()
+    result = model.load_state_dict({f"{prefix}{key}": value for key, value in saved.items()})
+    assert not result.missing_keys and not result.unexpected_keys
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in saved.items())
+
+
+def test_load_state_dict_by_assignment_is_refused(single_rank_group: None) -> None:
+    with pytest.raises(ValueError, match="assign=False"):
+        replicated().load_state_dict(Net().state_dict(), assign=True)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.randn(4, 6)).square().mean().backward()
+
+
+def assert_plain(copied: nn.Module, model: nn.Module) -> None:
+    assert type(copied) is Net
+    assert all(
+        torch.equal(a, b) for a, b in zip(copied.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    assert all(p is not q for p, q in zip(copied.parameters(), model.parameters(), strict=True))
+    assert not any(name.startswith("_ddp_compile") for name in vars(copied))
+    # Its gradients are its own: the reducer does not hear of them.
+    backward(copied)
+    assert all(p.grad is not None for p in copied.parameters())
+
+
+def test_deepcopy_is_a_plain_module(single_rank_group: None) -> None:
+    model = replicated()
+    backward(model)
+    assert_plain(copy.deepcopy(model), model)
+    holder = nn.ModuleList([model, model])
+    twins = copy.deepcopy(holder)
+    assert twins[0] is twins[1]
+
+
+def test_pickle_and_save_give_a_plain_module(single_rank_group: None) -> None:
+    model = replicated()
+    backward(model)
+    assert_plain(pickle.loads(pickle.dumps(model)), model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert_plain(torch.load(buffer, weights_only=False), model)
+
+
+def test_unwrap_gives_the_plain_module_back(single_rank_group: None) -> None:
+    model = replicated()
+    backward(model)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    plain = model.unwrap()
+    assert plain is model and type(plain) is Net and not hasattr(plain, "bucket_plan")
+    assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), gradients, strict=True))
+    backward(plain)
+    backward(ddp_compile(plain, backend="eager"))
+
+
+def test_twelve_models_of_one_class_are_all_compiled(single_rank_group: None) -> None:
+    counters = [CompileCounter() for _ in range(12)]
+    for counter in counters:
+        model = ddp_compile(Net(), backend=counter)
+        backward(model)
+    assert [counter.frame_count for counter in counters] == [1] * 12
+
+
+def test_evaluation_and_training_have_graphs_of_their_own(single_rank_group: None) -> None:
+    model = replicated(bucket_cap_mb=1e-5)
+    model.eval()
+    model(torch.randn(4, 6))
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    assert model._ddp_compile_state.backend.reports == []
+    model.train()
+    backward(model)
+    (report,) = model._ddp_compile_state.backend.reports
+    assert report.num_partitions == 3
+
+
+def test_a_training_graph_made_under_no_grad_is_not_split(single_rank_group: None) -> None:
+    model = replicated(bucket_cap_mb=1e-5)
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    assert model._ddp_compile_state.backend.reports == []
+
+
+def test_gradients_are_reduced_when_the_model_is_fine_tuned_in_evaluation_mode(single_rank_group: None) -> None:
+    model = replicated().eval()
+    for _ in range(2):
+        backward(model)
+    assert model.bucket_plan is model._ddp_compile_state.builder.sealed
+
+
+def test_a_whole_training_step_may_be_compiled(single_rank_group: None) -> None:
+    model = replicated(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = copy.deepcopy(model)
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+
+    def step(net: nn.Module, sgd: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        sgd.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    compiled = torch.compile(step, backend="eager")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 6)
+        assert torch.allclose(compiled(model, optimizer, x), step(reference, reference_optimizer, x))
+    assert len(model._ddp_compile_state.backend.reports) == 1
+
+
+def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:
+    calls: list[str] = []
+    model = Net()
+    model.register_forward_pre_hook(lambda module, args: calls.append("pre"))
+    model.register_forward_hook(lambda module, args, output: calls.append("post"))
+    model = ddp_compile(model, backend="eager")
+    for _ in range(2):
+        backward(model)
+    assert calls == ["pre", "post"] * 2
+
+
+def test_a_model_inside_another_module_is_called_through_its_own_reducer(single_rank_group: None) -> None:
+    model = replicated()
+    holder = nn.Sequential(nn.Linear(6, 6), model)
+    backward(holder)
+    assert model._ddp_compile_state.builder.sealed is not None
+
+
+def test_fullgraph_holds_with_buffers_to_broadcast(single_rank_group: None) -> None:
+    backward(replicated(fullgraph=True, broadcast_buffers=True))
+
+
+def test_compile_settings_reach_the_inner_backend(single_rank_group: None) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
+        seen.append(settings)
+        return gm.forward
+
+    backward(replicated(backend=backend, options={"level": 3}))
+    assert seen == [{"options": {"level": 3}}]

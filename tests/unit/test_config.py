@@ -1,0 +1,97 @@
+"""Settings: capacities in MiB become bytes; arguments of DistributedDataParallel are taken, or refused with a way out."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+from ddp_compile.config import DDP_ARGUMENTS_REPLACED, ReplicateConfig, caps_from_mib, refuse_unknown_arguments
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "first_bucket_cap_mb", "expected"),
+    [
+        (25, 1, (MIB, 25 * MIB)),
+        (25.0, 1.0, (MIB, 25 * MIB)),
+        (1.5, 1, (MIB, 3 * MIB // 2)),
+        (0.5, 1, (MIB // 2, MIB // 2)),
+        (2, 1000, (2 * MIB, 2 * MIB)),
+        (1e-5, 1, (10, 10)),
+        (1e-12, 1, (1, 1)),
+        ([1, 25], 7, (MIB, 25 * MIB)),
+        ((0.25,), 7, (MIB // 4,)),
+    ],
+)
+def test_capacities_come_out_in_bytes(bucket_cap_mb: float, first_bucket_cap_mb: float, expected: tuple) -> None:
+    assert caps_from_mib(bucket_cap_mb, first_bucket_cap_mb) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "auto", "25", None, True, 1j])
+def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError) as error:
+        caps_from_mib(value, 1.0)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25"
+    )
+
+
+def test_a_first_capacity_that_is_not_positive_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^first_bucket_cap_mb=0 must be .* pass for example first_bucket_cap_mb=1$"):
+        caps_from_mib(25, 0)
+
+
+def test_the_bad_entry_of_a_list_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^bucket_cap_mb\[1\]=-3 must be a positive number of MiB"):
+        caps_from_mib([25, -3], 1)
+
+
+def test_an_empty_list_of_capacities_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket_cap_mb=\[\] holds no capacity; pass bucket_cap_mb=25"):
+        caps_from_mib([], 1)
+
+
+@pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
+def test_an_argument_of_ddp_is_refused_with_what_to_write_instead(name: str) -> None:
+    with pytest.raises(TypeError) as error:
+        refuse_unknown_arguments({name: 3})
+    assert str(error.value) == f"ddp_compile() does not take {name}=3; {DDP_ARGUMENTS_REPLACED[name]}"
+
+
+@pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
+def test_an_argument_of_ddp_that_is_off_is_let_through(name: str) -> None:
+    refuse_unknown_arguments({name: None})
+    refuse_unknown_arguments({name: False})
+
+
+@pytest.mark.parametrize("value", [3, None, False])
+def test_an_argument_that_nobody_knows_is_refused_whatever_its_value(value: object) -> None:
+    with pytest.raises(TypeError, match=r"ddp_compile\(\) got an unexpected keyword argument 'bucket_cap_mib'"):
+        refuse_unknown_arguments({"device_ids": None, "bucket_cap_mib": value})
+
+
+def test_ddp_compile_refuses_before_it_looks_at_the_module() -> None:
+    with pytest.raises(TypeError, match=r"does not take device_ids=\[0\]; move the module to its device first"):
+        ddp_compile(object(), device_ids=[0])  # type: ignore[type-var]
+
+
+def test_every_argument_of_ddp_is_taken_or_refused_but_not_both() -> None:
+    theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    ours = set(inspect.signature(ddp_compile).parameters) - {"module", "unknown"}
+    assert theirs - ours - set(DDP_ARGUMENTS_REPLACED) == set()
+    assert ours & set(DDP_ARGUMENTS_REPLACED) == set()
+
+
+def test_an_unknown_split_is_refused_and_the_known_ones_named() -> None:
+    with pytest.raises(ValueError, match=r"split='sideways' is not known; pass one of 'auto', 'forward', 'none'"):
+        ReplicateConfig(caps_bytes=(1,), split="sideways")  # type: ignore[arg-type]
+
+
+def test_the_configuration_is_frozen() -> None:
+    config = ReplicateConfig(caps_bytes=(1,))
+    with pytest.raises(AttributeError):
+        config.split = "none"  # type: ignore[misc]

@@ -1,0 +1,176 @@
+"""Who may import whom, read off the sources: layers point down only, and private torch names live in one file."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "ddp_compile"
+# rglob does not follow the links to passes/, runtime/ and kernels/.
+SOURCES = sorted(
+    path
+    for folder in (PACKAGE, *(child for child in PACKAGE.iterdir() if child.is_symlink() and child.is_dir()))
+    for path in folder.rglob("*.py")
+)
+INTERNALS = "ddp_compile.torch_internals"
+
+# Private names that are used outside of torch_internals.py, each for a reason. Everything else there is a mistake.
+ALLOWED_PRIVATE_NAMES = {
+    # The only home of pytrees, and of the classes of operators in a graph; both are imported by torch's own documented
+    # extension points, and only looked at in type checks and tree walks.
+    "torch.utils._pytree",
+    "torch._ops",
+    # Node targets that Dynamo writes into graphs are compared with these functions by identity.
+    "torch._C._set_grad_enabled",
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+    # A public family of functions that only lacks a public spelling.
+    "torch._foreach_copy_",
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(["ddp_compile", *(part for part in parts if part != "__init__")])
+
+
+TREES = {module_name(path): ast.parse(path.read_text(), str(path)) for path in SOURCES}
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Everything that is imported, wherever in the file: modules, and for "from a import b" both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted_name(node.value)) is not None:
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def torch_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names below torch: imported, or read as attributes of what was imported, by its full name."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases.update(
+                {(a.asname or a.name).split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+            )
+        elif isinstance(node, ast.ImportFrom):
+            aliases.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+    names = set(imported_names(tree))
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if id(node) not in inner and (name := dotted_name(node)) is not None:
+            first, _, rest = name.partition(".")
+            names.add(f"{aliases.get(first, first)}.{rest}".rstrip("."))
+    yield from sorted(name for name in names if name.split(".")[0] == "torch")
+
+
+def private_torch_names(tree: ast.Module) -> set[str]:
+    """The names below torch that have a private component and are not allowed."""
+    private = {name for name in torch_names(tree) if any(part.startswith("_") for part in name.split("."))}
+    return {name for name in private if not any(name == a or name.startswith(f"{a}.") for a in ALLOWED_PRIVATE_NAMES)}
+
+
+def imports_of_ours(module: str) -> set[str]:
+    return {name for name in imported_names(TREES[module]) if name.split(".")[0] == "ddp_compile"} - {"ddp_compile"}
+
+
+def below(layer: str) -> list[str]:
+    return [module for module in TREES if module == layer or module.startswith(f"{layer}.")]
+
+
+def reaches(names: set[str], layer: str) -> set[str]:
+    return {name for name in names if name == layer or name.startswith(f"{layer}.")}
+
+
+def test_all_folders_of_the_package_are_looked_at() -> None:
+    folders = {module.split(".")[1] for module in TREES if module.count(".") == 2}
+    assert {"passes", "runtime", "kernels"} <= folders
+    assert len(TREES) >= 20
+
+
+@pytest.mark.parametrize(
+    ("layer", "other"), [("ddp_compile.passes", "ddp_compile.runtime"), ("ddp_compile.runtime", "ddp_compile.passes")]
+)
+def test_passes_and_runtime_never_import_each_other(layer: str, other: str) -> None:
+    assert {module: found for module in below(layer) if (found := reaches(imports_of_ours(module), other))} == {}
+
+
+@pytest.mark.parametrize("module", ["ddp_compile.bucket_plan", "ddp_compile.config", "ddp_compile.errors", INTERNALS])
+def test_the_lowest_layer_imports_nothing_of_ours(module: str) -> None:
+    assert imports_of_ours(module) == set()
+
+
+def test_the_bucket_plan_needs_only_the_standard_library_and_torch_without_its_distributed_part() -> None:
+    tree = TREES["ddp_compile.bucket_plan"]
+    roots = {name.split(".")[0] for name in imported_names(tree)}
+    assert roots <= {*sys.stdlib_module_names, "torch"}
+    assert [name for name in torch_names(tree) if name.startswith("torch.distributed")] == []
+
+
+def test_kernels_import_only_kernels() -> None:
+    strangers = {
+        module: imports_of_ours(module) - reaches(imports_of_ours(module), "ddp_compile.kernels")
+        for module in below("ddp_compile.kernels")
+    }
+    assert {module: found for module, found in strangers.items() if found} == {}
+
+
+@pytest.mark.parametrize("layer", ["ddp_compile.passes", "ddp_compile.runtime"])
+def test_passes_and_runtime_import_nothing_from_above(layer: str) -> None:
+    allowed = (
+        "ddp_compile.bucket_plan",
+        "ddp_compile.errors",
+        "ddp_compile.config",
+        INTERNALS,
+        "ddp_compile.kernels",
+        layer,
+    )
+    for module in below(layer):
+        ours = imports_of_ours(module)
+        assert ours - set().union(*(reaches(ours, name) for name in allowed)) == set(), module
+
+
+def test_graph_dumps_know_no_pass_and_passes_know_no_dumps() -> None:
+    assert reaches(imports_of_ours("ddp_compile.graph_dump"), "ddp_compile.passes") == set()
+
+
+@pytest.mark.parametrize("module", sorted(set(TREES) - {INTERNALS}))
+def test_private_torch_names_live_in_one_file(module: str) -> None:
+    assert private_torch_names(TREES[module]) == set()
+
+
+def test_every_allowed_private_name_is_still_used() -> None:
+    used = {name for module, tree in TREES.items() if module != INTERNALS for name in torch_names(tree)}
+    assert {
+        name for name in ALLOWED_PRIVATE_NAMES if not any(u == name or u.startswith(f"{name}.") for u in used)
+    } == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch._dynamo", {"torch._dynamo"}),
+        ("from torch._inductor import config", {"torch._inductor", "torch._inductor.config"}),
+        ("import torch as t\nt._C._foo()", {"torch._C._foo"}),
+        ("def f():\n    from torch import distributed as d\n    d._broadcast()", {"torch.distributed._broadcast"}),
+        ("import torch.distributed as dist\ndist._broadcast()", {"torch.distributed._broadcast"}),
+        ("import torch\ntorch.ops.aten.add_(1)\nself._C\nx = torch.nn.Module()", set()),
+    ],
+)
+def test_the_guard_sees_private_names(source: str, expected: set[str]) -> None:
+    assert private_torch_names(ast.parse(source)) == expected
