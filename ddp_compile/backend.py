@@ -8,21 +8,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from ddp_compile.bucket_plan import BucketSpec, PlanBuilder
+from ddp_compile.bucket_plan import PlanBuilder
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_dump import GraphDump, format_frame_buckets
 from ddp_compile.partition_compiler import compile_partitions
 from ddp_compile.passes.grad_ready_order import GradReady, grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
+from ddp_compile.passes.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined, Pass, PassContext, PassResult, run_pipeline
 from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.split_forward import split_forward_pass
+from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
 from ddp_compile.torch_internals import InnerBackend
 
 log = logging.getLogger(__name__)
 
 #: Everything that is done to a training graph under ``split="forward"``, in order.
-FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (sink_parameter_views_pass, split_forward_pass)
+FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (unpack_sizes_pass, sink_parameter_views_pass, split_forward_pass)
 
 
 class FrameReport(NamedTuple):
@@ -72,7 +74,7 @@ class TrainingBackend:
             return self.inner(gm, list(example_inputs))
         buckets = self.builder.add_frame([entry.parameter for entry in order])
         result = self._split(gm, PassContext(parameter_of=parameter_of, buckets=tuple(buckets), frame=name), order)
-        num_partitions = max(1, result.num_changed)
+        num_partitions = max(1, len(partition_names(result.gm)))
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
         self.reports.append(FrameReport(frame, len(buckets), num_partitions, result.declined))
         if num_partitions == 1:
@@ -112,6 +114,3 @@ def _has_backward(gm: fx.GraphModule) -> bool:
 def buckets_without_cut(reports: Sequence[FrameReport]) -> Sequence[FrameReport]:
     """The graphs that hold several buckets and yet could not be cut anywhere."""
     return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]
-
-
-__all__ = ["FORWARD_SPLIT_PASSES", "BucketSpec", "FrameReport", "TrainingBackend", "buckets_without_cut"]

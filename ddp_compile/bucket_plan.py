@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -250,35 +250,36 @@ def _check_caps(caps: Sequence[int], layout: Layout) -> None:
 def _pack(
     gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None
 ) -> list[BucketSpec]:
-    closed: list[BucketSpec] = []
-    open_buckets: dict[tuple[str, str], list[GradientSpec]] = {}
-    open_bytes: dict[tuple[str, str], int] = {}
-    num_closed: dict[tuple[str, str], int] = {}
-
-    def cap_of(key: tuple[str, str]) -> int:
-        return caps[min(num_closed.get(key, 0), len(caps) - 1)]
-
-    def close(key: tuple[str, str], members: list[GradientSpec]) -> None:
-        closed.append(BucketSpec(len(closed), tuple(members), cap_of(key), frame, layout))
-        num_closed[key] = num_closed.get(key, 0) + 1
-        open_bytes[key] = 0
-
-    for gradient in gradients:
+    closed: list[_OpenBucket] = []
+    still_open: dict[tuple[str, str], _OpenBucket] = {}
+    num_opened: dict[tuple[str, str], int] = {}
+    for position, gradient in enumerate(gradients):
         if gradient.is_sparse:
-            closed.append(BucketSpec(len(closed), (gradient,), caps[-1], frame, layout))
+            closed.append(_OpenBucket(caps[-1], [gradient], last=position))
             continue
         key = (gradient.dtype, gradient.device)
-        # Re-inserting keeps the dict ordered by each open bucket's latest gradient, the order of the final flush.
-        members = open_buckets.pop(key, [])
-        members.append(gradient)
-        open_bytes[key] = open_bytes.get(key, 0) + gradient.num_bytes
-        if open_bytes[key] >= cap_of(key):
-            close(key, members)
-        else:
-            open_buckets[key] = members
-    for key, members in open_buckets.items():
-        close(key, members)
-    return closed
+        if key not in still_open:
+            ordinal = num_opened.get(key, 0)
+            num_opened[key] = ordinal + 1
+            still_open[key] = _OpenBucket(caps[min(ordinal, len(caps) - 1)])
+        bucket = still_open[key]
+        bucket.gradients.append(gradient)
+        bucket.num_bytes += gradient.num_bytes
+        bucket.last = position
+        if bucket.num_bytes >= bucket.cap_bytes:
+            closed.append(still_open.pop(key))
+    ordered = sorted([*closed, *still_open.values()], key=lambda bucket: bucket.last)
+    return [BucketSpec(i, tuple(b.gradients), b.cap_bytes, frame, layout) for i, b in enumerate(ordered)]
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket that is being packed; ``last`` is the position of its latest gradient in the order given."""
+
+    cap_bytes: int
+    gradients: list[GradientSpec] = field(default_factory=list)
+    num_bytes: int = 0
+    last: int = -1
 
 
 def _renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from ddp_compile import torch_internals
 
 
@@ -42,10 +40,5 @@ class CompileSettings:
     def compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
         """A function ``(module, *args, **kwargs)`` that calls the module, compiled with ``backend``."""
         return torch_internals.compile_isolated(
-            _call_module, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+            torch_internals.call_module, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
         )
-
-
-def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The frame that Dynamo starts from: the module's own call, with the hooks registered on it."""
-    return nn.Module._call_impl(module, *args, **kwargs)

@@ -47,9 +47,10 @@ class GraphDump:
     def __init__(self, frame: str, bucket_table: str) -> None:
         self.frame = frame
         self.log = torch_internals.graphs_log()
-        self._write("buckets", lambda: bucket_table)
+        self.bucket_table = bucket_table
 
     def before_pipeline(self, gm: fx.GraphModule) -> None:
+        self._write("buckets", lambda: self.bucket_table)
         self._write("graph before", lambda: format_graph(gm))
 
     def after_pass(self, name: str, gm: fx.GraphModule, num_changed: int) -> None:

@@ -39,7 +39,7 @@ def compile_partitions(
         if node.op == "call_module":
             partition = stitched.get_submodule(node.target)
             assert isinstance(partition, fx.GraphModule)
-            with torch_internals.partition_tracing_context(fake_mode):
+            with torch_internals.partition_tracing_context(fake_mode, partition):
                 compiled[node.target] = inner(partition, [values[argument] for argument in node.args])
         elif node.target is operator.getitem:
             values[node] = torch_internals.fake_like(node.meta["example_value"], fake_mode)

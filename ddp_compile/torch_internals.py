@@ -66,6 +66,14 @@ def known_modes() -> list[str]:
     return sorted(list_mode_options())
 
 
+def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The frame that Dynamo starts from: the module's own call, with the hooks registered on it.
+
+    It stands in a file that Dynamo traces, so that a root whose forward is torch's own (``nn.Sequential``) is compiled.
+    """
+    return torch.nn.Module._call_impl(module, *args, **kwargs)
+
+
 _num_isolated_functions = 0
 
 
@@ -158,6 +166,7 @@ def is_plain_tensor(value: Tensor) -> bool:
 
     return (
         type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and value.layout is torch.strided
         and not value.is_conj()
         and not value.is_neg()
@@ -185,8 +194,19 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def allows_same_attention_kernels(backends: Any) -> bool:
+    """Whether ``sdpa_kernel`` with these backends changes nothing now."""
+    from torch.nn.attention import _cur_sdpa_kernel_backends
+
+    return set(backends) == set(_cur_sdpa_kernel_backends())
+
+
+def _calls_subgraphs(gm: fx.GraphModule) -> bool:
+    return any("invoke_subgraph" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
 @contextmanager
-def partition_tracing_context(fake_mode: Any) -> Iterator[None]:
+def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iterator[None]:
     """Compile one partition under a tracing context of its own.
 
     Under a shared one the backward of an early partition, which is compiled lazily, would read the forward metadata of
@@ -202,7 +222,12 @@ def partition_tracing_context(fake_mode: Any) -> Iterator[None]:
         inner.global_context = outer.global_context
         inner.params_flat = outer.params_flat
         inner.tensor_to_context = outer.tensor_to_context
-    with torch._guards.tracing(inner):
+    # Inductor looks donated buffers up by the placeholder numbers of the subgraph it is in (graph.py of torch 2.13), so
+    # the backward of a partition with a nested_compile_region could overwrite one of its outputs (seen).
+    import torch._functorch.config as functorch_config
+
+    donate = functorch_config.donated_buffer and not _calls_subgraphs(partition)
+    with torch._guards.tracing(inner), functorch_config.patch(donated_buffer=donate):
         yield
 
 

@@ -8,6 +8,8 @@ themselves, which sees nothing but the values that cross. A cut is held, that is
   argument, ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
 - a mode is switched that the next partition could not take up again: grad mode off, inference mode, functorch levels.
   Autocast is not among them; `partition_graph` leaves and enters it again.
+- a hook on an intermediate value's gradient would be separated from the value, and see only the part of the gradient
+  that comes from later partitions; or ``as_strided`` from the tensor into whose storage it reaches.
 - a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
   one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
   changed by the time it is used.
@@ -47,7 +49,12 @@ class HeldCuts(NamedTuple):
 
 def find_held_cuts(gm: fx.GraphModule) -> list[HeldCuts]:
     """All reasons against cuts in one Dynamo graph; see Note [Held cuts]."""
-    return [*_values_that_cannot_cross(gm), *_regions_that_stay_whole(gm), *_writes_after_views(gm)]
+    return [
+        *_values_that_cannot_cross(gm),
+        *_regions_that_stay_whole(gm),
+        *_writes_after_views(gm),
+        *_ties_to_a_value(gm),
+    ]
 
 
 def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
@@ -61,17 +68,19 @@ def _positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
 def _values_that_cannot_cross(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     position = _positions(gm)
+    # Dynamo records a value for every input and every tensor. A graph built by hand may not, and is taken on trust.
+    is_dynamos = all(has_example_value(node) for node in gm.graph.find_nodes(op="placeholder"))
     for node, at in position.items():
-        if node.op in ("get_attr", "output") or not node.users or _may_cross(node):
+        is_known = has_example_value(node) or is_dynamos
+        if node.op in ("get_attr", "output") or not node.users or not is_known or _may_cross(node):
             continue
-        kind = type(example_value(node)).__name__
+        kind = type(example_value(node)).__name__ if has_example_value(node) else "value unknown to Dynamo"
         held.append(HeldCuts(at + 1, _last_use(node, position), f"{node.name}, a {kind}, cannot cross partitions"))
     return held
 
 
 def _may_cross(node: fx.Node) -> bool:
-    # Nodes that switch a mode have no recorded value; their regions are handled on their own.
-    if not has_example_value(node) or is_constant(node):
+    if is_constant(node) or is_autocast_enter(node):
         return True
     value = example_value(node)
     if isinstance(value, Tensor):
@@ -79,14 +88,15 @@ def _may_cross(node: fx.Node) -> bool:
     return value is None or isinstance(value, torch.SymInt)
 
 
-# How the first node of a region is called, and how its last one is.
-_REGION_MARKERS = (("_enter_", "_exit_"), ("push_", "pop_"), ("increment_nesting", "decrement_nesting"))
+# Words in the names of functions that open and close a region, as in ``_record_function_enter_new``,
+# ``_exit_inference_mode``, ``_saved_tensors_hooks_push``, ``_vmap_increment_nesting``.
+_REGION_WORDS = {"enter": "exit", "push": "pop", "increment": "decrement"}
 
 
 def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
-    """The modes that are open where each node runs, outermost first, as names of the nodes that opened them.
+    """The modes that are open where each node runs, outermost first: names of nodes that opened them, or of switches.
 
-    Grad mode is a switch without an end; ``grad_off`` is open from where it is turned off to where it is on again.
+    Grad mode is a switch without an end: ``grad_off`` is open from where it is turned off to where it is on again.
     """
     regions: dict[fx.Node, tuple[str, ...]] = {}
     stack: list[str] = []
@@ -100,17 +110,28 @@ def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
 def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
     name = target_name(node)
     if node.target is torch._C._set_grad_enabled:
-        if "grad_off" in stack:
-            stack.remove("grad_off")
-        if node.args[0] is False:
-            stack.append("grad_off")
-        return
-    for opens, closes in _REGION_MARKERS:
-        if opens in name:
+        _switch(stack, "grad_off", is_on=node.args[0] is False)
+    elif name == "_sdpa_kernel":
+        # Called with the kernels to allow, and again with those that were allowed before.
+        _switch(stack, "sdpa_kernel", is_on=not torch_internals.allows_same_attention_kernels(node.args[0]))
+    for opens, closes in _REGION_WORDS.items():
+        words = name.split("_")
+        if opens in words:
             stack.append(node.name)
-        elif closes in name and stack:
-            opener = next((argument.name for argument in node.all_input_nodes if argument.name in stack), stack[-1])
-            stack.remove(opener)
+        elif closes in words:
+            # What closes a region is mostly given what opened it; otherwise it closes the innermost of its kind.
+            openers = [argument.name for argument in node.all_input_nodes if argument.name in stack]
+            openers += [region for region in reversed(stack) if opens in region.split("_")]
+            if openers:
+                stack.remove(openers[0])
+
+
+def _switch(stack: list[str], mode: str, is_on: bool) -> None:
+    """A mode without nesting: it is open, or it is not."""
+    if mode in stack:
+        stack.remove(mode)
+    if is_on:
+        stack.append(mode)
 
 
 def is_autocast_enter(node: fx.Node) -> bool:
@@ -141,6 +162,20 @@ def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
     return held
 
 
+def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
+    position = _positions(gm)
+    held = []
+    for node, at in position.items():
+        name = target_name(node)
+        if node.op not in ("call_function", "call_method") or name not in ("register_hook", "as_strided"):
+            continue
+        what = "is a hook on the gradient of" if name == "register_hook" else "looks at the storage of"
+        for value in node.all_input_nodes:
+            if value.op not in ("placeholder", "get_attr") and position[value] + 1 <= at:
+                held.append(HeldCuts(position[value] + 1, at, f"{node.name} {what} {value.name}"))
+    return held
+
+
 def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
     position = _positions(gm)
     storages: dict[Any, list[fx.Node]] = {}
@@ -151,31 +186,26 @@ def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     for node, at in position.items():
         for target in written_arguments(node):
-            aliases = [target]
-            for tensor in tensors_in(target):
-                if torch_internals.is_plain_tensor(tensor):
-                    aliases = storages[torch_internals.storage_key(tensor)]
+            keys = [torch_internals.storage_key(t) for t in tensors_in(target) if torch_internals.is_plain_tensor(t)]
+            aliases = list(dict.fromkeys([target, *(alias for key in keys for alias in storages[key])]))
             held.extend(_held_by_write(node, at, aliases, position))
     return held
 
 
 def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: dict[fx.Node, int]) -> list[HeldCuts]:
-    held = []
-    own = set(aliases)
-    for alias in aliases:
-        if position[alias] >= at:
-            continue
-        if alias.op in ("placeholder", "get_attr"):
-            # An input is the same tensor in every partition; what matters is who computed with its old value.
-            readers = [position[user] for user in alias.users if position[user] < at and not _only_views(user, own)]
-            start = min(readers, default=at)
-        else:
-            start = position[alias]
-            if _last_use(alias, position) < at:
-                continue
-        if start < at:
-            held.append(HeldCuts(start + 1, at, f"{writer.name} writes into {alias.name}"))
-    return held
+    held = [
+        HeldCuts(position[alias] + 1, min(_last_use(alias, position), at), f"{writer.name} writes into {alias.name}")
+        for alias in aliases
+        if alias.op not in ("placeholder", "get_attr") and position[alias] < at
+    ]
+    inputs = [alias for alias in aliases if alias.op in ("placeholder", "get_attr")]
+    if inputs:
+        # An input is the same tensor in every partition; what matters is who computed with its old value.
+        own = set(aliases)
+        users = {user for alias in aliases for user in alias.users if not _only_views(user, own)}
+        first_read = min((position[user] for user in users), default=at)
+        held.append(HeldCuts(first_read + 1, at, f"{writer.name} writes into {inputs[0].name}"))
+    return [interval for interval in held if interval.first <= interval.last]
 
 
 def _only_views(node: fx.Node, aliases: set[fx.Node]) -> bool:

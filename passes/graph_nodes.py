@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # Names under which a view or cast of one tensor appears in a graph: as a method, as a function of torch, or as an ATen
 # operator. The result holds the same values, so its gradient is the tensor's own but for shape and dtype.
@@ -21,8 +23,17 @@ _VIEWS = """
 _CASTS = "bfloat16 double float half to type type_as"
 _VIEW_OR_CAST_NAMES = frozenset(_VIEWS.split() + _CASTS.split())
 
-# Functions that write into an argument although neither their name nor a keyword says so: position of the argument.
-_HIDDEN_WRITES = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+# Functions that write into an argument although neither their name nor a keyword says so: name and position of the
+# argument. torch.batch_norm has other positions than torch.nn.functional's.
+_RUNNING_STATISTICS = (("running_mean", 1), ("running_var", 2))
+_HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
+    F.batch_norm: _RUNNING_STATISTICS,
+    F.instance_norm: _RUNNING_STATISTICS,
+    torch.batch_norm: (("running_mean", 3), ("running_var", 4)),
+    torch.instance_norm: (("running_mean", 3), ("running_var", 4)),
+}
+# Lookups that renormalise the rows of the weight they read, when they are given a largest norm.
+_RENORMALISING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
 
 _AUGMENTED = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 _INPLACE_OPERATORS = frozenset(_AUGMENTED.split())
@@ -78,38 +89,79 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments of a node that it writes into."""
     if node.op not in ("call_function", "call_method"):
         return
-    name = target_name(node)
-    candidates: list[Any] = []
-    if isinstance(node.target, OpOverload):
-        candidates = _written_by_schema(node, node.target)
-    elif isinstance(node.target, HigherOrderOperator):
-        # The wrappers of user-defined kernels write into what they are given.
-        candidates = list(node.all_input_nodes) if "triton" in name or "functionalize" in name else []
-    elif node.target is operator.setitem or name in _INPLACE_OPERATORS:
-        candidates = [node.args[0]]
-    elif name.endswith("_") and not name.endswith("__") and name not in _NOT_A_WRITE and node.args:
-        # A torch._foreach_ operator writes into a list of tensors.
-        candidates = [node.args[0]]
-    elif _is_inplace_activation(node):
-        candidates = [node.args[0]]
-    elif name in _HIDDEN_WRITES:
-        positional = [node.args[i] for i in _HIDDEN_WRITES[name] if i < len(node.args)]
-        candidates = [*positional, node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+    written = list(_written_values(node))
     if "out" in node.kwargs:
-        candidates.append(node.kwargs["out"])
-    yield from (leaf for leaf in pytree.tree_leaves(candidates) if isinstance(leaf, fx.Node))
+        written.append(node.kwargs["out"])
+    # A torch._foreach_ operator writes into lists of tensors.
+    yield from (leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node))
 
 
-def _written_by_schema(node: fx.Node, op: OpOverload) -> list[Any]:
-    written = []
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.is_write:
-            written.append(node.kwargs[argument.name] if argument.name in node.kwargs else _positional(node, i))
-    return written
+def _written_values(node: fx.Node) -> Iterator[Any]:
+    target, name = node.target, target_name(node)
+    if isinstance(target, HigherOrderOperator):
+        yield from _written_by_bodies(node, name)
+    elif isinstance(target, OpOverload | OpOverloadPacket):
+        yield from _written_by_schema(node, target)
+    elif target in _HIDDEN_WRITES:
+        for keyword, position in _HIDDEN_WRITES[target]:
+            yield _argument(node, keyword, position)
+    elif target in _RENORMALISING_LOOKUPS:
+        if _argument(node, "max_norm", _RENORMALISING_LOOKUPS[target]) is not None:
+            yield _argument(node, "weight", 1)
+    elif target is operator.setitem or _is_inplace_by_name(name) or _is_inplace_activation(node):
+        yield _first_argument(node)
 
 
-def _positional(node: fx.Node, i: int) -> Any:
-    return node.args[i] if i < len(node.args) else None
+def _argument(node: fx.Node, keyword: str, position: int) -> Any:
+    return node.kwargs.get(keyword, node.args[position] if position < len(node.args) else None)
+
+
+def _first_argument(node: fx.Node) -> Any:
+    return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+
+
+def _is_inplace_by_name(name: str) -> bool:
+    if name.strip("_") in _INPLACE_OPERATORS:
+        return True
+    return name.endswith("_") and not name.endswith("__") and name not in _NOT_A_WRITE
+
+
+def _written_by_schema(node: fx.Node, target: OpOverload | OpOverloadPacket) -> Iterator[Any]:
+    # A packet stands for one of its overloads; which one writes into which argument is the same for all of them.
+    overloads = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in target.overloads()]
+    for overload in overloads:
+        for i, argument in enumerate(overload._schema.arguments):
+            if argument.is_write:
+                yield _argument(node, argument.name, i)
+
+
+def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
+    """What the graphs that a higher-order operator calls write into, in terms of the operator's own arguments."""
+    # The wrappers of user-defined kernels have no graph; they may write into anything they are given.
+    if "triton" in name or "functionalize" in name:
+        yield from node.all_input_nodes
+        return
+    operands = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+    bodies = [body for body in map(_graph_module_of, operands) if body is not None]
+    tensors = [operand for operand in operands if _graph_module_of(operand) is None]
+    for body in bodies:
+        inputs = body.graph.find_nodes(op="placeholder")
+        for inner in body.graph.nodes:
+            for target in written_arguments(inner):
+                if target not in inputs:
+                    continue
+                # Operands are lifted in the order of the body's inputs, after any of the operator's own.
+                position = inputs.index(target) - len(inputs)
+                yield tensors[position] if -position <= len(tensors) else tensors
+
+
+def _graph_module_of(node: fx.Node) -> fx.GraphModule | None:
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, fx.GraphModule) else None
 
 
 def _is_inplace_activation(node: fx.Node) -> bool:
@@ -121,8 +173,6 @@ def _is_inplace_activation(node: fx.Node) -> bool:
 
 
 def _takes_inplace_last(node: fx.Node) -> bool:
-    import inspect
-
     try:
         names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):  # builtins without a signature take no inplace flag by position

@@ -84,7 +84,7 @@ class _Partition:
                 if argument not in members and is_value:
                     outside[argument] = None
         for node in list(outside):
-            if isinstance(example_value(node), torch.Tensor):
+            if isinstance(example_value(node), torch.Tensor | torch.SymInt):
                 mentioned = (symbols.get(symbol) for symbol in torch_internals.free_symbols(example_value(node)))
                 outside.update({symbol: None for symbol in mentioned if symbol is not None and symbol not in members})
         return sorted(outside, key=lambda node: not isinstance(example_value(node), torch.SymInt))
@@ -147,4 +147,11 @@ def _stitch(gm: fx.GraphModule, partitions: list[_Partition]) -> fx.GraphModule:
             values[node].meta = node.meta.copy()
     result = gm.graph.output_node().args[0]
     graph.output(fx.node.map_arg(result, lambda node: example_value(node) if is_constant(node) else values[node]))
-    return fx.GraphModule(modules, graph, class_name="stitched")
+    stitched = fx.GraphModule(modules, graph, class_name="stitched")
+    stitched.meta["partition_names"] = [partition.name for partition in partitions]
+    return stitched
+
+
+def partition_names(gm: fx.GraphModule) -> list[str]:
+    """Names of a stitched graph's partitions, in order; none for a graph that was not cut."""
+    return gm.meta.get("partition_names", [])

@@ -74,18 +74,19 @@ def run_pipeline(
     """Run ``passes`` one after the other; each result is linted and recompiled before the next one sees it.
 
     Returns:
-        The last graph, with ``num_changed`` of the last pass and everything that any pass declined.
+        The last graph, with the sum of what all passes changed and everything that any of them declined.
     """
     for observer in observers:
         observer.before_pipeline(gm)
     declined: list[Declined] = []
-    num_changed = 0
+    total_changed = 0
     for run_pass in passes:
         name = run_pass.__name__.removesuffix("_pass")
         gm, num_changed, refused = run_pass(gm, ctx)
         if num_changed:
             gm.graph.lint()
             gm.recompile()
+        total_changed += num_changed
         declined.extend(refused)
         log.debug("%s: %s changed %d", ctx.frame, name, num_changed)
         for node, reason in refused:
@@ -94,4 +95,4 @@ def run_pipeline(
             observer.after_pass(name, gm, num_changed)
     for observer in observers:
         observer.after_pipeline(gm)
-    return PassResult(gm, num_changed, tuple(declined))
+    return PassResult(gm, total_changed, tuple(declined))

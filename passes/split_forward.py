@@ -81,9 +81,8 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
             declined.append(Declined(nodes[wanted].name, note))
             continue
         if at != wanted:
-            declined.append(Declined(nodes[wanted].name, f"cut moved {wanted - at} nodes earlier: {because}"))
-        if at not in cuts:
-            cuts.append(at)
+            declined.append(Declined(nodes[wanted].name, f"cut moved up to {nodes[at].name}: {because}"))
+        cuts.append(at)
         log.debug("%s: cut before %s so that bucket %d leaves early", ctx.frame, nodes[at].name, bucket.index)
     return cuts, declined
 

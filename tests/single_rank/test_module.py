@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, torch_internals
 
 
 class Net(nn.Module):
@@ -117,7 +117,13 @@ def test_unwrap_gives_the_plain_module_back(single_rank_group: None) -> None:
     backward(ddp_compile(plain, backend="eager"))
 
 
-def test_twelve_models_of_one_class_are_all_compiled(single_rank_group: None) -> None:
+@pytest.mark.parametrize("isolated", [True, False], ids=["isolate_recompiles", "torch before 2.13"])
+def test_twelve_models_of_one_class_are_all_compiled(
+    isolated: bool, single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isolated and not torch_internals.has_isolated_recompiles():
+        pytest.skip("this torch has no isolate_recompiles")
+    monkeypatch.setattr(torch_internals, "has_isolated_recompiles", lambda: isolated)
     counters = [CompileCounter() for _ in range(12)]
     for counter in counters:
         model = ddp_compile(Net(), backend=counter)

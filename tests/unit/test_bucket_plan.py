@@ -334,6 +334,8 @@ def test_adding_a_frame_again_changes_nothing() -> None:
     assert builder.add_frame([4, 3, 2]) == first
     assert members(builder.add_frame([2, 3])) == [[4, 3], [2]]
     assert builder.propose() == before
+    (following,) = builder.add_frame([1])
+    assert following.frame == 1
 
 
 def test_a_frame_that_shows_one_more_parameter_adds_only_that_one() -> None:

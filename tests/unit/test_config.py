@@ -1,4 +1,4 @@
-"""Settings: capacities in MiB become bytes; arguments of DistributedDataParallel are taken, or refused with a way out."""
+"""Settings: capacities in MiB become bytes; arguments of DistributedDataParallel are taken or refused by name."""
 
 from __future__ import annotations
 

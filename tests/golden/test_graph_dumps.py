@@ -1,0 +1,198 @@
+"""What people see of a split: bucket table, graphs before and after, partitions, and explain(). Structure only."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile, torch_internals
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Handler(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def dumps() -> Iterator[list[str]]:
+    """Messages of the ddp_graphs logger, which is turned on meanwhile."""
+    handler, log = Handler(), torch_internals.graphs_log()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    yield handler.messages
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+def heading(message: str) -> str:
+    match = re.match(r"\n--- (.*) ---\n", message)
+    assert match, message
+    return match.group(1)
+
+
+def body(messages: list[str], wanted: str) -> str:
+    """The text under a heading: short names for parameters, no types in signatures, no comments, blanks or resets."""
+    (message,) = (m for m in messages if heading(m) == wanted)
+    text = message.split(" ---\n", 1)[1]
+    text = re.sub(r"[lL]_\w+?_layers_modules_(\d)_parameters_(weight|bias)_", r"\2_\1", text)
+    text = re.sub(r"\b[lL]_args_0_", "x_0", text)
+    text = re.sub(r"(?<=forward\(self, ).*(?=\):)", lambda m: re.sub(r' ?: ?("[^"]*"|[\w.]+)', "", m.group()), text)
+    text = re.sub(r";  .* = None$", "", text, flags=re.MULTILINE)
+    lines = [line.rstrip() for line in text.splitlines() if not line.strip().startswith("#")]
+    return "\n".join(line for line in lines if line and not re.fullmatch(r" *(\w+) = \1", line))
+
+
+def without_digest(text: str) -> str:
+    return re.sub(r"plan [0-9a-f]{16}", "plan <digest>", text)
+
+
+@pytest.fixture
+def split_model(single_rank_group: None, dumps: list[str]) -> nn.Module:
+    # Capacities of 200 and 600 bytes: the last weight and bias, then the other two layers.
+    model = ddp_compile(MLP(), bucket_cap_mb=[200 / 2**20, 600 / 2**20], backend="eager")
+    model(torch.randn(5, 8)).sum().backward()
+    return model
+
+
+def test_dumps_come_in_the_order_of_the_work(split_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        "\n".join(map(heading, dumps)),
+        """\
+frame 0: buckets
+frame 0: graph before
+frame 0: graph after split_forward
+frame 0: partition_0
+frame 0: partition_1""",
+    )
+
+
+def test_the_bucket_table_names_what_each_bucket_holds(split_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        body(dumps, "frame 0: buckets"),
+        """\
+bucket 0: 0.00 MiB float32: layers.2.bias, layers.2.weight
+bucket 1: 0.00 MiB float32: layers.1.bias, layers.1.weight, layers.0.bias, layers.0.weight""",
+    )
+
+
+def test_the_graph_before_is_dynamos_own(split_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        body(dumps, "frame 0: graph before"),
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
+        linear: "f32[5, 8]" = torch._C._nn.linear(x_0, weight_0, bias_0)
+        x: "f32[5, 8]" = torch.tanh(linear)
+        linear_1: "f32[5, 8]" = torch._C._nn.linear(x, weight_1, bias_1)
+        x_1: "f32[5, 8]" = torch.tanh(linear_1)
+        linear_2: "f32[5, 8]" = torch._C._nn.linear(x_1, weight_2, bias_2)
+        x_2: "f32[5, 8]" = torch.tanh(linear_2)
+        return (x_2,)""",
+    )
+
+
+def test_the_stitched_graph_strings_the_partitions_together(split_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        body(dumps, "frame 0: graph after split_forward"),
+        """\
+def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
+    partition_0 = self.partition_0(x_0, weight_0, bias_0, weight_1, bias_1)
+    getitem = partition_0[0]
+    partition_1 = self.partition_1(getitem, weight_2, bias_2)
+    getitem_1 = partition_1[0]
+    return (getitem_1,)""",
+    )
+
+
+def test_the_first_partition_holds_the_bucket_that_leaves_last(split_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        body(dumps, "frame 0: partition_0"),
+        """\
+class partition_0(torch.nn.Module):
+    def forward(self, x_0, weight_0, bias_0, weight_1, bias_1):
+        linear: "f32[5, 8]" = torch._C._nn.linear(x_0, weight_0, bias_0)
+        x: "f32[5, 8]" = torch.tanh(linear)
+        linear_1: "f32[5, 8]" = torch._C._nn.linear(x, weight_1, bias_1)
+        x_1: "f32[5, 8]" = torch.tanh(linear_1)
+        return (x_1,)""",
+    )
+
+
+def test_the_last_partition_holds_the_bucket_that_leaves_first(split_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        body(dumps, "frame 0: partition_1"),
+        """\
+class partition_1(torch.nn.Module):
+    def forward(self, x_1, weight_2, bias_2):
+        linear_2: "f32[5, 8]" = torch._C._nn.linear(x_1, weight_2, bias_2)
+        x_2: "f32[5, 8]" = torch.tanh(linear_2)
+        return (x_2,)""",
+    )
+
+
+def test_explain_shows_the_plan_and_how_each_graph_was_cut(split_model: nn.Module) -> None:
+    assert_expected_inline(
+        without_digest(split_model.explain()),
+        """\
+bucket   MiB  cap MiB  dtype    device  gradients  from           to               frame
+------  ----  -------  -------  ------  ---------  -------------  ---------------  -----
+     0  0.00     0.00  float32  cpu             2  layers.2.bias  layers.2.weight  0
+     1  0.00     0.00  float32  cpu             4  layers.1.bias  layers.0.weight  0
+2 buckets, 6 gradients, 0.00 MiB, generation 0, plan <digest>
+frame 0: 2 buckets, 2 partitions""",
+    )
+
+
+def test_explain_says_which_cuts_were_declined_and_why(single_rank_group: None) -> None:
+    model = ddp_compile(MLP(), bucket_cap_mb=1e-5, backend="eager")
+    model(torch.randn(5, 8)).sum().backward()
+    assert_expected_inline(
+        without_digest(model.explain()),
+        """\
+bucket   MiB  cap MiB  dtype    device  gradients  from             to               frame
+------  ----  -------  -------  ------  ---------  ---------------  ---------------  -----
+     0  0.00     0.00  float32  cpu             1  layers.2.bias    layers.2.bias    0
+     1  0.00     0.00  float32  cpu             1  layers.2.weight  layers.2.weight  0
+     2  0.00     0.00  float32  cpu             1  layers.1.bias    layers.1.bias    0
+     3  0.00     0.00  float32  cpu             1  layers.1.weight  layers.1.weight  0
+     4  0.00     0.00  float32  cpu             1  layers.0.bias    layers.0.bias    0
+     5  0.00     0.00  float32  cpu             1  layers.0.weight  layers.0.weight  0
+6 buckets, 6 gradients, 0.00 MiB, generation 0, plan <digest>
+frame 0: 6 buckets, 3 partitions
+  at linear_2: bucket 0 leaves with bucket 1: one node computes with gradients of both
+  at linear_1: bucket 2 leaves with bucket 3: one node computes with gradients of both
+  at linear: bucket 4 leaves with bucket 5: one node computes with gradients of both""",
+    )
+
+
+def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:
+    handler, log = Handler(), torch_internals.graphs_log()
+    log.addHandler(handler)
+    try:
+        model = ddp_compile(MLP(), bucket_cap_mb=1e-4, backend="eager")
+        model(torch.randn(5, 8)).sum().backward()
+    finally:
+        log.removeHandler(handler)
+    assert handler.messages == []

@@ -1,0 +1,373 @@
+"""Where a graph must stay whole, and what is said about it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import WIDTH, GraphBuilder, capture, find
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from ddp_compile.passes.cut_constraints import HeldCuts, find_held_cuts, mode_regions
+from ddp_compile.passes.graph_nodes import written_arguments
+
+
+def held_at(gm: fx.GraphModule) -> set[int]:
+    return {at for held in find_held_cuts(gm) for at in range(held.first, held.last + 1)}
+
+
+def free_between(gm: fx.GraphModule, first: int, last: int) -> list[int]:
+    """The positions from first to last, both included, at which a cut is allowed."""
+    return sorted(set(range(first, last + 1)) - held_at(gm))
+
+
+# Values that cannot cross.
+
+
+def test_tensors_may_cross_anywhere() -> None:
+    gm, _ = capture(lambda x: (x.sin() + 1).cos() * x, torch.ones(3))
+    assert find_held_cuts(gm) == []
+
+
+def test_a_symbolic_size_may_cross_anywhere() -> None:
+    gm, _ = capture(lambda x: x.sin() * x.shape[0] + x.cos() * (x.shape[0] // 2), torch.ones(6), dynamic=True)
+    assert any(isinstance(n.meta.get("example_value"), torch.SymInt) for n in gm.graph.nodes)
+    assert find_held_cuts(gm) == []
+
+
+def test_a_float_read_from_a_tensor_must_not_cross() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        factor = x.max().item()
+        z = y.cos()
+        return (z * factor).tan()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        gm, _ = capture(function, torch.ones(3))
+    item, use = find(gm, "item"), find(gm, "mul")
+    assert free_between(gm, item, use + 1) == [item, use + 1]
+    assert f"{list(gm.graph.nodes)[item].name}, a SymFloat, cannot cross partitions" in {
+        held.reason for held in find_held_cuts(gm)
+    }
+
+
+def test_a_tuple_of_tensors_must_not_cross_but_its_elements_may() -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    pair = build.call("chunk", x, 1)
+    y = build.call(torch.sin, x)
+    left = build.call(operator.getitem, pair, 0)
+    z = build.call(torch.add, y, left)
+    z = build.call(torch.add, z, left)
+    gm = build.output(z)
+    chunk = find(gm, "chunk")
+    assert find_held_cuts(gm) == [HeldCuts(chunk + 1, chunk + 2, "chunk, a tuple, cannot cross partitions")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sparse", torch.eye(4).to_sparse()),
+        ("conjugated", torch.ones(4, dtype=torch.complex64).conj()),
+        ("subclass", torch.ones(4).as_subclass(type("Sub", (torch.Tensor,), {}))),
+        ("opaque", object()),
+    ],
+)
+def test_what_a_partition_cannot_take_as_an_input_must_not_cross(name: str, value: object) -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    special = build.graph.call_function(torch.sin, (x,))
+    special.meta["example_value"] = value
+    build.call(torch.cos, x)
+    total = build.graph.call_function(torch.add, (x, special))
+    total.meta["example_value"] = torch.ones(WIDTH, WIDTH)
+    build.graph.output((total,))
+    gm = fx.GraphModule({}, build.graph)
+    assert held_at(gm) == {2, 3}
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, None, "name", torch.float32, torch.device("cpu")])
+def test_constants_may_cross(value: object) -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    constant = build.graph.call_method("size", (x, 0))
+    constant.meta["example_value"] = value
+    build.call(torch.cos, x)
+    total = build.graph.call_function(torch.add, (x, constant))
+    total.meta["example_value"] = torch.ones(WIDTH, WIDTH)
+    build.graph.output((total,))
+    assert find_held_cuts(fx.GraphModule({}, build.graph)) == []
+
+
+def test_a_value_that_dynamo_recorded_nothing_of_must_not_cross() -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    unknown = build.graph.call_function(torch.nn.attention._backend_from_string, ("MATH",))
+    build.call(torch.cos, x)
+    total = build.graph.call_function(torch.add, (x, unknown))
+    total.meta["example_value"] = torch.ones(WIDTH, WIDTH)
+    build.graph.output((total,))
+    assert held_at(fx.GraphModule({}, build.graph)) == {2, 3}
+
+
+# Modes.
+
+
+def test_a_region_without_gradients_stays_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        with torch.no_grad():
+            s = y.exp()
+            s = s.log()
+        return y.cos() * s
+
+    gm, _ = capture(function, torch.ones(3, requires_grad=True))
+    off, on = find(gm, "_set_grad_enabled"), find(gm, "_set_grad_enabled", 1)
+    assert free_between(gm, off, on + 1) == [off, on + 1]
+    assert {held.reason for held in find_held_cuts(gm)} == {"the region opened by grad_off stays whole"}
+
+
+def test_switching_gradients_on_inside_does_not_open_the_region_to_cuts_before_that() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            s = x.exp()
+            with torch.enable_grad():
+                y = x.sin()
+                y = y.cos()
+            s = s.log()
+        return y * s
+
+    gm, _ = capture(function, torch.ones(3, requires_grad=True))
+    exp, sin, log = find(gm, "exp"), find(gm, "sin"), find(gm, "log")
+    assert {exp, log} <= held_at(gm) and sin not in held_at(gm)
+
+
+def test_inference_mode_stays_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            y = x.sin()
+        return y.cos()
+
+    gm, _ = capture(function, torch.ones(3))
+    enter, leave = find(gm, "_enter_inference_mode"), find(gm, "_exit_inference_mode")
+    assert free_between(gm, enter, leave + 1) == [enter, leave + 1]
+
+
+def test_autocast_may_be_cut_anywhere() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x.sin()
+            with torch.autocast("cpu", enabled=False):
+                y = y.cos()
+        return y
+
+    gm, _ = capture(function, torch.ones(3))
+    assert find_held_cuts(gm) == []
+    sin, cos = list(gm.graph.nodes)[find(gm, "sin")], list(gm.graph.nodes)[find(gm, "cos")]
+    assert [len(mode_regions(gm)[node]) for node in (sin, cos)] == [1, 2]
+
+
+def test_a_region_without_gradients_inside_autocast_stays_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x.sin()
+            with torch.no_grad():
+                s = y.exp()
+            y = y.cos()
+        return y * s
+
+    gm, _ = capture(function, torch.ones(3, requires_grad=True))
+    exp = find(gm, "exp")
+    assert free_between(gm, exp - 1, exp + 2) == [exp - 1, exp + 2]
+
+
+def test_a_function_transform_stays_whole() -> None:
+    gm, _ = capture(lambda x: torch.vmap(lambda row: row.sum() * 2)(x.sin()).cos(), torch.ones(3, 4))
+    opened, closed = find(gm, "_vmap_increment_nesting"), find(gm, "_vmap_decrement_nesting")
+    assert free_between(gm, opened, closed + 1) == [opened, closed + 1]
+
+
+# Writes.
+
+
+def test_a_new_tensor_and_a_write_into_it_stay_together() -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    y = build.call(torch.sin, x)
+    build.call(torch.cos, x)
+    build.call("add_", y, 1)
+    gm = build.output(y)
+    sin, write = find(gm, "sin"), find(gm, "add_")
+    assert free_between(gm, sin, write + 1) == [sin, write + 1]
+    assert {held.reason for held in find_held_cuts(gm)} == {"add_ writes into sin"}
+
+
+def test_a_view_and_a_write_into_what_it_looks_at_stay_together() -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    view = build.call("view", x, -1)
+    build.call(torch.cos, x)
+    build.call("mul_", x, 2)
+    gm = build.output(build.call(torch.sin, view))
+    look, write = find(gm, "view"), find(gm, "mul_")
+    assert set(range(look + 1, write + 1)) <= held_at(gm)
+
+
+def test_a_tensor_and_a_write_through_a_later_view_of_it_stay_together() -> None:
+    # A partition that starts between the two would write into an input of its own, whose gradient it does not return.
+    build = GraphBuilder()
+    x = build.input("x")
+    y = build.call(torch.sin, x)
+    build.call(torch.cos, x)
+    view = build.call("view", y, -1)
+    build.call("mul_", view, 2)
+    gm = build.output(build.call(torch.sin, view))
+    assert set(range(find(gm, "sin") + 1, find(gm, "mul_") + 1)) <= held_at(gm)
+
+
+def test_an_input_may_be_written_in_any_partition() -> None:
+    build = GraphBuilder()
+    x, count = build.input("x"), build.input("count")
+    y = build.call(torch.sin, x)
+    build.call("add_", count, 1)
+    y = build.call(torch.cos, y)
+    build.call("add_", count, 1)
+    assert find_held_cuts(build.output(y)) == []
+
+
+def test_an_input_that_was_read_is_not_written_in_a_later_partition() -> None:
+    # The compiled backward may compute from the input again, and would find the new value.
+    build = GraphBuilder()
+    x, scale = build.input("x"), build.input("scale")
+    y = build.call(torch.mul, x, scale)
+    y = build.call(torch.sin, y)
+    build.call("add_", scale, 1)
+    gm = build.output(y)
+    assert held_at(gm) == {find(gm, "mul") + 1, find(gm, "add_")}
+
+
+def test_an_input_read_through_a_view_is_not_written_in_a_later_partition() -> None:
+    build = GraphBuilder()
+    x, scale = build.input("x"), build.input("scale")
+    row = build.call(operator.getitem, scale, 0)
+    y = build.call(torch.mul, x, row)
+    y = build.call(torch.sin, y)
+    build.call("add_", scale, 1)
+    gm = build.output(y)
+    assert {find(gm, "mul") + 1, find(gm, "add_")} <= held_at(gm)
+
+
+# What counts as a write.
+
+
+def written_by(function: Callable[..., object], *args: object, **kwargs: object) -> list[str]:
+    graph = fx.Graph()
+    named = {name: graph.placeholder(name) for name in "abcde"}
+
+    def filled(value: object) -> object:
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        return named.get(value, value) if isinstance(value, str) else value
+
+    make = graph.call_method if isinstance(function, str) else graph.call_function
+    node = make(function, tuple(map(filled, args)), {name: filled(value) for name, value in kwargs.items()})
+    return sorted({argument.name for argument in written_arguments(node)})
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "written"),
+    [
+        ("add_", ("a", "b"), {}, ["a"]),
+        ("copy_", ("a", "b"), {}, ["a"]),
+        ("index_put_", ("a", ["b"], "c"), {}, ["a"]),
+        (torch.relu_, ("a",), {}, ["a"]),
+        (operator.setitem, ("a", "b", "c"), {}, ["a"]),
+        (operator.iadd, ("a", "b"), {}, ["a"]),
+        (torch.ops.aten.add_.Tensor, ("a", "b"), {}, ["a"]),
+        (torch.ops.aten.add.out, ("a", "b"), {"out": "c"}, ["c"]),
+        (torch.add, ("a", "b"), {"out": "c"}, ["c"]),
+        (torch.max, ("a", 1), {"out": ["b", "c"]}, ["b", "c"]),
+        (torch._foreach_add_, (["a", "b"], 1.0), {}, ["a", "b"]),
+        (F.relu, ("a",), {"inplace": True}, ["a"]),
+        (F.relu, ("a", True), {}, ["a"]),
+        (F.dropout, ("a", 0.5, True, True), {}, ["a"]),
+        (F.batch_norm, ("a", "b", "c", "d", "e"), {}, ["b", "c"]),
+        (F.batch_norm, ("a",), {"running_mean": "b", "running_var": "c"}, ["b", "c"]),
+        ("add", ("a", "b"), {}, []),
+        (F.relu, ("a",), {"inplace": False}, []),
+        (F.dropout, ("a", 0.5, True), {}, []),
+        (F.batch_norm, ("a", None, None), {}, []),
+        ("requires_grad_", ("a",), {}, []),
+        (operator.add, ("a", "b"), {}, []),
+        (operator.getitem, ("a", 0), {}, []),
+    ],
+)
+def test_writes_are_known_by_name_flag_keyword_or_schema(
+    function: object, args: tuple, kwargs: dict, written: list[str]
+) -> None:
+    assert written_by(function, *args, **kwargs) == written  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "written"),
+    [
+        (F.relu, (), {"input": "a", "inplace": True}, ["a"]),
+        (torch.relu_, (), {"input": "a"}, ["a"]),
+        ("__iadd__", ("a", "b"), {}, ["a"]),
+        (torch.batch_norm, ("a", "b", "c", "d", "e", True, 0.1, 1e-5, False), {}, ["d", "e"]),
+        (F.embedding, ("a", "b", None, 1.0), {}, ["b"]),
+        (torch.ops.aten.add_, ("a", "b"), {}, ["a"]),
+        (torch.ops.aten.relu_, (), {"self": "a"}, ["a"]),
+    ],
+)
+def test_rarely_written_forms_of_a_write_are_known_too(
+    function: object, args: tuple, kwargs: dict, written: list[str]
+) -> None:
+    assert written_by(function, *args, **kwargs) == written  # type: ignore[arg-type]
+
+
+def test_an_operator_that_is_called_without_naming_its_overload_writes_what_its_schema_says() -> None:
+    with torch.library._scoped_library("ddp_compile_test", "FRAGMENT") as library:
+        library.define("accumulate(Tensor x, Tensor(a!) total) -> ()")
+        assert written_by(torch.ops.ddp_compile_test.accumulate, "a", "b") == ["b"]
+
+
+def test_a_write_inside_the_body_of_a_checkpoint_counts() -> None:
+    def function(x: Tensor, total: Tensor) -> Tensor:
+        x = checkpoint(lambda y: total.add_(1).sum() * y, x.sin(), use_reentrant=False)
+        return x.cos()
+
+    gm, _ = capture(function, torch.ones(3, requires_grad=True), torch.zeros(3))
+    node = list(gm.graph.nodes)[find(gm, "tag_activation_checkpoint")]
+    (total,) = (n for n in gm.graph.find_nodes(op="placeholder") if "total" in n.name)
+    assert list(written_arguments(node)) == [total]
+
+
+def test_a_tensor_and_a_hook_on_its_gradient_stay_together() -> None:
+    # A hook on what a partition takes in sees only the part of the gradient that comes from that partition on.
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = x.cos()
+        y.register_hook(lambda grad: grad * 2)
+        return y * z
+
+    gm, _ = capture(function, torch.ones(3, requires_grad=True))
+    sin, hook = find(gm, "sin"), find(gm, "register_hook")
+    assert set(range(sin + 1, hook + 1)) <= held_at(gm)
+
+
+def test_the_choice_of_attention_kernels_stays_whole() -> None:
+    def function(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(x, x, x)
+            y = y.sin()
+        return y.cos()
+
+    gm, _ = capture(function, torch.ones(1, 3, 4))
+    opened, closed = find(gm, "_sdpa_kernel"), find(gm, "_sdpa_kernel", 1)
+    assert set(range(opened + 1, closed + 1)) <= held_at(gm)

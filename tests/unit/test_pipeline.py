@@ -1,0 +1,111 @@
+"""Running passes in order, with observers around them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from graphs import GraphBuilder, chain, context
+from torch import fx
+
+from ddp_compile.passes.pipeline import Declined, PassContext, PassResult, run_pipeline
+
+EMPTY = context({})
+
+
+class Recorder:
+    """Notes what it is shown, and the code of the graph at that moment."""
+
+    def __init__(self, name: str, events: list[tuple]) -> None:
+        self.name = name
+        self.events = events
+
+    def before_pipeline(self, gm: fx.GraphModule) -> None:
+        self.events.append((self.name, "before", "cos" in gm.code))
+
+    def after_pass(self, name: str, gm: fx.GraphModule, num_changed: int) -> None:
+        self.events.append((self.name, name, num_changed, "cos" in gm.code))
+
+    def after_pipeline(self, gm: fx.GraphModule) -> None:
+        self.events.append((self.name, "after", "cos" in gm.code))
+
+
+def sine() -> fx.GraphModule:
+    build = GraphBuilder()
+    return build.output(build.call(torch.sin, build.input("x")))
+
+
+def turn_sine_into_cosine_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    nodes = gm.graph.find_nodes(op="call_function", target=torch.sin)
+    for node in nodes:
+        node.target = torch.cos
+    return PassResult(gm, len(nodes), (Declined("sin", f"{ctx.frame}: {len(nodes)}"),))
+
+
+def decline_everything_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    return PassResult(gm, 0, (Declined("x", "on principle"), Declined("y", "out of spite")))
+
+
+def test_observers_see_every_graph_in_order() -> None:
+    events: list[tuple] = []
+    observers = [Recorder("first", events), Recorder("second", events)]
+    run_pipeline(sine(), EMPTY, [decline_everything_pass, turn_sine_into_cosine_pass], observers)
+    assert events == [
+        ("first", "before", False),
+        ("second", "before", False),
+        ("first", "decline_everything", 0, False),
+        ("second", "decline_everything", 0, False),
+        ("first", "turn_sine_into_cosine", 1, True),
+        ("second", "turn_sine_into_cosine", 1, True),
+        ("first", "after", True),
+        ("second", "after", True),
+    ]
+
+
+def test_a_changed_graph_is_recompiled() -> None:
+    gm, _, _ = run_pipeline(sine(), EMPTY, [turn_sine_into_cosine_pass])
+    assert gm(torch.zeros(()))[0].item() == 1
+
+
+def test_each_pass_gets_the_graph_of_the_one_before() -> None:
+    _, num_changed, declined = run_pipeline(sine(), EMPTY, [turn_sine_into_cosine_pass, turn_sine_into_cosine_pass])
+    assert [entry.reason for entry in declined] == ["frame 0: 1", "frame 0: 0"]
+    assert num_changed == 1
+
+
+def test_everything_that_any_pass_declined_is_returned_in_order() -> None:
+    result = run_pipeline(sine(), EMPTY, [decline_everything_pass, turn_sine_into_cosine_pass])
+    assert [entry.node for entry in result.declined] == ["x", "y", "sin"]
+    assert result.num_changed == 1
+
+
+def test_a_pass_that_breaks_the_graph_is_caught_at_once() -> None:
+    def break_order_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        first, second, *_ = (node for node in gm.graph.nodes if node.op == "call_function")
+        second.append(first)
+        return PassResult(gm, 1)
+
+    seen: list[tuple] = []
+    with pytest.raises(RuntimeError, match="was used before it has been defined"):
+        run_pipeline(chain(1).gm, EMPTY, [break_order_pass, turn_sine_into_cosine_pass], [Recorder("only", seen)])
+    assert [event[1] for event in seen] == ["before"]
+
+
+def test_without_passes_the_graph_comes_back_as_it_is() -> None:
+    gm = sine()
+    events: list[tuple] = []
+    assert run_pipeline(gm, EMPTY, [], [Recorder("only", events)]) == PassResult(gm, 0, ())
+    assert [event[1] for event in events] == ["before", "after"]
+
+
+def test_passes_say_what_they_changed_and_declined(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="ddp_compile.passes.pipeline"):
+        run_pipeline(sine(), EMPTY, [decline_everything_pass, turn_sine_into_cosine_pass])
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("DEBUG", "frame 0: decline_everything changed 0"),
+        ("INFO", "frame 0: decline_everything declined at x: on principle"),
+        ("INFO", "frame 0: decline_everything declined at y: out of spite"),
+        ("DEBUG", "frame 0: turn_sine_into_cosine changed 1"),
+        ("INFO", "frame 0: turn_sine_into_cosine declined at sin: frame 0: 1"),
+    ]
