@@ -18,13 +18,19 @@ from ddp_compile.passes.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined, Pass, PassContext, PassResult, run_pipeline
 from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.split_forward import split_forward_pass
+from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
 from ddp_compile.torch_internals import InnerBackend
 
 log = logging.getLogger(__name__)
 
 #: Everything that is done to a training graph under ``split="forward"``, in order.
-FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (unpack_sizes_pass, sink_parameter_views_pass, split_forward_pass)
+FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
+    unpack_sizes_pass,
+    unalias_inplace_results_pass,
+    sink_parameter_views_pass,
+    split_forward_pass,
+)
 
 
 class FrameReport(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from ddp_compile.backend import FrameReport, TrainingBackend, buckets_without_cut
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
@@ -59,9 +59,11 @@ class ReplicateState:
         self.backend = TrainingBackend(
             compile_settings.inner, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
         )
+        self._inner = compile_settings.inner
+        self._num_evaluation_graphs = 0
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         self._call_training = compile_settings.compile(self.backend)
-        self._call_evaluation = compile_settings.compile(compile_settings.inner)
+        self._call_evaluation = compile_settings.compile(self._compile_for_evaluation)
         settings = ReducerSettings(
             gradient_as_bucket_view=config.gradient_as_bucket_view, on_plan_sealed=self._warn_without_overlap
         )
@@ -76,6 +78,10 @@ class ReplicateState:
             if module.training:
                 return self._call_training(module, *args, **kwargs)
         return self._call_evaluation(module, *args, **kwargs)
+
+    def _compile_for_evaluation(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self._num_evaluation_graphs += 1
+        return self._inner(gm, example_inputs)
 
     def _broadcast_buffers(self, module: nn.Module) -> None:
         ignored = self.config.parameters_to_ignore
@@ -92,7 +98,7 @@ class ReplicateState:
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
         reports = self.backend.reports
-        if not reports:
+        if not reports and not self._num_evaluation_graphs:
             log.warning(
                 "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."
                 ' TORCH_LOGS="graph_breaks,recompiles" says why',
@@ -103,8 +109,10 @@ class ReplicateState:
             return
         whole = buckets_without_cut(reports)
         caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
-        if whole or (len(plan.buckets) == 1 and caps_in_plan > 2):
+        if whole or (caps_in_plan > 2 and (len(plan.buckets) == 1 or not reports)):
             reasons = "; ".join(f"{d.node}: {d.reason}" for report in whole for d in report.declined)
+            if not reports:
+                reasons = "graphs made in evaluation mode are not cut; call model.train()"
             log.warning(
                 "rank %d: %.1f MiB of gradients become ready all at once, so their communication is not hidden behind"
                 " the backward: %s",

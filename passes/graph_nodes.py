@@ -13,6 +13,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from ddp_compile import torch_internals
+
 # Names under which a view or cast of one tensor appears in a graph: as a method, as a function of torch, or as an ATen
 # operator. The result holds the same values, so its gradient is the tensor's own but for shape and dtype.
 _VIEWS = """
@@ -79,10 +81,14 @@ def is_view_or_cast(node: fx.Node) -> bool:
 
 
 def requires_grad(node: fx.Node) -> bool:
-    """Whether a gradient can flow through the node; True where Dynamo recorded nothing."""
+    """Whether a gradient can flow through the node; True where Dynamo recorded nothing, or not the whole tensor.
+
+    Inside ``torch.vmap`` and ``torch.func.grad`` the recorded tensor is that of the innermost level, which may say that
+    it requires none although the level around it does.
+    """
     if not has_example_value(node):
         return True
-    return any(tensor.requires_grad for tensor in tensors_in(node))
+    return any(tensor.requires_grad or not torch_internals.is_plain_tensor(tensor) for tensor in tensors_in(node))
 
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
@@ -94,6 +100,19 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
         written.append(node.kwargs["out"])
     # A torch._foreach_ operator writes into lists of tensors.
     yield from (leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node))
+
+
+def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place operation writes into and returns; None for every other node."""
+    if isinstance(node.target, HigherOrderOperator | OpOverload | OpOverloadPacket) or "out" in node.kwargs:
+        return None
+    if node.op not in ("call_function", "call_method"):
+        return None
+    target = _first_argument(node)
+    is_inplace = _is_inplace_by_name(target_name(node)) or _is_inplace_activation(node)
+    # ``rows += 1`` on a SymInt makes a new value.
+    is_tensor = isinstance(target, fx.Node) and isinstance(example_value(target), Tensor)
+    return target if is_inplace and is_tensor else None
 
 
 def _written_values(node: fx.Node) -> Iterator[Any]:

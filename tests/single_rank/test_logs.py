@@ -114,6 +114,19 @@ def test_a_large_model_that_cannot_be_cut_is_warned_about_once(
     assert "become ready all at once" in warning and "one node computes with gradients of both" in warning
 
 
+def test_a_large_model_trained_in_evaluation_mode_is_told_why_nothing_is_cut(
+    two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.001, backend="eager"
+    ).eval()
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(2):
+            model(torch.randn(2, 64)).sum().backward()
+    (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    assert "call model.train()" in warning
+
+
 def test_a_model_that_is_cut_is_not_warned_about(
     two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -288,6 +288,80 @@ class ConvNet(nn.Module):
         return x.mean((2, 3))
 
 
+class WriteThroughViewOfASlice(Layers):
+    """The views are made right before the writes, where a cut would like to be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        flat = x.view(-1)
+        flat += self.layers[1](torch.ones_like(x)).view(-1)
+        x = self.layers[2](x)
+        x[:, :2].mul_(2.0)
+        return self.layers[3](x)
+
+
+class HookOnAGradient(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        y = torch.tanh(self.layers[1](h))
+        h.register_hook(lambda gradient: 2 * gradient)
+        y = torch.tanh(self.layers[2](y))
+        return self.layers[3](y * h)
+
+
+class FunctionTransforms(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.vmap(lambda row, layer=layer: torch.tanh(layer(row)))(x)
+        return x + torch.func.grad(lambda y: y.sin().sum())(x.detach())
+
+
+class NestedRegions(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = region(layer, x)
+        return x
+
+
+@torch.compiler.nested_compile_region
+def region(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(layer(x))
+
+
+class SizesAcrossLayers(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = x.size()
+        half = rows // 2
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).reshape(rows * columns).view(rows, columns)
+        return x[:half] * half
+
+
+class SharedNormInCheckpoints(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def body(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(layer(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.body, layer, x, use_reentrant=False)
+            self.calls += 1
+        return x
+
+
+class KeywordInplaceActivations(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            F.relu(input=y, inplace=True)
+            x = torch.relu_(input=y + 0.1)
+        return x
+
+
 def vectors(rows: int = 5) -> Callable[[int], tuple[Any, ...]]:
     return lambda step: (torch.randn(rows, WIDTH),)
 
@@ -324,6 +398,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "custom_function": (CustomFunction, vectors(), 4),
     "graph_breaks": (GraphBreaks, vectors(), 4),
     "conditional": (Conditional, vectors(), 4),
+    "write_through_view_of_a_slice": (WriteThroughViewOfASlice, vectors(), 2),
+    "hook_on_a_gradient": (HookOnAGradient, vectors(), 2),
+    "function_transforms": (FunctionTransforms, vectors(), 4),
+    "nested_regions": (NestedRegions, vectors(), 4),
+    "sizes_across_layers": (SizesAcrossLayers, lambda step: (torch.randn(4 + 2 * step, WIDTH),), 8),
+    "shared_norm_in_checkpoints": (SharedNormInCheckpoints, vectors(), 4),
+    "keyword_inplace_activations": (KeywordInplaceActivations, vectors(), 4),
     "conv_net": (ConvNet, images, 3),
     "conv_net_channels_last": (
         lambda: ConvNet().to(memory_format=torch.channels_last),
@@ -383,7 +464,14 @@ def test_a_split_model_trains_as_the_eager_one(name: str, single_rank_group: Non
     assert sum(report.num_partitions for report in reports) >= least_partitions, model.explain()
 
 
-INDUCTOR_CASES = ["plain", "no_grad_inside", "buffer_writes", "nested_output", "dynamic_rows", "conv_net_channels_last"]
+INDUCTOR_CASES = [
+    "buffer_writes",
+    "conv_net_channels_last",
+    "nested_output",
+    "nested_regions",
+    "no_grad_inside",
+    "sizes_across_layers",
+]
 
 
 @pytest.mark.inductor

@@ -103,9 +103,7 @@ def test_a_cut_that_is_held_moves_to_the_nearest_earlier_place_and_says_so() -> 
     gm, parameter_of = held_chain()
     result = split_forward_pass(gm, context(parameter_of, [1], [0]))
     assert partitions(result.gm) == [["matmul", "sin"], ["chunk", "matmul_1", "getitem", "add"]]
-    assert result.declined == (
-        Declined("matmul_1", "cut moved up to chunk: chunk, a tuple, cannot cross partitions"),
-    )
+    assert result.declined == (Declined("matmul_1", "cut moved up to chunk: chunk, a tuple, cannot cross partitions"),)
 
 
 def test_a_cut_that_would_have_to_move_past_the_next_bucket_is_not_made_and_says_so() -> None:

@@ -1,0 +1,42 @@
+"""An in-place operation returns the tensor it wrote into; the graph says so afterwards."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+from graphs import GraphBuilder
+
+from ddp_compile.passes.cut_constraints import find_held_cuts
+from ddp_compile.passes.pipeline import PassContext
+from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
+
+CONTEXT = PassContext(parameter_of={}, buckets=(), frame="frame 0")
+
+
+def test_results_of_writes_become_what_was_written() -> None:
+    build = GraphBuilder()
+    x, count = build.input("x"), build.input("count", torch.zeros(()))
+    y = build.call(torch.sin, x)
+    first = build.call(operator.iadd, count, 1)
+    y = build.call(F.relu, y, inplace=True)
+    second = build.call("add_", first, 1)
+    gm = build.output(build.call(torch.mul, y, second))
+    expected = gm(torch.ones(4, 4), torch.zeros(()))
+    assert find_held_cuts(gm) != []
+
+    gm, num_changed, _ = unalias_inplace_results_pass(gm, CONTEXT)
+    gm.recompile()
+    assert num_changed == 3
+    assert [node.args[0].name for node in gm.graph.nodes if node.target in ("add_", operator.iadd)] == ["count"] * 2
+    assert [held.reason for held in find_held_cuts(gm)] == ["relu writes into sin"]
+    torch.testing.assert_close(gm(torch.ones(4, 4), torch.zeros(())), expected)
+
+
+def test_results_of_other_operations_stay() -> None:
+    build = GraphBuilder()
+    x = build.input("x")
+    y = build.call(F.relu, x, inplace=False)
+    gm = build.output(build.call(torch.add, y, y, out=x))
+    assert unalias_inplace_results_pass(gm, CONTEXT).num_changed == 0
