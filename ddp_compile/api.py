@@ -22,7 +22,7 @@ def ddp_compile(
     *,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    bucket_cap_mb: float | Sequence[float] = 25.0,
+    bucket_cap_mb: float | Sequence[float] | None = 25.0,
     first_bucket_cap_mb: float = 1.0,
     split: SplitMode = "auto",
     broadcast_buffers: bool = True,
@@ -72,6 +72,7 @@ def ddp_compile(
         RanksDifferError: The ranks were given different models.
     """
     refuse_unknown_arguments(unknown)
+    check_module(module, parameters_to_ignore)
     config = ReplicateConfig(
         caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb),
         split=split,
@@ -81,7 +82,6 @@ def ddp_compile(
         parameters_to_ignore=frozenset(parameters_to_ignore),
     )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
-    check_module(module, parameters_to_ignore)
     group = resolve_process_group(process_group, device_mesh)
     replicate(module, group, config, compile_settings)
     return module

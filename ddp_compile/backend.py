@@ -117,6 +117,21 @@ def _has_backward(gm: fx.GraphModule) -> bool:
     return any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
 
 
+class EvaluationBackend:
+    """Compiles the graphs of one module that no gradients come back through, or only in evaluation mode: whole.
+
+    Dynamo keeps every backend for good, so this one, like `TrainingBackend`, must not lead to the module.
+    """
+
+    def __init__(self, inner: InnerBackend) -> None:
+        self.inner = inner
+        self.num_graphs = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        return self.inner(gm, list(example_inputs))
+
+
 def buckets_without_cut(reports: Sequence[FrameReport]) -> Sequence[FrameReport]:
     """The graphs that hold several buckets and yet could not be cut anywhere."""
     return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]

@@ -37,8 +37,8 @@ class CompileSettings:
         self.fullgraph = fullgraph
         self.dynamic = dynamic
 
-    def compile(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """A function ``(module, *args, **kwargs)`` that calls the module, compiled with ``backend``."""
+    def compile(self, function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.compile`` of ``function`` with these settings, and ``backend`` in the place of the inner one."""
         return torch_internals.compile_isolated(
-            torch_internals.call_module, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+            function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
         )

@@ -10,8 +10,8 @@ SplitMode = Literal["auto", "forward", "none"]
 
 _MIB = 1024 * 1024
 
-# Arguments of torch 2.13's DistributedDataParallel that have another name here, or none. The table is what
-# ``refuse_ddp_argument`` says; docs/arguments.md lists all of them and a test compares the two.
+# Arguments of torch 2.13's DistributedDataParallel that have another name here, or none, and what to do instead.
+# docs/arguments.md lists all of them, and a test compares the two.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
     "output_device": "the output stays on the module's device; drop output_device",
@@ -24,10 +24,9 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
-    "find_unused_parameters": "every parameter must take part in the loss in this version; freeze the others with"
-    " requires_grad_(False) or name them in parameters_to_ignore",
+    "find_unused_parameters": "let every parameter take part in the loss (this version needs it), freeze the others"
+    " with requires_grad_(False), or name them in parameters_to_ignore",
     "static_graph": "drop static_graph: it is not available in this version",
-    "delay_all_reduce_named_parameters": "name the parameters in parameters_to_ignore and reduce them yourself",
     "algorithm": "drop algorithm: gradient all-reduce is the only one in this version",
 }
 
@@ -35,13 +34,13 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
 def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise a TypeError that says what to write instead of an argument that ``ddp_compile`` does not take.
 
-    Arguments that DistributedDataParallel takes and that are given with their "off" value (``None`` or ``False``)
-    change nothing and are let through, so that a call written for DistributedDataParallel keeps working.
+    Arguments of DistributedDataParallel that are given with the value that changes nothing (``None``, ``False``,
+    ``dim=0``) are let through, so that a call written for it keeps working.
     """
     for name, value in arguments.items():
         if name not in DDP_ARGUMENTS_REPLACED:
             raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}")
-        if value is None or value is False:
+        if value is None or value is False or (name == "dim" and value == 0):
             continue
         raise TypeError(f"ddp_compile() does not take {name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")
 
@@ -72,17 +71,20 @@ class ReplicateConfig:
             raise ValueError(f"split={self.split!r} is not known; pass one of {known}")
 
 
-def caps_from_mib(bucket_cap_mb: float | Sequence[float], first_bucket_cap_mb: float) -> tuple[int, ...]:
+def caps_from_mib(bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float) -> tuple[int, ...]:
     """Bucket capacities in bytes from the MiB values of the public interface.
 
     Args:
-        bucket_cap_mb: One capacity in MiB, or a list with one for each bucket (the last one holds for the rest).
+        bucket_cap_mb: One capacity in MiB, or a list with one for each bucket (the last one holds for the rest). None,
+            the default of DistributedDataParallel, stands for 25.
         first_bucket_cap_mb: Capacity in MiB of the bucket that leaves first, so that communication starts early. A
             larger value than ``bucket_cap_mb`` is cut down to it; it is not used beside a list.
 
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.
     """
+    if bucket_cap_mb is None:
+        bucket_cap_mb = 25.0
     if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
             raise ValueError(

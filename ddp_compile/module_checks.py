@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
 
-from ddp_compile.replicate import ReplicatedModule, reduced_parameters
+from ddp_compile.replicate import ReplicatedModule
+from ddp_compile.replicate_state import reduced_parameters
 
 
 def check_module(module: nn.Module, ignored: Sequence[str]) -> None:
     """Refuse what cannot be replicated, by name.
 
     Raises:
-        TypeError: Not a module.
-        ValueError: Wrapped already, nothing to train, on the meta device, or with attributes that ours would hide.
+        TypeError: Not a module, or ``ignored`` is one string.
+        ValueError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of ours.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
@@ -24,38 +27,59 @@ def check_module(module: nn.Module, ignored: Sequence[str]) -> None:
         raise ValueError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
     for name, submodule in module.named_modules():
         _refuse_wrapper(name, submodule)
-    names = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
-    if unknown := sorted(set(ignored) - names):
-        raise ValueError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
-    trainable = reduced_parameters(module, ignored)
-    if not trainable:
-        raise ValueError(
-            "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"
-        )
-    if on_meta := [name for name, p in trainable.items() if p.is_meta]:
-        raise ValueError(f"{on_meta[0]} is on the meta device; materialise the module: module.to_empty(device=...)")
+    _check_ignored(module, ignored)
+    _check_trainable(reduced_parameters(module, ignored))
     ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
-    if hidden := [name for name in ours if hasattr(module, name)]:
+    if hidden := [name for name in ours if _has_attribute(module, name)]:
         raise ValueError(
             f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
             " replicate a module that holds this one"
         )
 
 
+def _check_ignored(module: nn.Module, ignored: Sequence[str]) -> None:
+    if isinstance(ignored, str):
+        raise TypeError(f"parameters_to_ignore={ignored!r} is one string; pass a list of names: [{ignored!r}]")
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = {name for name, _ in [*parameters, *module.named_buffers(remove_duplicate=False)]}
+    if unknown := sorted(set(ignored) - names):
+        raise ValueError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
+
+
+def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
+    if not trainable:
+        raise ValueError(
+            "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"
+        )
+    for name, parameter in trainable.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
+
+
+def _has_attribute(module: nn.Module, name: str) -> bool:
+    """Whether the module defines the name itself; a catch-all ``__getattr__`` does not count."""
+    if name in module._modules or name in module._parameters or name in module._buffers:
+        return True
+    return inspect.getattr_static(module, name, None) is not None
+
+
+# Wrappers of torch's and ours by class name (some of their modules are costly to import), and what to do about them.
 _WRAPPERS = {
-    "DistributedDataParallel": "pass the module inside it: ddp_compile(model.module)",
-    "DataParallel": "pass the module inside it: ddp_compile(model.module)",
+    "DistributedDataParallel": "pass the module inside it, its .module",
+    "DataParallel": "pass the module inside it, its .module",
     "FullyShardedDataParallel": "its gradients are reduced already; use one of the two",
     "FSDPModule": "its gradients are reduced already; use one of the two",
-    "OptimizedModule": "ddp_compile compiles by itself; pass the module inside it: ddp_compile(model._orig_mod)",
+    "OptimizedModule": "ddp_compile compiles by itself; put the module inside it, its ._orig_mod, in its place",
     "ReplicatedModule": "replicate the outermost module only",
-    "ScriptModule": "Dynamo cannot trace TorchScript; pass the Python module",
+    "ScriptModule": "Dynamo cannot trace TorchScript; use the Python module",
 }
 
 
 def _refuse_wrapper(name: str, submodule: nn.Module) -> None:
     for cls in type(submodule).__mro__:
-        if cls.__name__ in _WRAPPERS:
+        if cls.__name__ in _WRAPPERS and cls.__module__.split(".")[0] in ("torch", "ddp_compile"):
             where = f"submodule {name}" if name else "the module"
             raise ValueError(f"{where} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
 
@@ -64,7 +88,7 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
     """The ranks to reduce over.
 
     Raises:
-        ValueError: Both were given, or a mesh of more than one dimension.
+        ValueError: Both were given, a mesh of more than one dimension, or a group without this rank.
         RuntimeError: No process group has been initialised.
     """
     if process_group is not None and device_mesh is not None:
@@ -76,6 +100,11 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
             )
         return device_mesh.get_group()
     if process_group is not None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(
+                f"process_group={process_group!r} is not a process group this rank belongs to; pass what new_group()"
+                " returned, on its own ranks only"
+            )
         return process_group
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

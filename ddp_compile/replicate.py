@@ -4,126 +4,33 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 
-from ddp_compile.backend import FrameReport, TrainingBackend, buckets_without_cut
-from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
+from ddp_compile.backend import FrameReport
+from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import ReductionError
-from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_parameters_agree
-from ddp_compile.runtime.reducer import Reducer, ReducerSettings
-
-log = logging.getLogger(__name__)
+from ddp_compile.replicate_state import ReplicateState
 
 _STATE = "_ddp_compile_state"
 
 
-class ReplicateState:
-    """What a replicated module carries beside its own attributes: plan, reducer and compiled calls.
-
-    Args:
-        module: The module that is being replicated.
-        process_group: The ranks to average over.
-        config: Settings of the replication.
-        compile_settings: Settings of the compilation.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup,
-        config: ReplicateConfig,
-        compile_settings: CompileSettings,
-    ) -> None:
-        named = reduced_parameters(module, config.parameters_to_ignore)
-        parameters = list(named.values())
-        self.process_group = process_group
-        self.config = config
-        self.requires_sync = True
-        gradients = describe_gradients(module, named)
-        verify_parameters_agree(gradients, [p.shape for p in parameters], process_group, parameters[0].device)
-        self.builder = PlanBuilder(gradients, config.caps_bytes)
-        self.buffers = [b for name, b in module.named_buffers() if name not in config.parameters_to_ignore]
-        if config.init_sync:
-            ignored = config.parameters_to_ignore
-            all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
-            broadcast_from_rank_0([*all_parameters, *self.buffers], process_group)
-        self.backend = TrainingBackend(
-            compile_settings.inner, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
-        )
-        self._inner = compile_settings.inner
-        self._num_evaluation_graphs = 0
-        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
-        self._call_training = compile_settings.compile(self.backend)
-        self._call_evaluation = compile_settings.compile(self._compile_for_evaluation)
-        settings = ReducerSettings(
-            gradient_as_bucket_view=config.gradient_as_bucket_view, on_plan_sealed=self._warn_without_overlap
-        )
-        self.reducer = Reducer(parameters, self.builder, process_group, settings)
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward of the module."""
-        if torch.is_grad_enabled():
-            self.reducer.prepare_for_backward(self.requires_sync)
-            if self.requires_sync and self.config.broadcast_buffers:
-                self._broadcast_buffers(module)
-            if module.training:
-                return self._call_training(module, *args, **kwargs)
-        return self._call_evaluation(module, *args, **kwargs)
-
-    def _compile_for_evaluation(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        self._num_evaluation_graphs += 1
-        return self._inner(gm, example_inputs)
-
-    def _broadcast_buffers(self, module: nn.Module) -> None:
-        ignored = self.config.parameters_to_ignore
-        # Modules may replace a buffer by another tensor, so they are looked up each time.
-        self.buffers = [b for name, b in module.named_buffers() if name not in ignored] if self.buffers else []
-        try:
-            broadcast_from_rank_0(self.buffers, self.process_group)
-        except RuntimeError as error:
-            raise ReductionError(
-                f"rank {self.process_group.rank()}: the broadcast of {len(self.buffers)} buffers from rank 0 before the"
-                " forward failed. Another rank has raised, exited, or not called the model; look for its error."
-                f" ({error})"
-            ) from error
-
-    def _warn_without_overlap(self, plan: BucketPlan) -> None:
-        reports = self.backend.reports
-        if not reports and not self._num_evaluation_graphs:
-            log.warning(
-                "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."
-                ' TORCH_LOGS="graph_breaks,recompiles" says why',
-                self.process_group.rank(),
-            )
-            return
-        if self.config.split == "none" or not _needs_overlap(self.process_group):
-            return
-        whole = buckets_without_cut(reports)
-        caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
-        if whole or (caps_in_plan > 2 and (len(plan.buckets) == 1 or not reports)):
-            reasons = "; ".join(f"{d.node}: {d.reason}" for report in whole for d in report.declined)
-            if not reports:
-                reasons = "graphs made in evaluation mode are not cut; call model.train()"
-            log.warning(
-                "rank %d: %.1f MiB of gradients become ready all at once, so their communication is not hidden behind"
-                " the backward: %s",
-                self.process_group.rank(),
-                plan.num_bytes / 2**20,
-                reasons or "they are one gradient",
-            )
-
-
 class ReplicatedModule(nn.Module):
     """What ``ddp_compile`` adds to a module's class. Do not make one yourself: call ``ddp_compile(module)``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # ``type(model)(...)``, and slices of an nn.Sequential, mean the user's class.
+        return _original_class(cls)(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep a user's ``__init_subclass__``, a registry for example, from hearing of the class made here."""
 
     @torch.compiler.disable(reason="ddp_compile arms its reducer before the compiled call")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,36 +52,36 @@ class ReplicatedModule(nn.Module):
     @property
     def bucket_plan(self) -> BucketPlan:
         """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""
-        state = _state_of(self)
-        return state.builder.sealed or state.builder.propose()
+        builder = _state_of(self).builder
+        return builder.sealed or builder.propose()
 
     def explain(self) -> str:
         """The bucket table, and for each compiled graph how it was cut and which cuts were declined."""
-        state = _state_of(self)
-        return "\n".join([self.bucket_plan.format_table(), *map(_format_report, state.backend.reports)])
+        reports = _state_of(self).backend.reports
+        return "\n".join([self.bucket_plan.format_table(), *map(_format_report, reports)])
 
     def unwrap(self) -> nn.Module:
         """Make the module what it was before ``ddp_compile``, and return it.
 
         Parameters and gradients keep their values; nothing is reduced or compiled any more.
         """
-        _state_of(self).reducer.detach()
+        _state_of(self).reducer.remove_hooks()
         delattr(self, _STATE)
-        self.__class__ = type(self).__mro__[2]
+        self.__class__ = _original_class(type(self))
         return self
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``; the prefixes of DistributedDataParallel and torch.compile are taken off.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the module's own; the prefixes of DistributedDataParallel and torch.compile are taken off first.
 
         Raises:
             ValueError: ``assign=True``, which would replace the parameters that are being reduced.
         """
-        if assign:
+        if kwargs.get("assign", False) or True in args[1:2]:
             raise ValueError(
                 "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
                 " load before ddp_compile(module), or with assign=False"
             )
-        return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), strict=strict)
+        return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         plain = copy.deepcopy(_plain_shell(self), memo)
@@ -186,68 +93,62 @@ class ReplicatedModule(nn.Module):
         return _plain_shell(self).__reduce_ex__(1)
 
 
-def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
-    return process_group.size() > 1
+def replicate(
+    module: nn.Module, process_group: dist.ProcessGroup, config: ReplicateConfig, compile_settings: CompileSettings
+) -> None:
+    """Swap the module's class for one with our methods and give it its state."""
+    original: Any = type(module)
+    replicated = _replicated_class(original)
+    module.__dict__[_STATE] = ReplicateState(module, process_group, config, compile_settings)
+    module.__class__ = replicated
 
 
-def _format_report(report: FrameReport) -> str:
-    lines = [f"frame {report.frame}: {report.num_buckets} buckets, {report.num_partitions} partitions"]
-    return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])
+@functools.cache
+def _replicated_class(original: Any) -> type[nn.Module]:
+    # Libraries read these names off the class, and look modules up by them.
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_ddp_compile_original": original,
+    }
+    return type(original.__name__, (ReplicatedModule, original), names)
+
+
+def _original_class(replicated: Any) -> Any:
+    return replicated._ddp_compile_original
 
 
 def _state_of(module: nn.Module) -> ReplicateState:
     return module.__dict__[_STATE]
 
 
-@functools.cache
-def _replicated_class(cls: Any) -> type[nn.Module]:
-    # Libraries read these names off the class, and look modules up by them.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (ReplicatedModule, cls), names)
-
-
 def _plain_shell(module: nn.Module) -> nn.Module:
     """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
-    shell: nn.Module = object.__new__(type(module).__mro__[2])
+    shell: nn.Module = object.__new__(_original_class(type(module)))
     shell.__dict__.update({name: value for name, value in module.__dict__.items() if name != _STATE})
     return shell
 
 
 def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    prefixes = [prefix for prefix in ("module", "_orig_mod") if prefix not in module._modules]
-    stripped = {}
-    for key, value in state_dict.items():
-        while any(key.startswith(f"{prefix}.") for prefix in prefixes):
-            key = key.partition(".")[2]
-        stripped[key] = value
+    """The same entries under the module's own names, where all of them stand under a prefix that it does not have."""
+    own = module.state_dict().keys()
+    stripped: Any = OrderedDict(state_dict)
+    # Versions of the modules that wrote the entries, by which they migrate old ones; kept beside the entries.
+    metadata = getattr(state_dict, "_metadata", None)
+    while stripped and own.isdisjoint(stripped):
+        prefix = next((p for p in ("module", "_orig_mod") if all(key.startswith(f"{p}.") for key in stripped)), None)
+        if prefix is None:
+            break
+        stripped = OrderedDict((key.removeprefix(f"{prefix}."), value) for key, value in stripped.items())
+        if metadata is not None:
+            below = {key: value for key, value in metadata.items() if key.split(".")[0] == prefix}
+            metadata = OrderedDict((key.removeprefix(prefix).lstrip("."), value) for key, value in below.items())
+    if metadata is not None:
+        stripped._metadata = metadata
     return stripped
 
 
-def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
-    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name only."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
-
-
-def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
-    """What the plan needs to know of each parameter, in registration order."""
-    labels = device_labels(parameter.device for parameter in named.values())
-    sparse = {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-    }
-    return [
-        GradientSpec(i, fqn, p.numel(), str(p.dtype).removeprefix("torch."), labels[p.device], id(p) in sparse)
-        for i, (fqn, p) in enumerate(named.items())
-    ]
-
-
-def replicate(
-    module: nn.Module, process_group: dist.ProcessGroup, config: ReplicateConfig, compile_settings: CompileSettings
-) -> nn.Module:
-    """Swap the module's class for one with our methods and give it its state."""
-    state = ReplicateState(module, process_group, config, compile_settings)
-    cls: Any = type(module)
-    module.__class__ = _replicated_class(cls)
-    module.__dict__[_STATE] = state
-    return module
+def _format_report(report: FrameReport) -> str:
+    lines = [f"frame {report.frame}: {report.num_buckets} buckets, {report.num_partitions} partitions"]
+    return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])

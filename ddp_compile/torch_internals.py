@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,12 +66,19 @@ def known_modes() -> list[str]:
     return sorted(list_mode_options())
 
 
-def call_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The frame that Dynamo starts from: the module's own call, with the hooks registered on it.
+def traced_call_of(cls: type[torch.nn.Module]) -> Callable[..., Any]:
+    """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
 
-    It stands in a file that Dynamo traces, so that a root whose forward is torch's own (``nn.Sequential``) is compiled.
+    It is the frame Dynamo starts from. Dynamo traces this file, so a root whose forward is torch's own, such as
+    ``nn.Sequential``, is compiled like any other.
     """
-    return torch.nn.Module._call_impl(module, *args, **kwargs)
+    # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
+    call = torch.nn.Module._call_impl if cls.__call__ is torch.nn.Module.__call__ else cls.__call__
+
+    def call_module(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return call(module, *args, **kwargs)
+
+    return call_module
 
 
 _num_isolated_functions = 0
@@ -114,14 +121,37 @@ def broadcast_coalesced(
     process_group: Any, tensors: Sequence[Tensor], chunk_bytes: int, src_rank_in_group: int
 ) -> None:
     """Broadcast tensors of any dtypes in chunks of about ``chunk_bytes``, one collective for each dtype and chunk."""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
     from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 
-    _broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
+    # Autograd takes the new values for the old ones: a second forward before the backward of a first one must not make
+    # that backward fail because a buffer has been broadcast in between.
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        _broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
 
 
 def current_graph_task_id() -> int:
     """Identity of the backward pass this thread is in; a reentrant checkpoint opens passes inside passes. -1: none."""
     return torch._C._current_graph_task_id()
+
+
+def is_inside_backward() -> bool:
+    """Whether the backward pass that is ending runs inside another one; asked in an engine callback."""
+    return torch._C._current_autograd_node() is not None
+
+
+def run_last(parameter: Tensor, hook: Any) -> None:
+    """Let a post-accumulate-grad hook run after those that were registered later."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    if next(reversed(hooks)) != hook.id:
+        hooks[hook.id] = hooks.pop(hook.id)
+
+
+def profiled_range(name: str) -> AbstractContextManager[Any]:
+    """A range of this name in the profiler's trace; free of cost while no profiler runs."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return nullcontext()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

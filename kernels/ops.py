@@ -42,11 +42,11 @@ class FlattenPlan:
 
     def flatten(self, tensors: Sequence[Tensor], scale: float) -> None:
         """Write each tensor times ``scale`` to its place; a tensor that lies there already is scaled in place."""
-        reference.flatten_into_views(tensors, self.views, scale)
+        reference.scale_into(tensors, self.views, scale)
 
     def unflatten(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
         """Write each tensor's place in the flat buffer, times ``scale``, into the tensor."""
-        reference.unflatten_from_views(self.views, tensors, scale)
+        reference.scale_into(self.views, tensors, scale)
 
 
 def flatten_scale(
@@ -98,9 +98,11 @@ def _view_like(tensor: Tensor, flat: Tensor, offset: int) -> Tensor:
     AccumulateGrad keeps a gradient whose strides equal the parameter's without a copy, so a channels_last weight gets a
     channels_last view.
     """
-    if is_non_overlapping_and_dense(tensor):
-        return flat.as_strided(tensor.shape, tensor.stride(), offset)
-    return flat[offset : offset + tensor.numel()].view(tensor.shape)
+    is_dense = is_non_overlapping_and_dense(tensor)
+    strides = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
+    # Not made by a view operation, so that autograd lets users call .grad.detach_().
+    view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tensor.shape, strides)
 
 
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:

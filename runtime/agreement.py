@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import BucketPlan, GradientSpec
+from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import RanksDifferError
 
 log = logging.getLogger(__name__)
@@ -21,26 +21,18 @@ log = logging.getLogger(__name__)
 _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 
 
-def verify_parameters_agree(
-    gradients: Sequence[GradientSpec],
-    shapes: Sequence[torch.Size],
-    process_group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
-    """Check that every rank reduces the same parameters, with one small all-gather where they do.
+def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that every rank was given the same module and settings, with one small all-gather where they were.
 
     Args:
-        gradients: This rank's gradients in registration order.
-        shapes: Shape of each parameter.
+        description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
         process_group: The ranks to compare.
         device: Device for the messages, one that the process group can reach.
 
     Raises:
-        RanksDifferError: On every rank, naming the first parameter that differs from rank 0's and how.
+        RanksDifferError: On every rank, naming the first line that differs from rank 0's.
     """
-    lines = [f"{g.fqn}: {g.dtype}{list(shape)}" for g, shape in zip(gradients, shapes, strict=True)]
-    described = json.dumps(lines).encode()
-    all_described = _all_gather_bytes_if_different(described, process_group, device)
+    all_described = _all_gather_bytes_if_different(json.dumps(description).encode(), process_group, device)
     if all_described is None:
         return
     per_rank = [json.loads(text) for text in all_described]
@@ -56,10 +48,10 @@ def verify_parameters_agree(
 def _first_difference(ours: list[str], theirs: list[str]) -> str:
     for expected, found in zip(ours, theirs, strict=False):
         if expected != found:
-            return f"parameter {expected} on rank 0 is {found}"
+            return f"{expected} on rank 0 is {found}"
     if len(ours) > len(theirs):
-        return f"parameter {ours[len(theirs)]} of rank 0 is missing"
-    return f"parameter {theirs[len(ours)]}, which rank 0 does not have, exists"
+        return f"{ours[len(theirs)]} of rank 0 is missing"
+    return f"{theirs[len(ours)]}, which rank 0 does not have, exists"
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

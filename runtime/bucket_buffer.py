@@ -42,6 +42,7 @@ class BucketBuffer:
         self.state = BucketState.COLLECTING
         self.missing = {gradient.index for gradient in spec.gradients}
         self.work: dist.Work | None = None
+        self._has_waited = False
         self.flat: Tensor | None = None
         self._flatten_plan: FlattenPlan | None = None
 
@@ -59,14 +60,21 @@ class BucketBuffer:
             with torch.no_grad():
                 gradients[0].mul_(scale)
             return
+        # A functional embedding can give a sparse gradient that no module announced.
+        gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
         self._plan().flatten(gradients, scale)
 
     def launch(self, process_group: dist.ProcessGroup) -> None:
         """Start the all-reduce of the flattened gradients."""
-        payload = self._sparse_gradient() if self.spec.is_sparse else self.flat
+        payload = self.parameters[0].grad if self.spec.is_sparse else self.flat
         assert payload is not None
         self.work = dist.all_reduce(payload, group=process_group, async_op=True)
-        self.state = BucketState.LAUNCHED
+
+    def wait(self) -> None:
+        """Wait for the all-reduce, once; raises RuntimeError if it failed or timed out."""
+        if self.work is not None and not self._has_waited:
+            self.work.wait()
+            self._has_waited = True
 
     def hand_over(self) -> None:
         """Let every parameter's ``.grad`` be the reduced gradient; the all-reduce must have been waited for."""
@@ -78,7 +86,8 @@ class BucketBuffer:
         if self.gradient_as_bucket_view:
             self.point_gradients_at_views()
         else:
-            self._plan().unflatten([_gradient_of(parameter) for parameter in self.parameters])
+            gradients = [parameter.grad for parameter in self.parameters]
+            self._plan().unflatten([gradient for gradient in gradients if gradient is not None])
 
     def point_gradients_at_views(self) -> None:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made."""
@@ -91,6 +100,7 @@ class BucketBuffer:
         self.state = BucketState.COLLECTING
         self.missing = {gradient.index for gradient in self.spec.gradients}
         self.work = None
+        self._has_waited = False
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""
@@ -107,11 +117,3 @@ class BucketBuffer:
             self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
             self._flatten_plan = FlattenPlan.for_bucket(self.parameters, self.flat, offsets)
         return self._flatten_plan
-
-    def _sparse_gradient(self) -> Tensor:
-        return _gradient_of(self.parameters[0])
-
-
-def _gradient_of(parameter: Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

@@ -8,14 +8,15 @@ when all its gradients are there, and buckets leave in plan order on every rank.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.profiler import record_function
 
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
@@ -27,10 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class ReducerState(Enum):
-    """What the reducer expects next."""
+    """What the reducer makes of the next gradient."""
 
-    IDLE = auto()  #: no gradient of the current round has arrived
-    REDUCING = auto()  #: a backward is running, or has ended before all gradients had arrived
+    LOCAL = auto()  #: the last forward was made inside no_sync: it stays on this rank
+    ARMED = auto()  #: it starts a round
+    REDUCING = auto()  #: it belongs to the round that has started
+    INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
+    FAILED = auto()  #: a backward has raised in the middle of a round: this rank may be out of step with the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,39 +76,46 @@ class Reducer:
         self.settings = settings
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        self.state = ReducerState.IDLE
+        self.state = ReducerState.ARMED
         self.buckets: list[BucketBuffer] = []
         self._bucket_of_parameter: list[BucketBuffer] = []
-        self._expects_backward = False
         self._num_launched = 0
-        self._callback_tasks: set[int] = set()
-        self._ended_incomplete = False
+        self._tasks_with_callback: set[int] = set()
+        # A backward without a forward of the module before it, of a regulariser for example, may reach a part only.
+        self._forward_since_round = False
         self._handed_over: dict[int, Tensor] = {}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook_for(index))
+            parameter.register_post_accumulate_grad_hook(_hook_for(weakref.ref(self), index))
             for index, parameter in enumerate(self.parameters)
         ]
 
     def prepare_for_backward(self, synchronize: bool) -> None:
-        """Say before a forward whether the backward that follows it is to be reduced.
+        """Say before a forward whether a backward that follows it is to be reduced.
 
         Args:
             synchronize: False inside ``no_sync``: gradients accumulate locally.
 
         Raises:
             MissingGradientError: The backward before left parameters without a gradient.
+            ReductionError: The backward before raised after its reduction had started.
         """
-        if self.state is ReducerState.REDUCING:
-            self._recover()
-        self._expects_backward = synchronize
+        if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
+            self._refuse_after_an_exception()
+        if self.state is ReducerState.INCOMPLETE:
+            self._refuse_missing_gradients()
+        for parameter, hook in zip(self.parameters, self._hooks, strict=True):
+            # A hook of the user's, on the gradient of this rank, has to have run before the bucket leaves.
+            torch_internals.run_last(parameter, hook)
+        self.state = ReducerState.ARMED if synchronize else ReducerState.LOCAL
+        self._forward_since_round = True
 
     def mark_parameter_ready(self, index: int) -> None:
         """Note that a parameter's gradient has been accumulated into ``.grad`` for this backward.
 
         Raises:
-            GradientArrivalError: It had arrived before in the same backward.
+            GradientArrivalError: It had arrived before in the same round.
         """
-        if not self._expects_backward:
+        if self.state is ReducerState.LOCAL:
             return
         self._enter_backward()
         bucket = self._bucket_of_parameter[index]
@@ -113,11 +124,12 @@ class Reducer:
             return
         if index not in bucket.missing:
             raise GradientArrivalError(
-                f"rank {self.rank}: the gradient of {self._fqn(index)} arrived twice in one backward. A reentrant"
-                " checkpoint over shared weights does this; use torch.utils.checkpoint with use_reentrant=False"
+                f"rank {self.rank}: the gradient of {self._fqn(index)} arrived twice before all others had arrived."
+                " Either a reentrant checkpoint runs over shared weights: use use_reentrant=False; or one of several"
+                " backwards does not reach every parameter: add the losses up, or put all but the last into no_sync()"
             )
         if bucket.arrive(index):
-            self._complete(bucket, [_gradient_of(parameter) for parameter in bucket.parameters])
+            self._complete(bucket, [self._gradient_of(gradient.index) for gradient in bucket.spec.gradients])
 
     def mark_bucket_ready(self, index: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take a whole bucket from compiled code, before AccumulateGrad has seen its gradients.
@@ -131,12 +143,14 @@ class Reducer:
             What the compiled backward has to return in place of the gradients, for AccumulateGrad to store.
 
         Raises:
-            GradientArrivalError: The bucket, or part of it, had arrived before in the same backward.
+            GradientArrivalError: The bucket, or part of it, had arrived before in the same round.
         """
+        if self.state is ReducerState.LOCAL:
+            return list(gradients)
         self._enter_backward()
         bucket = self.buckets[index]
         if len(bucket.missing) != len(bucket.parameters):
-            raise GradientArrivalError(f"rank {self.rank}: {bucket.describe()} was handed over after part had arrived")
+            raise GradientArrivalError(f"rank {self.rank}: {bucket.describe()} was handed over after a part of it")
         accumulated = [parameter.grad for parameter in bucket.parameters]
         gradients = [g if old is None else old + g for g, old in zip(gradients, accumulated, strict=True)]
         for gradient, parameter, spec in zip(gradients, bucket.parameters, bucket.spec.gradients, strict=True):
@@ -154,49 +168,52 @@ class Reducer:
 
         Raises:
             ReductionError: An all-reduce failed or timed out.
+            MissingGradientError: A backward of something else than the module's output reached a part of a bucket.
         """
-        if self.state is ReducerState.IDLE:
-            return  # an inner pass has seen the last gradient; this is the end of a pass around it
+        if self.state is not ReducerState.REDUCING:
+            return  # a pass inside this one has seen the last gradient
         if self._num_launched < len(self.buckets):
-            self._ended_incomplete = True
-            return
-        for bucket in self.buckets:
-            self._wait(bucket)
-            if self.world_size > 1:
+            if torch_internals.is_inside_backward():
+                return
+            if self._forward_since_round:
+                # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
+                self._wait_for_launched()
+                self.state = ReducerState.INCOMPLETE
+                return
+            self._complete_with_means()
+        self._wait_for_launched()
+        if self.world_size > 1:
+            for bucket in self.buckets:
                 bucket.hand_over()
         self._reset()
 
-    def detach(self) -> None:
+    def remove_hooks(self) -> None:
         """Stop listening to the parameters."""
+        self._wait_for_launched()
         for hook in self._hooks:
             hook.remove()
 
     # What follows is private.
 
-    def _hook_for(self, index: int) -> Callable[[Tensor], None]:
-        return lambda _parameter: self.mark_parameter_ready(index)
-
     def _enter_backward(self) -> None:
-        if self.state is ReducerState.IDLE:
-            if not self.buckets:
-                self._seal_plan()
-            self.state = ReducerState.REDUCING
+        if self.state is ReducerState.FAILED:
+            self._refuse_after_an_exception()
+        if not self.buckets:
+            self._seal_plan()
+        self.state = ReducerState.REDUCING
         task = torch_internals.current_graph_task_id()
-        if task not in self._callback_tasks:
+        if task not in self._tasks_with_callback:
             # The callback belongs to the innermost pass, so each pass that brings gradients queues one.
-            self._callback_tasks.add(task)
-            self._ended_incomplete = False
+            self._tasks_with_callback.add(task)
             torch_internals.queue_backward_callback(self.finalize_backward)
 
     def _seal_plan(self) -> None:
         device = self.parameters[0].device
         plan = agree_on_plan(self.builder.propose(), self.process_group, device)
         self.builder.seal(plan)
+        as_view = self.settings.gradient_as_bucket_view
         self.buckets = [
-            BucketBuffer(
-                spec, [self.parameters[g.index] for g in spec.gradients], self.settings.gradient_as_bucket_view
-            )
-            for spec in plan.buckets
+            BucketBuffer(spec, [self.parameters[g.index] for g in spec.gradients], as_view) for spec in plan.buckets
         ]
         self._bucket_of_parameter = [self.buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
         log.info("rank %d: plan %s sealed, %d buckets", self.rank, plan.digest, len(plan.buckets))
@@ -204,7 +221,7 @@ class Reducer:
 
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
         if self.world_size > 1:
-            with record_function(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
                 bucket.flatten(gradients, scale=1.0 / self.world_size)
                 if self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
                     bucket.point_gradients_at_views()
@@ -217,35 +234,54 @@ class Reducer:
             if bucket.state is not BucketState.READY:
                 return
             if self.world_size > 1:
-                with record_function(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
                     bucket.launch(self.process_group)
             bucket.state = BucketState.LAUNCHED
             self._num_launched += 1
 
-    def _wait(self, bucket: BucketBuffer) -> None:
-        if bucket.work is None:
-            return
-        try:
-            with record_function(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                bucket.work.wait()
-        except RuntimeError as error:
-            raise ReductionError(
-                f"rank {self.rank}: the all-reduce of {bucket.describe()} failed. Another rank has raised, exited, or"
-                f" not come to its backward within the process group's timeout; look for its error. ({error})"
-            ) from error
+    def _complete_with_means(self) -> None:
+        """Complete the round of a backward without a forward before it, of a regulariser for example.
 
-    def _recover(self) -> None:
-        """Bring an unfinished backward to an end at the next forward."""
-        incomplete = self._ended_incomplete
-        missing = [self._fqn(index) for bucket in self.buckets for index in sorted(bucket.missing)]
+        Parameters that it did not reach hold the mean of the round before, and the mean of means is the mean.
+        """
+        for bucket in self.buckets[self._num_launched :]:
+            if bucket.missing:
+                gradients = [parameter.grad for parameter in bucket.parameters]
+                if any(gradient is None for gradient in gradients):
+                    self._refuse_missing_gradients()
+                bucket.missing.clear()
+                self._complete(bucket, [gradient for gradient in gradients if gradient is not None])
+
+    def _wait_for_launched(self) -> None:
+        for bucket in self.buckets[: self._num_launched]:
+            try:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                    bucket.wait()
+            except RuntimeError as error:
+                raise ReductionError(
+                    f"rank {self.rank}: the all-reduce of {bucket.describe()} failed. Another rank has raised, exited,"
+                    " or not come to its backward within the process group's timeout; look for its error."
+                    f" ({error})"
+                ) from error
+
+    def _refuse_after_an_exception(self) -> NoReturn:
         try:
-            for bucket in self.buckets:
-                self._wait(bucket)
+            self._wait_for_launched()
         finally:
             self._reset()
-        if not incomplete:
-            log.warning("rank %d: the last backward raised; its gradients are incomplete and not averaged", self.rank)
-            return
+            self.state = ReducerState.FAILED
+        raise ReductionError(
+            f"rank {self.rank}: the last backward raised after its reduction had started, so the ranks may be out of"
+            " step, and going on could average gradients of different steps. If every rank has caught the error, every"
+            " rank may go on with model = ddp_compile(model.unwrap(), ...)"
+        )
+
+    def _refuse_missing_gradients(self) -> NoReturn:
+        missing = [self._fqn(index) for bucket in self.buckets for index in sorted(bucket.missing)]
+        try:
+            self._wait_for_launched()
+        finally:
+            self._reset()
         raise MissingGradientError(
             f"rank {self.rank}: {len(missing)} of {len(self.parameters)} parameters got no gradient in the last"
             f" backward: {', '.join(missing)}. Their buckets never left, and .grad is not averaged. Let every"
@@ -256,14 +292,14 @@ class Reducer:
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
-        self.state = ReducerState.IDLE
+        self.state = ReducerState.ARMED
         self._num_launched = 0
-        self._ended_incomplete = False
-        self._callback_tasks.clear()
+        self._forward_since_round = False
+        self._tasks_with_callback.clear()
         self._handed_over.clear()
 
     def _check_single_contributor(self, index: int) -> None:
-        """See design note "Launching before AccumulateGrad": a gradient handed over by a graph must be the only one."""
+        """A gradient that a graph handed over must be the only one; see docs/architecture.md, "Handing over early"."""
         handed_over, stored = self._handed_over[index], self.parameters[index].grad
         if stored is not None and stored.data_ptr() == handed_over.data_ptr():
             return
@@ -272,13 +308,24 @@ class Reducer:
             " bucket over, for example from a regulariser outside the model; the reduced gradient lacks it"
         )
 
+    def _gradient_of(self, index: int) -> Tensor:
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            raise GradientArrivalError(
+                f"rank {self.rank}: the gradient of {self._fqn(index)} was set to None before it was averaged, perhaps"
+                " by a hook that steps an optimizer inside the backward; step after the backward"
+            )
+        return gradient
+
     def _fqn(self, index: int) -> str:
         return self.builder.gradients[index].fqn
 
 
-def _gradient_of(parameter: Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _hook_for(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    # A strong reference would make a cycle through C++ (parameter, hook, reducer, parameter) that gc cannot see.
+    def hook(_parameter: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.mark_parameter_ready(index)
 
-
-__all__ = ["Reducer", "ReducerSettings", "ReducerState"]
+    return hook

@@ -30,6 +30,8 @@ from ddp_compile import ddp_compile
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "exclude each other"),
         ({"options": {"no_such_option": 1}}, ValueError, "no_such_option"),
         ({"parameters_to_ignore": ["weihgt"]}, ValueError, "parameters_to_ignore names weihgt"),
+        ({"parameters_to_ignore": "weight"}, TypeError, "pass a list of names: ['weight']"),
+        ({"process_group": -100}, ValueError, "process_group=-100 is not a process group this rank belongs to"),
         ({"device_ids": [0]}, TypeError, "device_ids=[0]; move the module to its device first"),
         ({"find_unused_parameters": True}, TypeError, "find_unused_parameters=True"),
         ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'"),
@@ -68,6 +70,7 @@ class HasNoSync(nn.Linear):
         (lambda: torch.jit.script(nn.Linear(3, 3)), "TorchScript"),
         (frozen, "no parameter that requires a gradient"),
         (nn.ReLU, "no parameter that requires a gradient"),
+        (lambda: nn.LazyLinear(3), "weight has no shape yet; run one forward"),
         (lambda: nn.Linear(3, 3, device="meta"), "weight is on the meta device"),
         (lambda: HasNoSync(3, 3), "HasNoSync.no_sync has the name of a method that ddp_compile adds"),
     ],
@@ -77,6 +80,19 @@ def test_a_module_that_cannot_be_replicated_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         ddp_compile(make())
+
+
+class CatchAll(nn.Linear):
+    def __getattr__(self, name: str) -> Any:
+        """Answers to every name, as some wrappers do once they are built."""
+        return super().__getattr__(name) if not name.startswith(("any", "no_", "un", "ex")) else lambda: name
+
+
+def test_a_catch_all_getattr_hides_nothing_of_ours(single_rank_group: None) -> None:
+    model = ddp_compile(CatchAll(3, 3), backend="eager")
+    with model.no_sync():
+        model(torch.randn(2, 3)).sum().backward()
+    assert model.anything() == "anything"
 
 
 def test_something_else_than_a_module_is_refused(single_rank_group: None) -> None:
@@ -99,7 +115,9 @@ def test_a_group_and_a_mesh_exclude_each_other(single_rank_group: None) -> None:
 
 
 def test_ddp_arguments_that_are_off_are_let_through(single_rank_group: None) -> None:
-    ddp_compile(nn.Linear(3, 3), device_ids=None, find_unused_parameters=False, static_graph=False)
+    ddp_compile(
+        nn.Linear(3, 3), bucket_cap_mb=None, dim=0, device_ids=None, find_unused_parameters=False, static_graph=False
+    )
 
 
 def test_an_ignored_parameter_gets_a_local_gradient(single_rank_group: None) -> None:

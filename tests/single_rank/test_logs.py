@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import ddp_compile.replicate as replicate
+import ddp_compile.replicate_state as replicate_state
 from ddp_compile import ddp_compile
 
 TRAINING = """
@@ -66,7 +66,7 @@ def test_nothing_is_printed_by_default() -> None:
 @pytest.fixture
 def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: None) -> None:
     """Overlap is of no concern to a single rank, so the warning is silent there; ask as one of two."""
-    monkeypatch.setattr(replicate, "_needs_overlap", lambda process_group: True)
+    monkeypatch.setattr(replicate_state, "_needs_overlap", lambda process_group: True)
 
 
 class BreaksInALoop(nn.Module):
@@ -124,7 +124,7 @@ def test_a_large_model_trained_in_evaluation_mode_is_told_why_nothing_is_cut(
         for _ in range(2):
             model(torch.randn(2, 64)).sum().backward()
     (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
-    assert "call model.train()" in warning
+    assert "put the model into training mode" in warning
 
 
 def test_a_model_that_is_cut_is_not_warned_about(

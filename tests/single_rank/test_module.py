@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -210,3 +213,102 @@ def test_compile_settings_reach_the_inner_backend(single_rank_group: None) -> No
 
     backward(replicated(backend=backend, options={"level": 3}))
     assert seen == [{"options": {"level": 3}}]
+
+
+def collected(make_dead: Callable[[nn.Module], Any]) -> None:
+    model = replicated(bucket_cap_mb=1e-5)
+    backward(model)
+    references = [weakref.ref(model._ddp_compile_state), weakref.ref(model._ddp_compile_state.reducer)]
+    kept = make_dead(model)
+    references += [] if kept is not None else [weakref.ref(model), weakref.ref(model.first.weight)]
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_a_model_that_is_let_go_is_freed_with_its_reducer(single_rank_group: None) -> None:
+    collected(lambda model: None)
+
+
+def test_unwrap_frees_the_reducer(single_rank_group: None) -> None:
+    collected(lambda model: model.unwrap())
+
+
+class WithCall(Net):
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * super().__call__(x)
+
+
+def test_a_call_of_the_users_own_is_kept(single_rank_group: None) -> None:
+    torch.manual_seed(0)
+    plain = WithCall().eval()
+    model = ddp_compile(copy.deepcopy(plain), backend="eager")
+    x = torch.randn(4, 6)
+    assert torch.equal(model(x), plain(x))
+
+
+class CallsItsArgumentModule(nn.Linear):
+    def forward(self, x: Tensor, module: int = 1, self_: int = 1) -> Tensor:
+        return super().forward(x) * module
+
+
+def test_forward_may_take_an_argument_called_module(single_rank_group: None) -> None:
+    model = ddp_compile(CallsItsArgumentModule(6, 3), backend="eager")
+    model(torch.randn(4, 6), module=2).sum().backward()
+
+
+class Versioned(nn.Linear):
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, metadata: dict, *rest: Any) -> None:
+        if metadata.get("version") != 2:
+            raise AssertionError("taken for a checkpoint of version 1")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.parallel.DistributedDataParallel, torch.compile])
+def test_versions_in_checkpoints_survive(wrap: Callable[[nn.Module], nn.Module], single_rank_group: None) -> None:
+    saved = wrap(nn.Sequential(Versioned(3, 3))).state_dict()
+    model = ddp_compile(nn.Sequential(Versioned(3, 3)), backend="eager")
+    model.load_state_dict(saved)
+    assert torch.equal(model[0].weight, next(iter(saved.values())))
+
+
+def test_prefixes_that_are_the_models_own_stay(single_rank_group: None) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(3, 3)
+
+    model = ddp_compile(Holder(), backend="eager")
+    model.load_state_dict(model.state_dict())
+    wrapped = {f"module.{key}": value for key, value in model.state_dict().items()}
+    assert not model.load_state_dict(wrapped).missing_keys
+
+
+def test_slices_and_siblings_are_plain(single_rank_group: None) -> None:
+    model = ddp_compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), backend="eager")
+    assert type(model[:2]) is nn.Sequential
+    assert type(type(model)(nn.Linear(2, 2))) is nn.Sequential
+
+
+class Registered(Net):
+    registry: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        Registered.registry[tag] = cls
+
+
+class Child(Registered, tag="child"):
+    pass
+
+
+def test_a_registry_of_subclasses_does_not_hear_of_ours(single_rank_group: None) -> None:
+    ddp_compile(Child(), backend="eager")
+    assert Registered.registry == {"child": Child}
+
+
+def test_a_method_that_calls_forward_itself_is_reduced(single_rank_group: None) -> None:
+    model = replicated()
+    model.forward(torch.randn(4, 6)).sum().backward()
+    assert model._ddp_compile_state.builder.sealed is not None

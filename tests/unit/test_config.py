@@ -31,13 +31,17 @@ def test_capacities_come_out_in_bytes(bucket_cap_mb: float, first_bucket_cap_mb:
     assert caps_from_mib(bucket_cap_mb, first_bucket_cap_mb) == expected
 
 
-@pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "auto", "25", None, True, 1j])
+@pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "auto", "25", True, 1j])
 def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError) as error:
         caps_from_mib(value, 1.0)  # type: ignore[arg-type]
     assert str(error.value) == (
         f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25"
     )
+
+
+def test_no_capacity_is_the_default_one_as_in_ddp() -> None:
+    assert caps_from_mib(None, 1.0) == caps_from_mib(25.0, 1.0)
 
 
 def test_a_first_capacity_that_is_not_positive_is_refused_by_name() -> None:

@@ -29,7 +29,6 @@ ALLOWED_PRIVATE_NAMES = {
     "torch.amp.autocast_mode._enter_autocast",
     "torch.amp.autocast_mode._exit_autocast",
     # A public family of functions that only lacks a public spelling.
-    "torch._foreach_copy_",
 }
 
 

@@ -1,0 +1,171 @@
+"""What a replicated module carries beside its own attributes: plan, reducer and compiled calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_compile import torch_internals
+from ddp_compile.backend import EvaluationBackend, TrainingBackend, buckets_without_cut
+from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
+from ddp_compile.compile_settings import CompileSettings
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
+from ddp_compile.runtime.reducer import Reducer, ReducerSettings
+
+log = logging.getLogger(__name__)
+
+
+class ReplicateState:
+    """The data-parallel half of one module.
+
+    Args:
+        module: The module that is being replicated.
+        process_group: The ranks to average over.
+        config: Settings of the replication.
+        compile_settings: Settings of the compilation.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup,
+        config: ReplicateConfig,
+        compile_settings: CompileSettings,
+    ) -> None:
+        self.process_group = process_group
+        self.config = config
+        self.requires_sync = True
+        ignored = config.parameters_to_ignore
+        named = reduced_parameters(module, ignored)
+        parameters = list(named.values())
+        verify_modules_agree(_describe(module, config), process_group, parameters[0].device)
+        # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
+        self._buffer_places = [
+            (owner, name)
+            for prefix, owner in module.named_modules()
+            for name in owner._buffers
+            if f"{prefix}.{name}".lstrip(".") not in ignored
+        ]
+        if config.init_sync:
+            all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
+            broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
+        self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes)
+        self.backend = TrainingBackend(
+            compile_settings.inner, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
+        )
+        self._evaluation_backend = EvaluationBackend(compile_settings.inner)
+        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
+        call = torch_internals.traced_call_of(type(module))
+        self._call_training = compile_settings.compile(call, self.backend)
+        self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
+        settings = ReducerSettings(
+            gradient_as_bucket_view=config.gradient_as_bucket_view, on_plan_sealed=self._warn_without_overlap
+        )
+        self.reducer = Reducer(parameters, self.builder, process_group, settings)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward of the module."""
+        if torch.is_grad_enabled():
+            self.reducer.prepare_for_backward(self.requires_sync)
+            if module.training:
+                if self.requires_sync and self.config.broadcast_buffers:
+                    self._broadcast_buffers()
+                return self._call_training(module, *args, **kwargs)
+        return self._call_evaluation(module, *args, **kwargs)
+
+    def _buffers(self) -> list[Tensor]:
+        buffers = (owner._buffers[name] for owner, name in self._buffer_places if name in owner._buffers)
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def _broadcast_buffers(self) -> None:
+        buffers = self._buffers()
+        try:
+            broadcast_from_rank_0(buffers, self.process_group)
+        except RuntimeError as error:
+            raise ReductionError(
+                f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank 0 before the"
+                " forward failed. Another rank has raised, exited, or not called the model; look for its error."
+                f" ({error})"
+            ) from error
+
+    def _warn_without_overlap(self, plan: BucketPlan) -> None:
+        reports = self.backend.reports
+        rank = self.process_group.rank()
+        if not reports and not self._evaluation_backend.num_graphs:
+            log.warning(
+                "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."
+                ' TORCH_LOGS="graph_breaks,recompiles" says why',
+                rank,
+            )
+            return
+        if self.config.split == "none" or not _needs_overlap(self.process_group):
+            return
+        whole = buckets_without_cut(reports)
+        caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
+        if whole or (caps_in_plan > 2 and (len(plan.buckets) == 1 or not reports)):
+            declined = [f"{d.node}: {d.reason}" for report in whole for d in report.declined]
+            reasons = "; ".join(declined) or "one node of the graph makes them all ready"
+            if not reports:
+                reasons = (
+                    "graphs made in evaluation mode are not cut; put the model into training mode, and only the layers"
+                    " that must not be in it into evaluation mode"
+                )
+            log.warning(
+                "rank %d: %.1f MiB of gradients become ready all at once, so their communication is not hidden behind"
+                " the backward: %s",
+                rank,
+                plan.num_bytes / 2**20,
+                reasons,
+            )
+
+
+def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
+    return process_group.size() > 1
+
+
+def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
+    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name only."""
+    every_name = module.named_parameters(remove_duplicate=False)
+    ignored_ids = {id(parameter) for name, parameter in every_name if name in ignored}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in ignored_ids}
+
+
+def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
+    """What the plan needs to know of each parameter, in registration order."""
+    labels = device_labels(parameter.device for parameter in named.values())
+    sparse = {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }
+    return [
+        GradientSpec(i, fqn, p.numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
+        for i, (fqn, p) in enumerate(named.items())
+    ]
+
+
+def _describe(module: nn.Module, config: ReplicateConfig) -> list[str]:
+    """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
+    ignored = config.parameters_to_ignore
+    lines = [f"broadcast_buffers={config.broadcast_buffers}", f"init_sync={config.init_sync}"]
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"
+            frozen = "" if parameter.requires_grad else " frozen"
+            lines.append(f"parameter {name}: {_dtype_name(parameter)}{list(parameter.shape)}{strides}{frozen}")
+    if config.broadcast_buffers or config.init_sync:
+        for name, buffer in module.named_buffers():
+            if name not in ignored:
+                lines.append(f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}")
+    return lines
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
