@@ -1,4 +1,4 @@
-"""The Dynamo backend: for each frame, plan -> passes -> inner compiler."""
+"""The Dynamo backend: for each graph, plan -> passes -> inner compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ddp_compile.bucket_plan import PlanBuilder
 from ddp_compile.config import SplitMode
-from ddp_compile.graph_dump import GraphDump, format_frame_buckets
+from ddp_compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.partition_compiler import compile_partitions
 from ddp_compile.passes.grad_ready_order import GradReady, grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
@@ -33,17 +33,17 @@ FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
 )
 
 
-class FrameReport(NamedTuple):
+class GraphReport(NamedTuple):
     """What was done with one graph.
 
     Args:
-        frame: Ordinal of the graph among those of the module.
+        graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
         num_buckets: Buckets that meet the graph.
         num_partitions: Graphs that were compiled; 1 where nothing was cut.
         declined: Cuts that were not made where the plan wanted them, and why.
     """
 
-    frame: int
+    graph: int
     num_buckets: int
     num_partitions: int
     declined: tuple[Declined, ...]
@@ -66,31 +66,31 @@ class TrainingBackend:
         self.builder = builder
         self.parameters = parameters
         self.split = split
-        self.reports: list[FrameReport] = []
+        self.reports: list[GraphReport] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
-        frame = len(self.reports)
-        name = f"frame {frame}"
+        ordinal = len(self.reports)
+        name = f"graph {ordinal}"
         parameter_of = self._find_parameters(gm, example_inputs)
         order = grad_ready_order(gm, parameter_of)
         if not order or not _has_backward(gm):
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
-            self.reports.append(FrameReport(frame, 0, 1, ()))
+            self.reports.append(GraphReport(ordinal, 0, 1, ()))
             return self.inner(gm, list(example_inputs))
         buckets = self.builder.add_frame([entry.parameter for entry in order])
-        result = self._split(gm, PassContext(parameter_of=parameter_of, buckets=tuple(buckets), frame=name), order)
+        result = self._split(gm, PassContext(parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name), order)
         num_partitions = max(1, len(partition_names(result.gm)))
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
-        self.reports.append(FrameReport(frame, len(buckets), num_partitions, result.declined))
+        self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
         if num_partitions == 1:
             return self.inner(result.gm, list(example_inputs))
         return compile_partitions(result.gm, example_inputs, self.inner)
 
     def _split(self, gm: fx.GraphModule, ctx: PassContext, order: list[GradReady]) -> PassResult:
         passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
-        table = format_frame_buckets(list(ctx.buckets), [entry.parameter for entry in order])
-        return run_pipeline(gm, ctx, passes, [GraphDump(ctx.frame, table)])
+        table = format_graph_buckets(list(ctx.buckets), [entry.parameter for entry in order])
+        return run_pipeline(gm, ctx, passes, [GraphDump(ctx.graph_name, table)])
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
         """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
@@ -132,6 +132,6 @@ class EvaluationBackend:
         return self.inner(gm, list(example_inputs))
 
 
-def buckets_without_cut(reports: Sequence[FrameReport]) -> Sequence[FrameReport]:
+def buckets_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
     """The graphs that hold several buckets and yet could not be cut anywhere."""
     return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]

@@ -15,14 +15,14 @@ from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketSpec
 
 
-def format_frame_buckets(buckets: list[BucketSpec], ready_order: list[int]) -> str:
-    """The buckets that meet one frame, one line each, with those of their gradients that the frame makes ready."""
+def format_graph_buckets(buckets: list[BucketSpec], ready_order: list[int]) -> str:
+    """The buckets that meet one graph, one line each, with those of their gradients that the graph makes ready."""
     members = set(ready_order)
     lines = []
     for bucket in buckets:
         present = [gradient.fqn for gradient in bucket.gradients if gradient.index in members]
         missing = len(bucket.gradients) - len(present)
-        note = f" ({missing} more in other frames)" if missing else ""
+        note = f" ({missing} more elsewhere)" if missing else ""
         lines.append(
             f"bucket {bucket.index}: {bucket.num_bytes / 2**20:.2f} MiB {bucket.dtype}: {', '.join(present)}{note}"
         )
@@ -40,12 +40,12 @@ class GraphDump:
     """An observer that writes the bucket table, each graph a pass changed, and every partition.
 
     Args:
-        frame: Name of the frame in the headings, for example ``"frame 0"``.
-        bucket_table: Text of the buckets that meet the frame.
+        graph_name: Name of the graph in the headings, for example ``"graph 0"``.
+        bucket_table: Text of the buckets that meet the graph.
     """
 
-    def __init__(self, frame: str, bucket_table: str) -> None:
-        self.frame = frame
+    def __init__(self, graph_name: str, bucket_table: str) -> None:
+        self.graph_name = graph_name
         self.log = torch_internals.graphs_log()
         self.bucket_table = bucket_table
 
@@ -65,6 +65,6 @@ class GraphDump:
 
     def _write(self, heading: str, text: Callable[[], str]) -> None:
         if self.log.isEnabledFor(logging.DEBUG):
-            self.log.debug("\n--- %s: %s ---\n%s", self.frame, heading, text())
-        name = f"ddp_compile_{self.frame}_{heading}".replace(" ", "_")
+            self.log.debug("\n--- %s: %s ---\n%s", self.graph_name, heading, text())
+        name = f"ddp_compile_{self.graph_name}_{heading}".replace(" ", "_")
         torch_internals.trace_artifact(name, text)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_compile.backend import FrameReport
+from ddp_compile.backend import GraphReport
 from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
@@ -149,6 +149,6 @@ def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) 
     return stripped
 
 
-def _format_report(report: FrameReport) -> str:
-    lines = [f"frame {report.frame}: {report.num_buckets} buckets, {report.num_partitions} partitions"]
+def _format_report(report: GraphReport) -> str:
+    lines = [f"graph {report.graph}: {report.num_buckets} buckets, {report.num_partitions} partitions"]
     return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])

@@ -47,12 +47,12 @@ class PassContext:
     Args:
         parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
         buckets: The buckets that meet this graph, in launch order.
-        frame: Name of the frame, for logs.
+        graph_name: Name of the graph, for logs.
     """
 
     parameter_of: Mapping[str, int]
     buckets: tuple[BucketSpec, ...]
-    frame: str
+    graph_name: str
 
 
 Pass = Callable[[fx.GraphModule, PassContext], PassResult]
@@ -88,9 +88,9 @@ def run_pipeline(
             gm.recompile()
         total_changed += num_changed
         declined.extend(refused)
-        log.debug("%s: %s changed %d", ctx.frame, name, num_changed)
+        log.debug("%s: %s changed %d", ctx.graph_name, name, num_changed)
         for node, reason in refused:
-            log.info("%s: %s declined at %s: %s", ctx.frame, name, node, reason)
+            log.info("%s: %s declined at %s: %s", ctx.graph_name, name, node, reason)
         for observer in observers:
             observer.after_pass(name, gm, num_changed)
     for observer in observers:

@@ -83,7 +83,7 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
         if at != wanted:
             declined.append(Declined(nodes[wanted].name, f"cut moved up to {nodes[at].name}: {because}"))
         cuts.append(at)
-        log.debug("%s: cut before %s so that bucket %d leaves early", ctx.frame, nodes[at].name, bucket.index)
+        log.debug("%s: cut before %s so that bucket %d leaves early", ctx.graph_name, nodes[at].name, bucket.index)
     return cuts, declined
 
 

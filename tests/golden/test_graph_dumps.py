@@ -80,17 +80,17 @@ def test_dumps_come_in_the_order_of_the_work(split_model: nn.Module, dumps: list
     assert_expected_inline(
         "\n".join(map(heading, dumps)),
         """\
-frame 0: buckets
-frame 0: graph before
-frame 0: graph after split_forward
-frame 0: partition_0
-frame 0: partition_1""",
+graph 0: buckets
+graph 0: graph before
+graph 0: graph after split_forward
+graph 0: partition_0
+graph 0: partition_1""",
     )
 
 
 def test_the_bucket_table_names_what_each_bucket_holds(split_model: nn.Module, dumps: list[str]) -> None:
     assert_expected_inline(
-        body(dumps, "frame 0: buckets"),
+        body(dumps, "graph 0: buckets"),
         """\
 bucket 0: 0.00 MiB float32: layers.2.bias, layers.2.weight
 bucket 1: 0.00 MiB float32: layers.1.bias, layers.1.weight, layers.0.bias, layers.0.weight""",
@@ -99,7 +99,7 @@ bucket 1: 0.00 MiB float32: layers.1.bias, layers.1.weight, layers.0.bias, layer
 
 def test_the_graph_before_is_dynamos_own(split_model: nn.Module, dumps: list[str]) -> None:
     assert_expected_inline(
-        body(dumps, "frame 0: graph before"),
+        body(dumps, "graph 0: graph before"),
         """\
 class GraphModule(torch.nn.Module):
     def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
@@ -115,7 +115,7 @@ class GraphModule(torch.nn.Module):
 
 def test_the_stitched_graph_strings_the_partitions_together(split_model: nn.Module, dumps: list[str]) -> None:
     assert_expected_inline(
-        body(dumps, "frame 0: graph after split_forward"),
+        body(dumps, "graph 0: graph after split_forward"),
         """\
 def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
     partition_0 = self.partition_0(x_0, weight_0, bias_0, weight_1, bias_1)
@@ -128,7 +128,7 @@ def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
 
 def test_the_first_partition_holds_the_bucket_that_leaves_last(split_model: nn.Module, dumps: list[str]) -> None:
     assert_expected_inline(
-        body(dumps, "frame 0: partition_0"),
+        body(dumps, "graph 0: partition_0"),
         """\
 class partition_0(torch.nn.Module):
     def forward(self, x_0, weight_0, bias_0, weight_1, bias_1):
@@ -142,7 +142,7 @@ class partition_0(torch.nn.Module):
 
 def test_the_last_partition_holds_the_bucket_that_leaves_first(split_model: nn.Module, dumps: list[str]) -> None:
     assert_expected_inline(
-        body(dumps, "frame 0: partition_1"),
+        body(dumps, "graph 0: partition_1"),
         """\
 class partition_1(torch.nn.Module):
     def forward(self, x_1, weight_2, bias_2):
@@ -161,7 +161,7 @@ bucket   MiB  cap MiB  dtype    device  gradients  from           to            
      0  0.00     0.00  float32  cpu             2  layers.2.bias  layers.2.weight  0
      1  0.00     0.00  float32  cpu             4  layers.1.bias  layers.0.weight  0
 2 buckets, 6 gradients, 0.00 MiB, generation 0, plan <digest>
-frame 0: 2 buckets, 2 partitions""",
+graph 0: 2 buckets, 2 partitions""",
     )
 
 
@@ -180,7 +180,7 @@ bucket   MiB  cap MiB  dtype    device  gradients  from             to          
      4  0.00     0.00  float32  cpu             1  layers.0.bias    layers.0.bias    0
      5  0.00     0.00  float32  cpu             1  layers.0.weight  layers.0.weight  0
 6 buckets, 6 gradients, 0.00 MiB, generation 0, plan <digest>
-frame 0: 6 buckets, 3 partitions
+graph 0: 6 buckets, 3 partitions
   at linear_2: bucket 0 leaves with bucket 1: one node computes with gradients of both
   at linear_1: bucket 2 leaves with bucket 3: one node computes with gradients of both
   at linear: bucket 4 leaves with bucket 5: one node computes with gradients of both""",

@@ -42,7 +42,7 @@ def run_training(**environment: str) -> str:
 def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions() -> None:
     printed = run_training(TORCH_LOGS="ddp_graphs")
     for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
-        assert f"--- frame 0: {heading} ---" in printed, printed
+        assert f"--- graph 0: {heading} ---" in printed, printed
     assert "bucket 0:" in printed and "2.bias, 2.weight" in printed
     assert "self.partition_1(" in printed
 
@@ -56,7 +56,7 @@ def test_passes_log_says_what_was_cut_and_where() -> None:
 def test_torch_trace_holds_the_plan_and_the_partitions(tmp_path: Path) -> None:
     run_training(TORCH_TRACE=str(tmp_path))
     trace = "".join(path.read_text() for path in tmp_path.iterdir())
-    assert "ddp_compile_frame_0_buckets" in trace and "ddp_compile_frame_0_partition_1" in trace
+    assert "ddp_compile_graph_0_buckets" in trace and "ddp_compile_graph_0_partition_1" in trace
 
 
 def test_nothing_is_printed_by_default() -> None:

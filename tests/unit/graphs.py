@@ -108,7 +108,7 @@ def buckets_of(*members: Sequence[int]) -> tuple[BucketSpec, ...]:
 
 
 def context(parameter_of: dict[str, int], *members: Sequence[int]) -> PassContext:
-    return PassContext(parameter_of=parameter_of, buckets=buckets_of(*members), frame="frame 0")
+    return PassContext(parameter_of=parameter_of, buckets=buckets_of(*members), graph_name="graph 0")
 
 
 class MLP(nn.Module):

@@ -40,7 +40,7 @@ def turn_sine_into_cosine_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
     nodes = gm.graph.find_nodes(op="call_function", target=torch.sin)
     for node in nodes:
         node.target = torch.cos
-    return PassResult(gm, len(nodes), (Declined("sin", f"{ctx.frame}: {len(nodes)}"),))
+    return PassResult(gm, len(nodes), (Declined("sin", f"{ctx.graph_name}: {len(nodes)}"),))
 
 
 def decline_everything_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
@@ -70,7 +70,7 @@ def test_a_changed_graph_is_recompiled() -> None:
 
 def test_each_pass_gets_the_graph_of_the_one_before() -> None:
     _, num_changed, declined = run_pipeline(sine(), EMPTY, [turn_sine_into_cosine_pass, turn_sine_into_cosine_pass])
-    assert [entry.reason for entry in declined] == ["frame 0: 1", "frame 0: 0"]
+    assert [entry.reason for entry in declined] == ["graph 0: 1", "graph 0: 0"]
     assert num_changed == 1
 
 
@@ -103,9 +103,9 @@ def test_passes_say_what_they_changed_and_declined(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.DEBUG, logger="ddp_compile.passes.pipeline"):
         run_pipeline(sine(), EMPTY, [decline_everything_pass, turn_sine_into_cosine_pass])
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("DEBUG", "frame 0: decline_everything changed 0"),
-        ("INFO", "frame 0: decline_everything declined at x: on principle"),
-        ("INFO", "frame 0: decline_everything declined at y: out of spite"),
-        ("DEBUG", "frame 0: turn_sine_into_cosine changed 1"),
-        ("INFO", "frame 0: turn_sine_into_cosine declined at sin: frame 0: 1"),
+        ("DEBUG", "graph 0: decline_everything changed 0"),
+        ("INFO", "graph 0: decline_everything declined at x: on principle"),
+        ("INFO", "graph 0: decline_everything declined at y: out of spite"),
+        ("DEBUG", "graph 0: turn_sine_into_cosine changed 1"),
+        ("INFO", "graph 0: turn_sine_into_cosine declined at sin: graph 0: 1"),
     ]

@@ -12,7 +12,7 @@ from ddp_compile.passes.cut_constraints import find_held_cuts
 from ddp_compile.passes.pipeline import PassContext
 from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 
-CONTEXT = PassContext(parameter_of={}, buckets=(), frame="frame 0")
+CONTEXT = PassContext(parameter_of={}, buckets=(), graph_name="graph 0")
 
 
 def test_results_of_writes_become_what_was_written() -> None:

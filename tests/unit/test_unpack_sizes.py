@@ -10,7 +10,7 @@ from ddp_compile.passes.cut_constraints import find_held_cuts
 from ddp_compile.passes.pipeline import PassContext
 from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
 
-CONTEXT = PassContext(parameter_of={}, buckets=(), frame="frame 0")
+CONTEXT = PassContext(parameter_of={}, buckets=(), graph_name="graph 0")
 
 
 def uses_sizes(x: Tensor) -> Tensor:
