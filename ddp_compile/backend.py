@@ -12,6 +12,7 @@ from ddp_compile.bucket_plan import PlanBuilder
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.partition_compiler import compile_partitions
+from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
 from ddp_compile.passes.grad_ready_order import GradReady, grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
 from ddp_compile.passes.partition_graph import partition_names
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 #: Everything that is done to a training graph under ``split="forward"``, in order.
 FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
     unpack_sizes_pass,
+    functionalize_inplace_pass,
     unalias_inplace_results_pass,
     sink_parameter_views_pass,
     split_forward_pass,

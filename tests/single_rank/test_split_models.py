@@ -125,6 +125,31 @@ class InplaceResidual(Layers):
         return x
 
 
+class InplaceSlices(Layers):
+    """Every write goes into a part of one tensor that stays in use, so no cut is possible."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for layer in self.layers:
+            x[:2] += torch.tanh(layer(x.clone()))[:2]
+        return x
+
+
+class InplaceUnderOtherNames(Layers):
+    """In-place sums that must stay in place: a view looks on, the history is kept, or the dtype is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        seen = h.view(-1)
+        h += torch.ones_like(h)
+        y = self.layers[1](torch.tanh(seen).view_as(h))
+        with torch.no_grad():
+            y *= 2.0
+        z = self.layers[2](y).to(torch.bfloat16)
+        z += y.detach()
+        return self.layers[3](z.float())
+
+
 class WriteThroughView(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -383,7 +408,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "checkpointed_blocks": (CheckpointedBlocks, vectors(), 4),
     "checkpointed_whole": (CheckpointedWhole, vectors(), 1),
     "inplace_activation": (InplaceActivation, vectors(), 4),
-    "inplace_residual": (InplaceResidual, vectors(), 1),
+    "inplace_residual": (InplaceResidual, vectors(), 4),
+    "inplace_slices": (InplaceSlices, vectors(), 1),
+    "inplace_under_other_names": (InplaceUnderOtherNames, vectors(), 1),
     "write_through_view": (WriteThroughView, vectors(), 2),
     "buffer_writes": (BufferWrites, vectors(), 4),
     "buffer_read_then_written": (BufferReadThenWritten, vectors(), 2),
@@ -486,7 +513,7 @@ def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, single_
 
 def test_a_model_without_a_cut_says_so_in_explain(single_rank_group: None) -> None:
     torch.manual_seed(0)
-    model = ddp_compile(InplaceResidual(), bucket_cap_mb=1e-5, backend="eager")
+    model = ddp_compile(InplaceSlices(), bucket_cap_mb=1e-5, backend="eager")
     tensor_sum(model(torch.randn(5, WIDTH))).backward()
     assert "writes into" in model.explain()
 

@@ -1,0 +1,116 @@
+"""In-place sums become out-of-place ones only where nobody can tell the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import capture
+from torch import Tensor, fx
+
+from ddp_compile.passes.cut_constraints import find_held_cuts
+from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
+from ddp_compile.passes.pipeline import PassContext
+
+CONTEXT = PassContext(parameter_of={}, buckets=(), graph_name="graph 0")
+
+
+def run(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    return gm(*(value.clone() for value in inputs))
+
+
+def residual(x: Tensor) -> Tensor:
+    y = x.sin()
+    for _ in range(3):
+        y += y.cos()
+    y.mul_(2)
+    y -= 1
+    return y
+
+
+def read_under_the_old_name(x: Tensor) -> Tensor:
+    y = x.sin()
+    z = y
+    z += x
+    return y * z
+
+
+def test_a_residual_stream_can_be_cut_afterwards() -> None:
+    gm, inputs = capture(residual, torch.rand(3))
+    expected = run(gm, inputs)
+    assert find_held_cuts(gm) != []
+    gm, num_changed, _ = functionalize_inplace_pass(gm, CONTEXT)
+    gm.recompile()
+    assert num_changed == 5
+    assert find_held_cuts(gm) == []
+    torch.testing.assert_close(run(gm, inputs), expected, rtol=0, atol=0)
+
+
+def test_readers_under_the_old_name_get_the_new_value() -> None:
+    gm, inputs = capture(read_under_the_old_name, torch.rand(3))
+    expected = run(gm, inputs)
+    gm, num_changed, _ = functionalize_inplace_pass(gm, CONTEXT)
+    gm.recompile()
+    assert num_changed == 1
+    torch.testing.assert_close(run(gm, inputs), expected, rtol=0, atol=0)
+
+
+def on_an_input(x: Tensor) -> Tensor:
+    x += 1
+    return x.sin()
+
+
+def with_a_view_that_looks_on(x: Tensor) -> Tensor:
+    y = x.sin()
+    row = y.view(-1)
+    y += 1
+    return row * 2
+
+
+def with_another_dtype(x: Tensor) -> Tensor:
+    y = x.half()
+    y += x
+    return y
+
+
+def on_integers(x: Tensor) -> Tensor:
+    y = x.long()
+    y += 1
+    return y
+
+
+def on_other_strides(x: Tensor) -> Tensor:
+    y = x.sin().unflatten(0, (1, -1)).expand(2, 3).clone().t()
+    y += 1
+    return y
+
+
+def without_history(x: Tensor) -> Tensor:
+    y = x.sin()
+    with torch.no_grad():
+        y += 1
+    return y
+
+
+def with_its_own_transpose(x: Tensor) -> Tensor:
+    y = x.sin().expand(3, 3).clone()
+    y += y.t()
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        on_an_input,
+        with_a_view_that_looks_on,
+        with_another_dtype,
+        on_integers,
+        on_other_strides,
+        without_history,
+        with_its_own_transpose,
+    ],
+)
+def test_what_others_could_see_stays_in_place(function: Callable[[Tensor], Tensor]) -> None:
+    gm, _ = capture(function, torch.rand(3))
+    assert functionalize_inplace_pass(gm, CONTEXT).num_changed == 0
