@@ -219,8 +219,10 @@ def symbol_bound_by(value: Any) -> Any | None:
     return None
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Equal for two (fake) tensors exactly where they share storage."""
+def storage_key(tensor: Tensor) -> int | None:
+    """Equal for two (fake) tensors exactly where they share storage; None for tensors that have none of their own."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not torch._C._has_storage(tensor):
+        return None
     return tensor.untyped_storage()._cdata
 
 

@@ -17,13 +17,15 @@ themselves, which sees nothing but the values that cross. A cut is held, that is
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 
 from ddp_compile import torch_internals
 from ddp_compile.passes.graph_nodes import (
+    aliases_by_storage,
     example_value,
     has_example_value,
     is_constant,
@@ -178,16 +180,13 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
 
 def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
     position = _positions(gm)
-    storages: dict[Any, list[fx.Node]] = {}
-    for node in position:
-        for tensor in tensors_in(node):
-            if torch_internals.is_plain_tensor(tensor):
-                storages.setdefault(torch_internals.storage_key(tensor), []).append(node)
+    storages = aliases_by_storage(gm)
     held = []
     for node, at in position.items():
         for target in written_arguments(node):
-            keys = [torch_internals.storage_key(t) for t in tensors_in(target) if torch_internals.is_plain_tensor(t)]
-            aliases = list(dict.fromkeys([target, *(alias for key in keys for alias in storages[key])]))
+            keys = [torch_internals.storage_key(tensor) for tensor in tensors_in(target)]
+            sharing = [alias for key in keys if key is not None for alias in storages[key]]
+            aliases = list(dict.fromkeys([target, *sharing]))
             held.extend(_held_by_write(node, at, aliases, position))
     return held
 
@@ -209,5 +208,10 @@ def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: d
 
 
 def _only_views(node: fx.Node, aliases: set[fx.Node]) -> bool:
-    """Whether a user of a written tensor is a view of it or writes to it itself, which needs no old value."""
+    """Whether a user of a written tensor is a view of it, or an in-place operation, whose result is one.
+
+    A higher-order operator that writes also keeps its inputs: a checkpoint computes from them again in the backward.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return False
     return node in aliases or any(target in aliases for target in written_arguments(node))

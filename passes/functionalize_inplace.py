@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ddp_compile import torch_internals
 from ddp_compile.passes.cut_constraints import mode_regions
-from ddp_compile.passes.graph_nodes import example_value, target_name, tensors_in
+from ddp_compile.passes.graph_nodes import aliases_by_storage, example_value, target_name
 from ddp_compile.passes.pipeline import PassContext, PassResult
 
 # In-place form -> out-of-place form.
@@ -42,11 +42,7 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
         y = linear(x_1, w2)
     """
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
-    storages: dict[int, list[fx.Node]] = {}
-    for node in position:
-        for tensor in tensors_in(node):
-            if torch_internals.is_plain_tensor(tensor):
-                storages.setdefault(torch_internals.storage_key(tensor), []).append(node)
+    storages = aliases_by_storage(gm)
     regions = mode_regions(gm)
     num_changed = 0
     for node, at in position.items():
@@ -55,8 +51,8 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
         written = node.args[0]
         if not isinstance(written, fx.Node) or not _makes_the_same_tensor(node, written):
             continue
-        aliases = storages[torch_internals.storage_key(example_value(written))]
-        earlier = [alias for alias in aliases if position[alias] < at]
+        key = torch_internals.storage_key(example_value(written))
+        earlier = [alias for alias in storages.get(key, ()) if position[alias] < at] if key is not None else []
         # A mode such as no_grad in between would keep the new tensor from having the old one's history.
         if regions[node] != regions[written] or not _is_sole_name(node, written, earlier, position):
             continue
@@ -85,7 +81,7 @@ def _makes_the_same_tensor(node: fx.Node, written: fx.Node) -> bool:
 
 
 def _is_sole_name(node: fx.Node, written: fx.Node, earlier: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    if any(target_name(user) == "register_hook" for user in written.users):
+    if written not in earlier or any(target_name(user) == "register_hook" for user in written.users):
         return False
     for alias in earlier:
         if alias.op in ("placeholder", "get_attr"):

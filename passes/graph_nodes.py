@@ -37,18 +37,19 @@ _HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
 # Lookups that renormalise the rows of the weight they read, when they are given a largest norm.
 _RENORMALISING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
 
-_AUGMENTED = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+# Not imatmul: tensors have no such method, so ``x @= w`` makes a new tensor.
+_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 _INPLACE_OPERATORS = frozenset(_AUGMENTED.split())
 
 # In-place by name only: they change no value.
-_NOT_A_WRITE = frozenset({"requires_grad_", "retain_grad", "rename_", "share_memory_", "__init__"})
+_NOT_A_WRITE = frozenset({"requires_grad_", "rename_", "share_memory_"})
 
 _PLAIN_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _MISSING = object()
 
 
 def example_value(node: fx.Node) -> Any:
-    """The (fake) value Dynamo recorded for a node, or `MISSING`."""
+    """The (fake) value Dynamo recorded for a node, or a private marker where `has_example_value` is false."""
     return node.meta.get("example_value", _MISSING)
 
 
@@ -103,16 +104,28 @@ def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
-    """The argument that an in-place operation writes into and returns; None for every other node."""
-    if isinstance(node.target, HigherOrderOperator | OpOverload | OpOverloadPacket) or "out" in node.kwargs:
+    """The tensor that an in-place operation writes into and returns; None for every other node."""
+    if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return None
-    if node.op not in ("call_function", "call_method"):
-        return None
-    target = _first_argument(node)
-    is_inplace = _is_inplace_by_name(target_name(node)) or _is_inplace_activation(node)
-    # ``rows += 1`` on a SymInt makes a new value.
-    is_tensor = isinstance(target, fx.Node) and isinstance(example_value(target), Tensor)
-    return target if is_inplace and is_tensor else None
+    for target in written_arguments(node):
+        value, result = example_value(target), example_value(node)
+        if not isinstance(value, Tensor) or not isinstance(result, Tensor):
+            continue
+        # ``rows += 1`` on a SymInt makes a new value, ``transpose_`` another shape; shared memory is not enough.
+        is_same = value.shape == result.shape and value.dtype == result.dtype and value.stride() == result.stride()
+        if is_same and torch_internals.storage_key(value) == torch_internals.storage_key(result) is not None:
+            return target
+    return None
+
+
+def aliases_by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """The nodes whose values lie in one storage, in graph order, conjugated and negated views among them."""
+    storages: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        for key in dict.fromkeys(map(torch_internals.storage_key, tensors_in(node))):
+            if key is not None:
+                storages.setdefault(key, []).append(node)
+    return storages
 
 
 def _written_values(node: fx.Node) -> Iterator[Any]:
@@ -136,7 +149,11 @@ def _argument(node: fx.Node, keyword: str, position: int) -> Any:
 
 
 def _first_argument(node: fx.Node) -> Any:
-    return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    """What a method or function works on: ``input`` or ``self`` where it is given by keyword."""
+    if node.args:
+        return node.args[0]
+    named = [node.kwargs[name] for name in ("input", "self") if name in node.kwargs]
+    return named or list(node.all_input_nodes)
 
 
 def _is_inplace_by_name(name: str) -> bool:
@@ -167,11 +184,19 @@ def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
         inputs = body.graph.find_nodes(op="placeholder")
         for inner in body.graph.nodes:
             for target in written_arguments(inner):
-                if target not in inputs:
-                    continue
-                # Operands are lifted in the order of the body's inputs, after any of the operator's own.
-                position = inputs.index(target) - len(inputs)
-                yield tensors[position] if -position <= len(tensors) else tensors
+                for source in _inputs_behind(target):
+                    # Operands are lifted in the order of the body's inputs, after any of the operator's own.
+                    position = inputs.index(source) - len(inputs)
+                    yield tensors[position] if -position <= len(tensors) else tensors
+
+
+def _inputs_behind(node: fx.Node) -> set[fx.Node]:
+    """The placeholders that a node is, or may be a view of."""
+    if node.op == "placeholder":
+        return {node}
+    if not is_view_or_cast(node) and not any(True for _ in written_arguments(node)):
+        return set()
+    return set[fx.Node]().union(*(_inputs_behind(argument) for argument in node.all_input_nodes))
 
 
 def _graph_module_of(node: fx.Node) -> fx.GraphModule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -33,13 +34,14 @@ def unpack_sizes_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     for node in list(gm.graph.find_nodes(op="call_method", target="size")):
         if len(node.args) > 1 or node.kwargs or not isinstance(example_value(node), torch.Size):
             continue
-        dimensions = [_dimension(gm, node, i, size) for i, size in enumerate(example_value(node))]
+        sizes = example_value(node)
+        dimension = functools.cache(lambda i, node=node, sizes=sizes: _dimension(gm, node, i, sizes[i]))
         for user in list(node.users):
             if user.target is operator.getitem and isinstance(user.args[1], int):
-                _replace_everywhere(user, dimensions[user.args[1]])
+                _replace_everywhere(user, dimension(user.args[1] % len(sizes)))
                 gm.graph.erase_node(user)
-            elif user in node.users and user not in dimensions:
-                _replace_argument(user, node, tuple(dimensions))
+            else:
+                _replace_argument(user, node, tuple(dimension(i) for i in range(len(sizes))))
         gm.graph.erase_node(node)
         num_changed += 1
     return PassResult(gm, num_changed)

@@ -150,6 +150,50 @@ class InplaceUnderOtherNames(Layers):
         return self.layers[3](z.float())
 
 
+class AugmentedMatmul(Layers):
+    """``@=`` is written like an in-place operation, but tensors have none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(x + layer.bias)
+            x @= layer.weight
+        return x
+
+
+class ConjugatedView(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.layers[0](x), self.layers[1](x))
+        conjugated = z.conj()
+        z += 1.0
+        y = (conjugated * z).real
+        return self.layers[3](self.layers[2](torch.tanh(y)))
+
+
+class KeywordOrder(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            F.leaky_relu(negative_slope=0.1, input=h, inplace=True)
+            x = h + layer.weight.sum()
+        return x
+
+
+class RingInCheckpoints(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ring", torch.zeros(4, WIDTH))
+
+    def body(self, layer: nn.Module, i: int, x: Tensor) -> Tensor:
+        x = torch.tanh(layer(x)) + self.ring[i]
+        self.ring[i].copy_(x.detach()[0] * 0 + 1)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = checkpoint(self.body, layer, i, x, use_reentrant=False)
+        return x
+
+
 class WriteThroughView(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
@@ -409,6 +453,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "checkpointed_whole": (CheckpointedWhole, vectors(), 1),
     "inplace_activation": (InplaceActivation, vectors(), 4),
     "inplace_residual": (InplaceResidual, vectors(), 4),
+    "augmented_matmul": (AugmentedMatmul, vectors(), 4),
+    "conjugated_view": (ConjugatedView, vectors(), 2),
+    "keyword_order": (KeywordOrder, vectors(), 3),
     "inplace_slices": (InplaceSlices, vectors(), 1),
     "inplace_under_other_names": (InplaceUnderOtherNames, vectors(), 1),
     "write_through_view": (WriteThroughView, vectors(), 2),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 import torch.nn.functional as F
 from graphs import GraphBuilder
 
 from ddp_compile.passes.cut_constraints import find_held_cuts
+from ddp_compile.passes.graph_nodes import _INPLACE_OPERATORS
 from ddp_compile.passes.pipeline import PassContext
 from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 
@@ -38,5 +40,13 @@ def test_results_of_other_operations_stay() -> None:
     build = GraphBuilder()
     x = build.input("x")
     y = build.call(F.relu, x, inplace=False)
-    gm = build.output(build.call(torch.add, y, y, out=x))
+    y = build.call(operator.imatmul, y, y)
+    gm = build.output(build.call("view", y, -1))
     assert unalias_inplace_results_pass(gm, CONTEXT).num_changed == 0
+
+
+@pytest.mark.parametrize("name", sorted(_INPLACE_OPERATORS))
+def test_every_operator_that_counts_as_in_place_is(name: str) -> None:
+    value = torch.ones(2, 2) if "div" in name or name in ("imod", "ipow") else torch.ones(2, 2, dtype=torch.int32)
+    assert hasattr(torch.Tensor, f"__{name}__")
+    assert getattr(operator, name)(value, 1) is value
