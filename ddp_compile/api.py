@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
-from ddp_compile.module_checks import check_module, resolve_process_group
+from ddp_compile.module_checks import check_module, names_to_ignore, resolve_process_group
 from ddp_compile.replicate import replicate
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -28,7 +28,7 @@ def ddp_compile(
     broadcast_buffers: bool = True,
     init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
-    parameters_to_ignore: Sequence[str] = (),
+    parameters_to_ignore: Iterable[str] = (),
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     fullgraph: bool = False,
@@ -72,14 +72,15 @@ def ddp_compile(
         RanksDifferError: The ranks were given different models.
     """
     refuse_unknown_arguments(unknown)
-    check_module(module, parameters_to_ignore)
+    ignored = names_to_ignore(parameters_to_ignore)
+    check_module(module, ignored)
     config = ReplicateConfig(
         caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb),
         split=split,
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,
         gradient_as_bucket_view=gradient_as_bucket_view,
-        parameters_to_ignore=frozenset(parameters_to_ignore),
+        parameters_to_ignore=ignored,
     )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     group = resolve_process_group(process_group, device_mesh)

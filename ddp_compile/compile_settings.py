@@ -23,12 +23,21 @@ class CompileSettings:
         dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
+        if not isinstance(backend, str) and not callable(backend):
+            raise ValueError(f"backend={backend!r} is neither a name nor a function; pass for example 'inductor'")
+        if dynamic not in (None, True, False):
+            raise ValueError(f"dynamic={dynamic!r} is not known; pass True, False or None")
         if isinstance(backend, str) and backend not in torch_internals.known_backends():
             known = ", ".join(torch_internals.known_backends())
             raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
         if mode is not None and options is not None:
             raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")
-        if backend == "inductor" and mode is not None and mode not in torch_internals.known_modes():
+        if options and options.get("keep_output_stride") is False:
+            raise ValueError(
+                "options={'keep_output_stride': False} cannot be used: what crosses from one part of a graph to the"
+                " next is described by the strides that inductor keeps; drop it"
+            )
+        if isinstance(backend, str) and mode is not None and mode not in torch_internals.known_modes():
             raise ValueError(f"mode={mode!r} is not known; pass one of {', '.join(torch_internals.known_modes())}")
         try:
             self.inner = torch_internals.inner_backend(backend, mode, dict(options) if options else None, dynamic)

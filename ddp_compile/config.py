@@ -69,6 +69,9 @@ class ReplicateConfig:
         if self.split not in get_args(SplitMode):
             known = ", ".join(repr(mode) for mode in get_args(SplitMode))
             raise ValueError(f"split={self.split!r} is not known; pass one of {known}")
+        for name in ("broadcast_buffers", "init_sync", "gradient_as_bucket_view"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False; pass one of them")
 
 
 def caps_from_mib(bucket_cap_mb: float | Sequence[float] | None, first_bucket_cap_mb: float) -> tuple[int, ...]:
@@ -83,6 +86,7 @@ def caps_from_mib(bucket_cap_mb: float | Sequence[float] | None, first_bucket_ca
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.
     """
+    first_cap = _cap_bytes("first_bucket_cap_mb", first_bucket_cap_mb)
     if bucket_cap_mb is None:
         bucket_cap_mb = 25.0
     if isinstance(bucket_cap_mb, list | tuple):
@@ -92,7 +96,6 @@ def caps_from_mib(bucket_cap_mb: float | Sequence[float] | None, first_bucket_ca
             )
         return tuple(_cap_bytes(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
     cap = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
-    first_cap = _cap_bytes("first_bucket_cap_mb", first_bucket_cap_mb)
     return (min(first_cap, cap), cap)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -14,11 +14,11 @@ from ddp_compile.replicate import ReplicatedModule
 from ddp_compile.replicate_state import reduced_parameters
 
 
-def check_module(module: nn.Module, ignored: Sequence[str]) -> None:
+def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
     """Refuse what cannot be replicated, by name.
 
     Raises:
-        TypeError: Not a module, or ``ignored`` is one string.
+        TypeError: Not a module.
         ValueError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of ours.
     """
     if not isinstance(module, nn.Module):
@@ -37,12 +37,17 @@ def check_module(module: nn.Module, ignored: Sequence[str]) -> None:
         )
 
 
-def _check_ignored(module: nn.Module, ignored: Sequence[str]) -> None:
-    if isinstance(ignored, str):
-        raise TypeError(f"parameters_to_ignore={ignored!r} is one string; pass a list of names: [{ignored!r}]")
+def names_to_ignore(names: Iterable[str]) -> frozenset[str]:
+    """The names as a set; one string, which would be taken for its letters, is refused with a TypeError."""
+    if isinstance(names, str):
+        raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
+    return frozenset(names)
+
+
+def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
     parameters = module.named_parameters(remove_duplicate=False)
     names = {name for name, _ in [*parameters, *module.named_buffers(remove_duplicate=False)]}
-    if unknown := sorted(set(ignored) - names):
+    if unknown := sorted(ignored - names):
         raise ValueError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
 
 
@@ -94,6 +99,8 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh exclude each other; pass one of them")
     if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ValueError(f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned")
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh has {device_mesh.ndim} dimensions, ddp_compile needs one; pass for example mesh['dp']"

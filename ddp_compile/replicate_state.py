@@ -140,26 +140,33 @@ def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, 
 def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
     """What the plan needs to know of each parameter, in registration order."""
     labels = device_labels(parameter.device for parameter in named.values())
-    sparse = {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-    }
+    sparse = _with_sparse_gradients(module)
     return [
         GradientSpec(i, fqn, p.numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
         for i, (fqn, p) in enumerate(named.items())
     ]
 
 
+def _with_sparse_gradients(module: nn.Module) -> set[int]:
+    """The parameters, by ``id``, whose layer announces sparse gradients."""
+    layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    return {id(layer.weight) for layer in layers if layer.sparse}
+
+
 def _describe(module: nn.Module, config: ReplicateConfig) -> list[str]:
     """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
     ignored = config.parameters_to_ignore
+    sparse_ids = _with_sparse_gradients(module)
     lines = [f"broadcast_buffers={config.broadcast_buffers}", f"init_sync={config.init_sync}"]
     for name, parameter in module.named_parameters():
         if name not in ignored:
             strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"
             frozen = "" if parameter.requires_grad else " frozen"
-            lines.append(f"parameter {name}: {_dtype_name(parameter)}{list(parameter.shape)}{strides}{frozen}")
+            sparse = " with sparse gradient" if id(parameter) in sparse_ids else ""
+            what = (
+                f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} on {parameter.device.type}{sparse}{frozen}"
+            )
+            lines.append(f"parameter {name}: {what}")
     if config.broadcast_buffers or config.init_sync:
         for name, buffer in module.named_buffers():
             if name not in ignored:

@@ -65,7 +65,7 @@ def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: to
     if agreed.digest != plan.digest:
         log.warning(
             "rank %d cut its graphs for bucket plan %s (%d buckets) but reduces by rank 0's plan %s (%d buckets):"
-            " gradients are right, some buckets leave later than they could",
+            " the gradients are the same, but some buckets leave later than they could",
             process_group.rank(),
             plan.digest,
             len(plan.buckets),

@@ -28,10 +28,24 @@ log = logging.getLogger(__name__)
 
 
 class ReducerState(Enum):
-    """What the reducer makes of the next gradient."""
+    """What the reducer makes of the next gradient.
 
-    LOCAL = auto()  #: the last forward was made inside no_sync: it stays on this rank
+    ========== ================================================= ==========
+    from       on                                                to
+    ========== ================================================= ==========
+    ARMED      a forward inside no_sync, no other one before it  LOCAL
+    LOCAL      a forward outside of no_sync                      ARMED
+    ARMED      the first gradient of a backward                  REDUCING
+    REDUCING   the end of a backward, all buckets have left      ARMED
+    REDUCING   the end of a backward, some gradients missing     INCOMPLETE
+    INCOMPLETE the first gradient of another backward            REDUCING
+    INCOMPLETE a forward: MissingGradientError                   ARMED
+    REDUCING   a forward: the backward had raised                FAILED
+    ========== ================================================= ==========
+    """
+
     ARMED = auto()  #: it starts a round
+    LOCAL = auto()  #: it stays on this rank
     REDUCING = auto()  #: it belongs to the round that has started
     INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
     FAILED = auto()  #: a backward has raised in the middle of a round: this rank may be out of step with the others
@@ -81,8 +95,9 @@ class Reducer:
         self._bucket_of_parameter: list[BucketBuffer] = []
         self._num_launched = 0
         self._tasks_with_callback: set[int] = set()
-        # A backward without a forward of the module before it, of a regulariser for example, may reach a part only.
+        # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
         self._forward_since_round = False
+        self._arrived_before_plan: set[int] = set()
         self._handed_over: dict[int, Tensor] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook_for(weakref.ref(self), index))
@@ -106,8 +121,13 @@ class Reducer:
         for parameter, hook in zip(self.parameters, self._hooks, strict=True):
             # A hook of the user's, on the gradient of this rank, has to have run before the bucket leaves.
             torch_internals.run_last(parameter, hook)
-        self.state = ReducerState.ARMED if synchronize else ReducerState.LOCAL
-        self._forward_since_round = True
+        if synchronize:
+            self.state = ReducerState.ARMED
+            self._forward_since_round = True
+            self._arrived_before_plan.clear()
+        elif not self._forward_since_round:
+            # The backward of a synchronised forward that is still to come is not called off by this one.
+            self.state = ReducerState.LOCAL
 
     def mark_parameter_ready(self, index: int) -> None:
         """Note that a parameter's gradient has been accumulated into ``.grad`` for this backward.
@@ -116,6 +136,10 @@ class Reducer:
             GradientArrivalError: It had arrived before in the same round.
         """
         if self.state is ReducerState.LOCAL:
+            return
+        if not self.buckets and not self._forward_since_round:
+            self._arrived_before_plan.add(index)
+            self._call_back_at_the_end(self._finalize_backward_without_plan)
             return
         self._enter_backward()
         bucket = self._bucket_of_parameter[index]
@@ -129,7 +153,7 @@ class Reducer:
                 " backwards does not reach every parameter: add the losses up, or put all but the last into no_sync()"
             )
         if bucket.arrive(index):
-            self._complete(bucket, [self._gradient_of(gradient.index) for gradient in bucket.spec.gradients])
+            self._complete_with_what_is_there(bucket)
 
     def mark_bucket_ready(self, index: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take a whole bucket from compiled code, before AccumulateGrad has seen its gradients.
@@ -144,11 +168,14 @@ class Reducer:
 
         Raises:
             GradientArrivalError: The bucket, or part of it, had arrived before in the same round.
+            ValueError: The bucket is sparse.
         """
         if self.state is ReducerState.LOCAL:
             return list(gradients)
         self._enter_backward()
         bucket = self.buckets[index]
+        if bucket.spec.is_sparse:
+            raise ValueError(f"{bucket.describe()} is sparse; only its parameter's own hook can hand it over")
         if len(bucket.missing) != len(bucket.parameters):
             raise GradientArrivalError(f"rank {self.rank}: {bucket.describe()} was handed over after a part of it")
         accumulated = [parameter.grad for parameter in bucket.parameters]
@@ -168,7 +195,6 @@ class Reducer:
 
         Raises:
             ReductionError: An all-reduce failed or timed out.
-            MissingGradientError: A backward of something else than the module's output reached a part of a bucket.
         """
         if self.state is not ReducerState.REDUCING:
             return  # a pass inside this one has seen the last gradient
@@ -184,12 +210,12 @@ class Reducer:
         self._wait_for_launched()
         if self.world_size > 1:
             for bucket in self.buckets:
-                bucket.hand_over()
+                if bucket.state is BucketState.LAUNCHED:
+                    bucket.hand_over()
         self._reset()
 
     def remove_hooks(self) -> None:
         """Stop listening to the parameters."""
-        self._wait_for_launched()
         for hook in self._hooks:
             hook.remove()
 
@@ -201,15 +227,44 @@ class Reducer:
         if not self.buckets:
             self._seal_plan()
         self.state = ReducerState.REDUCING
+        self._call_back_at_the_end(self.finalize_backward)
+
+    def _call_back_at_the_end(self, callback: Callable[[], None]) -> None:
         task = torch_internals.current_graph_task_id()
         if task not in self._tasks_with_callback:
             # The callback belongs to the innermost pass, so each pass that brings gradients queues one.
             self._tasks_with_callback.add(task)
-            torch_internals.queue_backward_callback(self.finalize_backward)
+            torch_internals.queue_backward_callback(callback)
+
+    def _finalize_backward_without_plan(self) -> None:
+        """End a backward that came before any call of the module.
+
+        Either somebody calls ``module.forward`` or a method of their own: all gradients are there, and are reduced. Or
+        it was a regulariser: its gradients stay where they are, and are reduced together with those of the first round.
+        """
+        if torch_internals.is_inside_backward():
+            return
+        self._tasks_with_callback.clear()
+        arrived, self._arrived_before_plan = self._arrived_before_plan, set()
+        if len(arrived) == len(self.parameters):
+            self._seal_plan()
+            self.state = ReducerState.REDUCING
+            for bucket in self.buckets:
+                self._complete_with_what_is_there(bucket)
+            self.finalize_backward()
 
     def _seal_plan(self) -> None:
         device = self.parameters[0].device
-        plan = agree_on_plan(self.builder.propose(), self.process_group, device)
+        proposed = self.builder.propose()
+        try:
+            plan = agree_on_plan(proposed, self.process_group, device)
+        except RuntimeError as error:
+            first = proposed.buckets[0].gradients
+            raise ReductionError(
+                f"rank {self.rank}: no rank 0 to agree on the bucket plan with, before bucket 0 ({first[0].fqn}, ...,"
+                f" {first[-1].fqn}) could leave. Another rank has raised, exited, or not come to its backward within"
+                f" the process group's timeout; look for its error. ({error})"
+            ) from error
         self.builder.seal(plan)
         as_view = self.settings.gradient_as_bucket_view
         self.buckets = [
@@ -228,7 +283,10 @@ class Reducer:
         bucket.state = BucketState.READY
         self._launch_ready_buckets()
 
-    def _launch_ready_buckets(self) -> None:
+    def _launch_ready_buckets(self, skip: bool = False) -> None:
+        """Launch what can leave in plan order; with ``skip``, the next bucket will not leave in this round."""
+        if skip:
+            self._num_launched += 1
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             if bucket.state is not BucketState.READY:
@@ -242,18 +300,20 @@ class Reducer:
     def _complete_with_means(self) -> None:
         """Complete the round of a backward without a forward before it, of a regulariser for example.
 
-        Parameters that it did not reach hold the mean of the round before, and the mean of means is the mean.
+        Parameters that it did not reach hold the mean of the round before, and the mean of means is the mean. A bucket
+        with a parameter that holds none stays as it is: its gradients will be reduced in the next round.
         """
         for bucket in self.buckets[self._num_launched :]:
-            if bucket.missing:
-                gradients = [parameter.grad for parameter in bucket.parameters]
-                if any(gradient is None for gradient in gradients):
-                    self._refuse_missing_gradients()
-                bucket.missing.clear()
-                self._complete(bucket, [gradient for gradient in gradients if gradient is not None])
+            if bucket.missing and all(parameter.grad is not None for parameter in bucket.parameters):
+                self._complete_with_what_is_there(bucket)
+            self._launch_ready_buckets(skip=bucket.state is BucketState.COLLECTING)
+
+    def _complete_with_what_is_there(self, bucket: BucketBuffer) -> None:
+        bucket.missing.clear()
+        self._complete(bucket, [self._gradient_of(gradient.index) for gradient in bucket.spec.gradients])
 
     def _wait_for_launched(self) -> None:
-        for bucket in self.buckets[: self._num_launched]:
+        for bucket in self.buckets:
             try:
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
                     bucket.wait()
@@ -265,15 +325,13 @@ class Reducer:
                 ) from error
 
     def _refuse_after_an_exception(self) -> NoReturn:
-        try:
-            self._wait_for_launched()
-        finally:
-            self._reset()
-            self.state = ReducerState.FAILED
+        # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
+        self.state = ReducerState.FAILED
         raise ReductionError(
             f"rank {self.rank}: the last backward raised after its reduction had started, so the ranks may be out of"
-            " step, and going on could average gradients of different steps. If every rank has caught the error, every"
-            " rank may go on with model = ddp_compile(model.unwrap(), ...)"
+            " step, and going on could average gradients of different steps. Start again from a checkpoint; or, if"
+            " every rank has caught the error, let every rank go on in a new group:"
+            " model = ddp_compile(model.unwrap(), process_group=torch.distributed.new_group(), ...)"
         )
 
     def _refuse_missing_gradients(self) -> NoReturn:

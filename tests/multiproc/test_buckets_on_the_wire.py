@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from ddp_compile import ddp_compile
 
 Ranks = Callable[[int], RankPool]
-MIB = 2**20
 
 
 def large_mlp() -> nn.Module:
@@ -25,9 +24,14 @@ def large_mlp() -> nn.Module:
     return Mlp(width=512, num_layers=12)
 
 
+def deep_mlp() -> nn.Module:
+    """Twenty-four layers of 0.25 MiB and a little, six MiB in all."""
+    return Mlp(width=256, num_layers=24)
+
+
 def count_buckets(cap_mb: float) -> dict[str, Any]:
-    model = ddp_compile(large_mlp(), bucket_cap_mb=cap_mb, backend="eager")
-    loss_of(model(torch.randn(2, 512))).backward()
+    model = ddp_compile(deep_mlp(), bucket_cap_mb=cap_mb, backend="eager")
+    loss_of(model(torch.randn(2, 256))).backward()
     model.zero_grad()
     sent: list[int] = []
     all_reduce = dist.all_reduce
@@ -37,7 +41,7 @@ def count_buckets(cap_mb: float) -> dict[str, Any]:
         return all_reduce(tensor, *args, **kwargs)
 
     with mock.patch.object(dist, "all_reduce", counting):
-        loss_of(model(torch.randn(2, 512))).backward()
+        loss_of(model(torch.randn(2, 256))).backward()
     (report,) = model._ddp_compile_state.backend.reports
     return {
         "sent": sent,
@@ -47,9 +51,10 @@ def count_buckets(cap_mb: float) -> dict[str, Any]:
     }
 
 
-# A capacity below the bias's 2 KiB parts bias and weight; one node makes both ready, so they share a partition.
+# A capacity below the bias's 1 KiB parts bias and weight; one node makes both ready, so they share a partition. With
+# the largest capacity the first bucket keeps its own of 1 MiB.
 @pytest.mark.parametrize(
-    ("cap_mb", "num_buckets", "num_partitions"), [(0.001, 24, 12), (0.1, 12, 12), (1.0, 12, 12), (25.0, 2, 2)]
+    ("cap_mb", "num_buckets", "num_partitions"), [(0.0005, 48, 24), (0.1, 24, 24), (1.0, 6, 6), (25.0, 2, 2)]
 )
 def test_wire_plan_and_partitions_agree(cap_mb: float, num_buckets: int, num_partitions: int, ranks: Ranks) -> None:
     results = ranks(2).run(count_buckets, cap_mb)

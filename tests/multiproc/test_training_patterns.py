@@ -29,6 +29,18 @@ def clamp_gradient(parameter: nn.Parameter) -> None:
     parameter.grad.clamp_(-1e-3, 1e-3)
 
 
+def regulariser_first(model: nn.Module, x: Tensor, step: int) -> None:
+    (0.1 * next(model.parameters()).square().sum()).backward()
+    loss_of(model(x)).backward()
+
+
+def watched_inside_no_sync(model: nn.Module, x: Tensor, step: int) -> None:
+    output = model(x)
+    with model.no_sync():
+        model(2 * x)
+    loss_of(output).backward()
+
+
 def user_hook_after(model: nn.Module, x: Tensor, step: int) -> None:
     if step in (0, 2):
         for parameter in model.parameters():
@@ -79,6 +91,8 @@ def small_mlp() -> nn.Module:
 
 PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "regulariser_by_itself": (small_mlp, regulariser_by_itself),
+    "regulariser_first": (small_mlp, regulariser_first),
+    "watched_inside_no_sync": (small_mlp, watched_inside_no_sync),
     "user_hook_after": (small_mlp, user_hook_after),
     "two_forwards_with_batch_norm": (WithBatchNorm, two_forwards),
     "gradients_detached_in_between": (small_mlp, gradients_detached_in_between),

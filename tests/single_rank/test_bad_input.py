@@ -24,6 +24,13 @@ from ddp_compile import ddp_compile
         ({"bucket_cap_mb": []}, ValueError, "bucket_cap_mb=[] holds no capacity"),
         ({"bucket_cap_mb": [1, 0]}, ValueError, "bucket_cap_mb[1]=0 must be"),
         ({"first_bucket_cap_mb": 0}, ValueError, "first_bucket_cap_mb=0 must be"),
+        ({"bucket_cap_mb": [1], "first_bucket_cap_mb": -1}, ValueError, "first_bucket_cap_mb=-1 must be"),
+        ({"gradient_as_bucket_view": "no"}, ValueError, "gradient_as_bucket_view='no' is neither True nor False"),
+        ({"backend": 5}, ValueError, "backend=5 is neither a name nor a function"),
+        ({"backend": "aot_eager", "mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
+        ({"dynamic": "yes"}, ValueError, "dynamic='yes' is not known"),
+        ({"options": {"keep_output_stride": False}}, ValueError, "keep_output_stride"),
+        ({"device_mesh": 5}, ValueError, "device_mesh=5 is not a DeviceMesh"),
         ({"split": "sideways"}, ValueError, "split='sideways' is not known; pass one of 'auto', 'forward', 'none'"),
         ({"backend": "inductr"}, ValueError, "backend='inductr' is not known; pass a function or one of"),
         ({"mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
@@ -121,7 +128,7 @@ def test_ddp_arguments_that_are_off_are_let_through(single_rank_group: None) -> 
 
 
 def test_an_ignored_parameter_gets_a_local_gradient(single_rank_group: None) -> None:
-    model = ddp_compile(nn.Linear(3, 3), backend="eager", parameters_to_ignore=["bias"])
+    model = ddp_compile(nn.Linear(3, 3), backend="eager", parameters_to_ignore=(n for n in ["bias"]))
     model(torch.randn(2, 3)).sum().backward()
     assert [g.fqn for b in model.bucket_plan.buckets for g in b.gradients] == ["weight"]
     assert model.bias.grad is not None

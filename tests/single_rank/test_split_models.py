@@ -456,6 +456,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "augmented_matmul": (AugmentedMatmul, vectors(), 4),
     "conjugated_view": (ConjugatedView, vectors(), 2),
     "keyword_order": (KeywordOrder, vectors(), 3),
+    "ring_in_checkpoints": (RingInCheckpoints, vectors(), 1),
     "inplace_slices": (InplaceSlices, vectors(), 1),
     "inplace_under_other_names": (InplaceUnderOtherNames, vectors(), 1),
     "write_through_view": (WriteThroughView, vectors(), 2),
