@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,17 +102,10 @@ class TrainingBackend:
             if isinstance(value, Tensor) and id(value) in self.parameters:
                 found[node.name] = self.parameters[id(value)]
         for node in gm.graph.find_nodes(op="get_attr"):
-            value = _attribute(gm, str(node.target))
+            value = operator.attrgetter(str(node.target))(gm)
             if isinstance(value, Tensor) and id(value) in self.parameters:
                 found[node.name] = self.parameters[id(value)]
         return found
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    value: Any = gm
-    for name in target.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _has_backward(gm: fx.GraphModule) -> bool:
@@ -134,6 +128,6 @@ class EvaluationBackend:
         return self.inner(gm, list(example_inputs))
 
 
-def buckets_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
+def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
     """The graphs that hold several buckets and yet could not be cut anywhere."""
     return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]

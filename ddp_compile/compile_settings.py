@@ -11,8 +11,15 @@ from ddp_compile import torch_internals
 class CompileSettings:
     """The arguments of ``torch.compile``, checked, and the functions made with them.
 
+    Args:
+        backend: Name or function of the inner backend.
+        mode: Name of a mode, or None.
+        fullgraph: Whether a graph break is an error.
+        dynamic: Whether shapes are symbolic; None lets Dynamo choose.
+        options: Options for the inner backend, or None.
+
     Raises:
-        ValueError: Unknown backend or mode, or options that the backend refuses.
+        ValueError: Unknown backend, mode or ``dynamic``, or options that the backend refuses or that cannot be used.
     """
 
     def __init__(

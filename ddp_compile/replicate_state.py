@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.backend import EvaluationBackend, TrainingBackend, buckets_without_cut
+from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
@@ -107,7 +107,7 @@ class ReplicateState:
             return
         if self.config.split == "none" or not _needs_overlap(self.process_group):
             return
-        whole = buckets_without_cut(reports)
+        whole = graphs_without_cut(reports)
         caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
         if whole or (caps_in_plan > 2 and (len(plan.buckets) == 1 or not reports)):
             declined = [f"{d.node}: {d.reason}" for report in whole for d in report.declined]

@@ -130,6 +130,39 @@ def test_gradients_equal_ddps(pattern: str, ranks: Ranks) -> None:
     assert max(ranks(2).run(train, pattern)) <= tolerance
 
 
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left = self.left(x)
+        torch._dynamo.graph_break()
+        return left, self.right(x)
+
+
+def backward_branch_by_branch() -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    model = ddp_compile(TwoBranches(), backend="eager", bucket_cap_mb=1e-4)
+    x = torch.randn(3, 4)
+    differences = []
+    for _ in range(2):
+        model.zero_grad()
+        left, right = model(x)
+        for loss, layer in ((loss_of(right), model.right), (loss_of(left), model.left)):
+            (mean,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
+            dist.all_reduce(mean)
+            loss.backward()
+            # Each branch is averaged when its own backward returns, though the round is not over after the first one.
+            differences.append(relative_difference(layer.weight.grad, mean / dist.get_world_size()))
+    return differences
+
+
+def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_brings_the_rest(ranks: Ranks) -> None:
+    for differences in ranks(2).run(backward_branch_by_branch):
+        assert len(differences) == 4 and max(differences) < 1e-6
+
+
 def functional_sparse_embedding() -> float:
     torch.manual_seed(dist.get_rank())
 

@@ -44,6 +44,41 @@ def test_a_small_bucket_is_an_assertion_error(single_rank_group: None) -> None:
         incumbent(Layers(), bucket_cap_mb=0.25)(torch.randn(2, 600))
 
 
+class KeywordParameters(Layers):
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.linear(x, weight=layer.weight, bias=layer.bias)
+        return x
+
+
+def test_parameters_passed_by_keyword_are_not_seen(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    incumbent(KeywordParameters(), backend=counter)(torch.randn(2, 600))
+    assert counter.frame_count == 1
+
+
+def test_graphs_and_the_reducers_buckets_follow_different_rules(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
+    model = DistributedDataParallel(Passes(layers), bucket_cap_mb=1.5)
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(3):
+        compiled(torch.randn(2, 512)).sum().backward()
+    sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ")
+    assert (counter.frame_count, len(sizes)) == (4, 3), sizes
+
+
+class Passes(nn.Module):
+    """A forward of one's own: a bare nn.Sequential is not compiled at all."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def test_a_varying_float_crashes(single_rank_group: None) -> None:
     model = incumbent(Layers())
     with pytest.raises(Exception, match="'float' object has no attribute 'meta'"):
