@@ -14,11 +14,13 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test lint venv clean
+.PHONY: help train test bench gpu-bench lint venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite'
+	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
+	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make lint    run ruff and mypy'
 	@echo 'make clean   delete the virtual environment, caches, builds and outputs of the examples'
 	@echo
@@ -34,6 +36,13 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m ddp_compile bench $(ARGS)
+
+# Installs nothing, so that it runs on a machine without a network: torch, tabulate and tqdm have to be there.
+gpu-bench:
+	$(PYTHON) benchmarks/gpu_bench.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

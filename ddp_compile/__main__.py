@@ -1,0 +1,26 @@
+"""``python -m ddp_compile COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ddp_compile.bench import cli as bench
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+        arguments: The command's name and its arguments; those of the process when None.
+    """
+    parser = argparse.ArgumentParser(prog="python -m ddp_compile")
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench_parser = commands.add_parser("bench", help="time ddp_compile beside everything it can be compared with")
+    bench.add_arguments(bench_parser)
+    return bench.run(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

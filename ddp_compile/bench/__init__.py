@@ -1,0 +1,1 @@
+"""The benchmark harness behind ``python -m ddp_compile bench``."""

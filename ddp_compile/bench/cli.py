@@ -1,0 +1,255 @@
+"""``python -m ddp_compile bench``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ddp_compile.bench.implementations import (
+    COMMUNICATION,
+    EAGER,
+    IMPLEMENTATIONS,
+    LOCAL,
+    PEERS,
+    WITHOUT_BUCKETS,
+    implementation_named,
+)
+from ddp_compile.bench.link import NamespacedLink, Rate, remove_stale, unavailable_reason
+from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink
+from ddp_compile.bench.named_functions import load_function
+from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
+from ddp_compile.bench.results import summarize
+from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
+from ddp_compile.bench.settings import Case, WorkloadSettings
+from ddp_compile.bench.workloads import WORKLOADS
+
+QUICK = ("ddp-eager", "compile-ddp", "ddp_compile-forward")
+MODES = ("default", "reduce-overhead", "max-autotune")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments to its parser."""
+    parser.add_argument("--model", default="gpt-small", help=f"{', '.join(WORKLOADS)}, or your own module:function")
+    parser.add_argument("--depth", type=_positive, help="layers of the model")
+    parser.add_argument("--width", type=_positive, help="features of a layer")
+    parser.add_argument("--batch-size", type=_positive, help="samples of a micro-batch on one rank")
+    parser.add_argument(
+        "--implementations",
+        type=_words,
+        default=list(QUICK),
+        metavar="NAME,...",
+        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, or your own module:function"
+        f" (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always measured)",
+    )
+    parser.add_argument("--modes", type=_words, default=["default"], metavar="MODE,...", help=", ".join(MODES))
+    parser.add_argument(
+        "--bucket-cap-mb", type=_capacities, default=[25.0], metavar="MIB,...", help="capacities to sweep"
+    )
+    parser.add_argument("--no-sync-every", type=_positive, default=1, metavar="K", help="micro-batches of a step")
+    parser.add_argument(
+        "--link",
+        type=_rates,
+        default=[Rate.parse("1gbit"), Rate.parse("none")],
+        metavar="RATE,...",
+        help="rates such as 1gbit, or none for an unshaped link; real ones between CPU ranks (needs root and iproute2),"
+        " simulated ones on one CUDA device (default: 1gbit,none)",
+    )
+    parser.add_argument("--ranks", type=_positive, help="number of ranks (default: 2; 1 on CUDA)")
+    parser.add_argument("--simulated-ranks", type=_positive, default=8, help="ranks that a simulated link pretends")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--rounds", type=_positive, default=12, help="turns of each implementation on each link")
+    parser.add_argument("--steps", type=_positive, default=2, help="timed steps of a turn, after one that is not timed")
+    parser.add_argument("--only-steps", action="store_true", help="no warm starts, memory, profiles or message sizes")
+    parser.add_argument("--output", type=Path, help="folder for CSV files and charts (default: runs/bench/DATE)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print tables, write files. Returns the exit status."""
+    try:
+        settings, workload = _checked(arguments)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        return _measure_and_report(arguments, settings, workload)
+    except RankDiedError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench: interrupted; all processes and namespaces of the run are gone", file=sys.stderr)
+        return 130
+
+
+def _measure_and_report(arguments: argparse.Namespace, settings: RunSettings, workload: WorkloadSettings) -> int:
+    from tqdm import tqdm
+
+    from ddp_compile.bench.report import format_tables, provenance, write_files
+
+    with ExitStack() as stack:
+        link, world_settings = _link_and_world(arguments, workload, stack)
+        world = stack.enter_context(RankWorld(world_settings))
+        bar = stack.enter_context(tqdm(unit="stage", leave=False, smoothing=0, disable=None))
+
+        def progress(what: str) -> None:
+            bar.set_description_str(what)
+            bar.update()
+
+        benchmark = BenchmarkRun(world, link, settings, progress)
+        bar.total = benchmark.num_stages
+        result = benchmark.measure()
+    rows = summarize(result.cases, link.names(), result.achieved_gbit, tuple(PEERS))
+    parameters = next((case.cold.num_parameters for case in result.cases if case.cold is not None), 0)
+    about = {
+        "model": arguments.model,
+        "parameters": parameters,
+        "world_size": world_settings.num_communicating_ranks,
+    }
+    where = provenance(arguments.device)
+    print(f"{arguments.model}, {parameters / 1e6:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
+    print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
+    print(format_tables(rows))
+    directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    write_files(directory, rows, result, about, where)
+    _draw(directory)
+    return _report_failures(result, directory)
+
+
+def _draw(directory: Path) -> None:
+    try:
+        from ddp_compile.bench.charts import draw_charts
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print("no charts: matplotlib is not installed (pip install 'ddp-compile[bench]')", file=sys.stderr)
+        charts = []
+    else:
+        charts = draw_charts(directory)
+    print(f"\nwrote {directory}: {', '.join(sorted(path.name for path in (*directory.glob('*.csv'), *charts)))}")
+
+
+def _report_failures(result: RunResult, directory: Path) -> int:
+    failed = [case for case in result.cases if case.error is not None]
+    for case in failed:
+        print(f"failed: {case.case}: {case.error}", file=sys.stderr)
+    if failed:
+        print(f"tracebacks are in {directory / 'failures.txt'}", file=sys.stderr)
+    return 0
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettings]:
+    if arguments.model not in WORKLOADS:
+        load_function("model", arguments.model, WORKLOADS)
+    names = list(IMPLEMENTATIONS) if arguments.implementations == ["all"] else arguments.implementations
+    for name in names:
+        implementation_named(name)
+    for mode in arguments.modes:
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} is not known; pass some of {', '.join(MODES)}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no CUDA device; pass --device cpu")
+    for module in ("tabulate", "tqdm"):
+        if find_spec(module) is None:
+            raise ValueError(f"the Python package {module} is missing; pip install 'ddp-compile[bench]'")
+    cases = make_cases(names, arguments.bucket_cap_mb, arguments.modes, arguments.no_sync_every)
+    settings = RunSettings(cases=cases, rounds=arguments.rounds, steps=arguments.steps, only_steps=arguments.only_steps)
+    workload = WorkloadSettings(
+        model=arguments.model,
+        depth=arguments.depth,
+        width=arguments.width,
+        batch_size=arguments.batch_size,
+        optimizer=arguments.optimizer,
+        device=arguments.device,
+    )
+    return settings, workload
+
+
+def make_cases(
+    names: Sequence[str], caps: Sequence[float], modes: Sequence[str], no_sync_every: int
+) -> tuple[Case, ...]:
+    """Every combination that makes a difference; ``local`` and ``communication`` come first."""
+    cases: dict[Case, None] = {}
+    for name in (LOCAL, COMMUNICATION, *(name for name in names if name not in (LOCAL, COMMUNICATION))):
+        for cap in caps[:1] if name in WITHOUT_BUCKETS else caps:
+            for mode in ("default",) if name in EAGER else modes:
+                case = Case(implementation=name, bucket_cap_mb=cap, mode=mode, no_sync_every=no_sync_every)
+                cases[case] = None
+    return tuple(cases)
+
+
+def _link_and_world(
+    arguments: argparse.Namespace, workload: WorkloadSettings, stack: ExitStack
+) -> tuple[Link, WorldSettings]:
+    if arguments.device == "cuda":
+        return _link_of_one_device(arguments, workload)
+    ranks = arguments.ranks or 2
+    cores = len(os.sched_getaffinity(0))
+    if ranks > cores:
+        print(f"{ranks} ranks share {cores} cores: figures say little about overlap", file=sys.stderr)
+    reason = unavailable_reason()
+    if reason is not None:
+        print(f"no real links ({reason}); the ranks talk over loopback, unshaped", file=sys.stderr)
+        return FixedLink("loopback"), WorldSettings(world_size=ranks, workload=workload)
+    for name in remove_stale():
+        print(f"deleted {name}, which a killed run had left behind", file=sys.stderr)
+    namespaces = stack.enter_context(NamespacedLink(ranks))
+    return ShapedLink(namespaces, arguments.link), WorldSettings(world_size=ranks, workload=workload, link=namespaces)
+
+
+def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSettings) -> tuple[Link, WorldSettings]:
+    ranks = arguments.ranks or 1
+    rates = [rate for rate in arguments.link if rate.bits_per_second is not None]
+    if not rates:
+        return FixedLink("none"), WorldSettings(world_size=ranks, workload=workload)
+    if ranks > 1:
+        raise SystemExit(f"bench: --ranks {ranks} --link {rates[0]}: a simulated link has one real rank; drop --ranks")
+    if len(rates) < len(arguments.link):
+        print("a simulated link has a rate: 'none' is left out; measure it with --link none", file=sys.stderr)
+    return SimulatedLink(rates), WorldSettings(
+        world_size=1,
+        workload=workload,
+        simulated_bits_per_second=rates[0].bits_per_second,
+        simulated_world_size=arguments.simulated_ranks,
+    )
+
+
+def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _capacities(text: str) -> list[float]:
+    values = [float(word) for word in _words(text)]
+    for value in values:
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{value:g} must be a positive number of MiB")
+    return values
+
+
+def _rates(text: str) -> list[Any]:
+    try:
+        return [Rate.parse(word) for word in _words(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,132 @@
+"""Ways to train that are measured side by side.
+
+Each entry makes a callable model out of a plain one. Cases run in processes of their own (see `rank_process`), so an
+entry may switch global settings of torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+from ddp_compile.bench import torch_switches
+from ddp_compile.bench.functional_replicate import FunctionalReplicate
+from ddp_compile.bench.named_functions import load_function
+from ddp_compile.bench.settings import Case
+from ddp_compile.config import SplitMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """A model that is ready to train.
+
+    Args:
+        forward: Called with a batch's inputs.
+        no_sync: Context in which gradients accumulate locally.
+        around_step: Context of a whole step.
+    """
+
+    forward: Callable[[Any], Any]
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def _local(model: nn.Module, case: Case) -> Implementation:
+    return Implementation(forward=torch.compile(model, mode=case.mode))
+
+
+def _data_parallel(model: nn.Module, case: Case) -> DistributedDataParallel:
+    """DistributedDataParallel with the settings that cost it least."""
+    settings: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": case.bucket_cap_mb}
+    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:  # new in torch 2.13
+        settings["batched_grad_copy"] = True
+    return DistributedDataParallel(model, **settings)
+
+
+def _ddp_eager(model: nn.Module, case: Case) -> Implementation:
+    replicated = _data_parallel(model, case)
+    return Implementation(forward=replicated, no_sync=replicated.no_sync)
+
+
+def _compile_ddp(model: nn.Module, case: Case) -> Implementation:
+    replicated = _data_parallel(model, case)
+    return Implementation(forward=torch.compile(replicated, mode=case.mode), no_sync=replicated.no_sync)
+
+
+def _ddp_inner_compile(model: nn.Module, case: Case) -> Implementation:
+    model.compile(mode=case.mode)
+    return _ddp_eager(model, case)
+
+
+def _ddp_unsplit(model: nn.Module, case: Case) -> Implementation:
+    torch_switches.leave_graphs_whole()
+    return _compile_ddp(model, case)
+
+
+def _ddp_python_reducer(model: nn.Module, case: Case) -> Implementation:
+    torch_switches.use_python_reducer()
+    replicated = DistributedDataParallel(model, bucket_cap_mb=case.bucket_cap_mb)
+    return Implementation(
+        forward=torch.compile(replicated, mode=case.mode),
+        no_sync=replicated.no_sync,
+        around_step=partial(torch_switches.compiled_autograd, case.mode),
+    )
+
+
+def _functional(model: nn.Module, case: Case) -> Implementation:
+    assert dist.group.WORLD is not None
+    replicated = FunctionalReplicate(model, dist.group.WORLD)
+    device = next(model.parameters()).device.type
+    options = torch_switches.overlapped_all_reduces(case.bucket_cap_mb, case.mode, device)
+    # Only what a backward inside the graph has averaged is right, so every micro-batch is reduced.
+    return Implementation(forward=torch.compile(replicated, fullgraph=True, options=options))
+
+
+def _ddp_compile(split: SplitMode, model: nn.Module, case: Case) -> Implementation:
+    replicated: Any = ddp_compile(model, split=split, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode)
+    return Implementation(forward=replicated, no_sync=replicated.no_sync)
+
+
+#: Computation without any communication: one of the bounds.
+LOCAL = "local"
+#: Communication without any computation: the other one. Not trained, so it has no entry below.
+COMMUNICATION = "communication"
+
+PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
+    "ddp-eager": _ddp_eager,
+    "compile-ddp": _compile_ddp,
+    "ddp-inner-compile": _ddp_inner_compile,
+    "ddp-unsplit": _ddp_unsplit,
+    "ddp-python-reducer": _ddp_python_reducer,
+    "functional": _functional,
+}
+
+OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
+    f"ddp_compile-{split}": partial(_ddp_compile, split) for split in get_args(SplitMode)
+}
+
+IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}
+
+#: These do not compile, so a mode makes no difference to them.
+EAGER = {"ddp-eager", COMMUNICATION}
+#: A bucket's capacity makes no difference to these.
+WITHOUT_BUCKETS = {LOCAL}
+
+
+def implementation_named(name: str) -> Callable[[nn.Module, Case], Implementation]:
+    """The entry of this name, or a user's ``module:function`` of the same signature.
+
+    Raises:
+        ValueError: It is not known.
+    """
+    return IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else load_function("implementation", name, IMPLEMENTATIONS)

@@ -1,0 +1,30 @@
+"""A user's ``module:function`` on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
+    """The function that ``module:function`` names; modules of the working directory are found as well.
+
+    Raises:
+        ValueError: ``name`` has no colon, or there is no such module or function.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"{setting} {name!r} is not known; pass one of {', '.join(known)}, or your own module:function"
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{setting} {name!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{setting} {name!r} is a {type(function).__name__}; name a function")
+    return function

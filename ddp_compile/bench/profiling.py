@@ -1,0 +1,160 @@
+"""What one step does, seen through torch.profiler and hooks on the parameters."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ddp_compile.bench.settings import Profiled
+from ddp_compile.bench.training import Training
+
+_STEP = "ddp_compile_bench::step"
+_CENSUS = "ddp_compile_bench::census"
+_REDUCER = "ddp_compile::bucket_"
+_LAUNCHES = {"c10d::allreduce_", "simulated::all_reduce"}
+_ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
+
+
+def profile_step(training: Training, parameters: Sequence[Parameter]) -> Profiled:
+    """Run two more steps: one with hooks on the parameters, one under the profiler."""
+    ready = _ready_times(training, parameters)
+    activities = [ProfilerActivity.CPU]
+    if training.clock.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with _traced_events(activities=activities, record_shapes=True) as events, record_function(_STEP):
+        marks = training.step()
+        training.clock.settle()
+    begin_us = next(event["ts"] for event in events if event["name"] == _STEP and event["ph"] == "X")
+
+    def ms(mark: Any) -> float:
+        return 1000 * training.clock.elapsed_s(marks.start, mark)
+
+    lanes: list[dict[str, float | str]] = []
+    before = 0.0
+    for forward, backward in zip(marks.forwards, marks.backwards, strict=True):
+        lanes += [_event("compute", "forward", before, ms(forward))]
+        lanes += [_event("compute", "backward", ms(forward), ms(backward))]
+        before = ms(backward)
+    lanes += [_event("compute", "optimizer", before, ms(marks.end))]
+    for event in events:
+        lane = _lane_of(event)
+        if lane is not None:
+            start = (event["ts"] - begin_us) / 1000
+            lanes.append(_event(lane, event["name"], start, start + event["dur"] / 1000))
+    return Profiled(
+        step_ms=ms(marks.end),
+        num_all_reduces=sum(event["name"] in _LAUNCHES for event in events),
+        payload_bytes=_payload_bytes(events),
+        events=lanes,
+        ready=ready,
+    )
+
+
+def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
+    """The most bytes that were live at once in a step.
+
+    On a CPU the profiler's allocator events say how much more or less there is than at one moment of the step, between
+    backward and optimizer, and a census of all tensors says how much there is then. (Counting events from the beginning
+    of the process goes wrong: gloo's threads free buffers, and the profiler does not see them do so.) On CUDA the
+    allocator keeps the figure itself.
+    """
+    if training.clock.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        training.step()
+        training.clock.settle()
+        return torch.cuda.max_memory_allocated()
+    census = 0
+
+    def count(*_: object) -> None:
+        nonlocal census
+        with record_function(_CENSUS):
+            census = _live_bytes(parameters)
+
+    hook = training.optimizer.register_step_pre_hook(count)
+    with _traced_events(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        training.step()
+    hook.remove()
+    counted_us = next(event["ts"] for event in events if event["name"] == _CENSUS and event["ph"] == "X")
+    live = most = at_census = 0
+    for event in sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"]):
+        live += event["args"]["Bytes"]
+        most = max(most, live)
+        if event["ts"] <= counted_us:
+            at_census = live
+    return census + most - at_census
+
+
+def _live_bytes(parameters: Sequence[Parameter]) -> int:
+    """Bytes of all storages that tensors known to Python, and the parameters' gradients, lie in."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, Parameter)]
+    storages = {}
+    for tensor in (*gradients, *found):
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def _traced_events(**arguments: Any) -> Iterator[list[dict[str, Any]]]:
+    events: list[dict[str, Any]] = []
+    with profile(**arguments) as profiler:
+        yield events
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events += json.loads(path.read_text())["traceEvents"]
+
+
+def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tuple[float, int]]:
+    """Milliseconds from the end of the (last) forward to each gradient's arrival, with the gradient's bytes."""
+    marks: list[tuple[Any, int]] = []
+
+    def note(parameter: Parameter) -> None:
+        marks.append((training.clock.now(), parameter.numel() * parameter.element_size()))
+
+    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+    training.step()  # some implementations compile once more for the hooks
+    marks.clear()
+    step = training.step()
+    training.clock.settle()
+    for hook in hooks:
+        hook.remove()
+    begin = step.forwards[-1]
+    arrived = [(1000 * training.clock.elapsed_s(begin, mark), num_bytes) for mark, num_bytes in marks]
+    return [(ms, num_bytes) for ms, num_bytes in arrived if ms >= 0 and not math.isnan(ms)]
+
+
+def _payload_bytes(events: Sequence[dict[str, Any]]) -> int | None:
+    """Bytes of the tensors that process groups' own ranges name, as gloo's and NCCL's do."""
+    total = 0
+    for event in events:
+        if event.get("ph") == "X" and event["name"].endswith(":all_reduce") and "Input Dims" in event.get("args", {}):
+            shapes, kinds = event["args"]["Input Dims"], event["args"]["Input type"]
+            total += sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in zip(shapes, kinds, strict=True))
+    return total or None
+
+
+def _lane_of(event: dict[str, Any]) -> str | None:
+    if event.get("ph") != "X":
+        return None
+    name = event["name"]
+    # Ranges of gloo and NCCL, NCCL's kernel, and the kernel that a simulated link waits with.
+    if (name.endswith(":all_reduce") and "::" not in name) or "AllReduce" in name or "spin_kernel" in name:
+        return "communication"
+    return "reducer" if name.startswith(_REDUCER) else None
+
+
+def _event(lane: str, name: str, start_ms: float, end_ms: float) -> dict[str, float | str]:
+    return {"lane": lane, "name": name, "start_ms": start_ms, "end_ms": end_ms}

@@ -1,0 +1,182 @@
+"""The process of one rank of one case: builds it, then answers what the run asks for.
+
+Note [A process for each case and rank]
+Torch's ways to train switch global settings (the Python reducer changes what Dynamo inlines for the rest of the
+process), share compile caches in memory and leak into each other's memory figures. So each case has a process of its
+own for each rank; while one case has its turn, the processes of the others sleep on a pipe. They are forked from a
+process that has imported torch, since importing takes seconds, and live in their rank's network namespace and on its
+core.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_compile.bench import torch_switches
+from ddp_compile.bench.implementations import COMMUNICATION, implementation_named
+from ddp_compile.bench.profiling import peak_live_bytes, profile_step
+from ddp_compile.bench.settings import Prepared, Profiled, RankContext, StepRecord
+from ddp_compile.bench.training import Communication, Steppable, Training, timed_steps
+from ddp_compile.bench.workloads import make_workload
+from ddp_compile.bucket_plan import GradientSpec, plan_buckets
+from ddp_compile.config import caps_from_mib
+
+GROUP_TIMEOUT_S = 300
+NUM_WARMUP_STEPS = 4
+
+
+class Failure(NamedTuple):
+    """What a rank raised in place of an answer."""
+
+    summary: str
+    traceback: str
+
+
+class RankCase:
+    """One case on one rank; its public methods are what a run may ask for."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self.device = torch.device(context.workload.device)
+        self.target: Steppable | None = None
+        self.parameters: list[torch.nn.Parameter] = []
+
+    def prepare(self) -> Prepared:
+        """Build the case and take its first steps, which compile."""
+        self.target = self._build()
+        dist.barrier()
+        warmup_s = []
+        for _ in range(NUM_WARMUP_STEPS):
+            start = time.perf_counter()
+            self.target.step()
+            self.target.clock.settle()
+            warmup_s.append(time.perf_counter() - start)
+        return Prepared(
+            num_parameters=sum(parameter.numel() for parameter in self.parameters),
+            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in self.parameters),
+            warmup_s=warmup_s,
+            num_graphs=torch_switches.num_compiled_graphs(),
+        )
+
+    def time(self, num_warm: int, num_steps: int) -> list[StepRecord]:
+        """Time steps; see `timed_steps`."""
+        assert self.target is not None
+        return timed_steps(self.target, num_warm, num_steps)
+
+    def profile(self) -> Profiled:
+        """Profile one step; see `profile_step`."""
+        assert isinstance(self.target, Training)
+        return profile_step(self.target, self.parameters)
+
+    def loss(self) -> float:
+        """Mean over the ranks of the last step's loss."""
+        assert isinstance(self.target, Training) and self.target.loss is not None
+        loss = self.target.loss.detach().double()
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    def peak_bytes(self) -> int:
+        """The most bytes that were live at once in a step; see `peak_live_bytes`."""
+        assert isinstance(self.target, Training)
+        return peak_live_bytes(self.target, self.parameters)
+
+    def time_all_reduce(self, num_bytes: int, repeats: int) -> list[StepRecord]:
+        """Time all-reduces of one size."""
+        return timed_steps(Communication([num_bytes], self.device), 2, repeats)
+
+    def set_simulated_rate(self, bits_per_second: float) -> None:
+        """Change the rate of the simulated link."""
+        from ddp_compile.bench.simulated_link import LinkModel, set_link_model
+
+        set_link_model(LinkModel.from_rate(bits_per_second, self.context.simulated_world_size))
+
+    # What follows is private.
+
+    def _build(self) -> Steppable:
+        context = self.context
+        case, settings = context.case, context.workload
+        workload = make_workload(settings)
+        model = workload.model.to(self.device)
+        self.parameters = list(model.parameters())
+        if case.implementation == COMMUNICATION:
+            return Communication(_bucket_bytes(model, case.bucket_cap_mb), self.device)
+        implementation = implementation_named(case.implementation)(model, case)
+        return Training(implementation, model, workload, settings, context.rank, case.no_sync_every)
+
+
+def _bucket_bytes(model: torch.nn.Module, cap_mb: float) -> list[int]:
+    """Sizes of the buckets that DistributedDataParallel's first plan has."""
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    gradients = [
+        GradientSpec(
+            index=i, fqn=name, numel=p.numel(), dtype=str(p.dtype).removeprefix("torch."), device=str(p.device)
+        )
+        for i, (name, p) in reversed(list(enumerate(parameters)))
+    ]
+    return [bucket.num_bytes for bucket in plan_buckets(gradients, caps_from_mib(cap_mb, 1.0)).buckets]
+
+
+def serve(context: RankContext, connection: Connection, connection_of_host: Connection) -> None:
+    """Join the process group of the case, then answer calls until the run hangs up.
+
+    Args:
+        context: Which case on which rank.
+        connection: Calls come from here, answers go there.
+        connection_of_host: Came along with the fork; kept open, it would hide the host's death.
+    """
+    connection_of_host.close()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = context.cache_dir
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(context.cache_dir, "triton")
+    try:
+        _join_process_group(context)
+        case = RankCase(context)
+    except Exception as error:
+        connection.send(_failure(error))
+        return
+    connection.send(None)
+    _answer_calls(case, connection)
+
+
+def _answer_calls(case: RankCase, connection: Connection) -> None:
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(getattr(case, method)(**arguments))
+        except Exception as error:
+            connection.send(_failure(error))
+
+
+def _join_process_group(context: RankContext) -> None:
+    if context.workload.device == "cuda":
+        torch.cuda.set_device(context.rank)
+    if context.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = context.interface
+    if context.simulated_bits_per_second is not None:
+        from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
+
+        model = LinkModel.from_rate(context.simulated_bits_per_second, context.simulated_world_size)
+        init_simulated_process_group(model, torch.device(context.workload.device))
+        return
+    dist.init_process_group(
+        "nccl" if context.workload.device == "cuda" else "gloo",
+        init_method=f"file://{context.store_path}",
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+
+
+def _failure(error: Exception) -> Failure:
+    lines = str(error).strip().splitlines()
+    return Failure(f"{type(error).__name__}: {lines[0] if lines else ''}"[:200], traceback.format_exc())

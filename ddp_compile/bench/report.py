@@ -1,0 +1,222 @@
+"""A run's table on the terminal, and its figures in files."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from ddp_compile import __version__
+from ddp_compile.bench.results import SUMMARY_COLUMNS, SummaryRow
+from ddp_compile.bench.run import RunResult
+
+RUN_COLUMNS = ["model", "parameters", "world_size"]
+PROVENANCE_COLUMNS = ["commit", "date", "ddp_compile", "torch", "python", "device", "machine"]
+
+#: What the terminal shows: heading, column, format.
+_TABLE = (
+    ("implementation", "implementation", ""),
+    ("mode", "mode", ""),
+    ("cap MiB", "bucket_cap_mb", "g"),
+    ("ms a step", "step_ms", ".1f"),
+    ("p25", "step_ms_p25", ".1f"),
+    ("p75", "step_ms_p75", ".1f"),
+    ("x best peer", "ratio_to_best_peer", ".3f"),
+    ("from", "ratio_low", ".3f"),
+    ("to", "ratio_high", ".3f"),
+    ("x bound", "ratio_to_bound", ".3f"),
+    ("exposed ms", "exposed_ms", ".1f"),
+    ("peak MiB", "peak_mib", ".1f"),
+    ("cold s", "cold_compile_s", ".1f"),
+    ("warm s", "warm_compile_s", ".1f"),
+    ("graphs", "graphs", "d"),
+    ("all-reduces", "all_reduces", "d"),
+    ("payload MiB", "payload_mib", ".2f"),
+    ("sent MiB", "sent_mib", ".2f"),
+    ("loss", "loss", ".5f"),
+)
+
+
+def format_tables(rows: Sequence[SummaryRow]) -> str:
+    """One table for each link, with the bound beneath its heading; a failed case says so in its row."""
+    tables = []
+    for link, group in itertools.groupby(rows, key=lambda row: row.link):
+        of_link = list(group)
+        achieved = of_link[0].achieved_gbit
+        heading = f"link {link}" + ("" if achieved is None else f", all-reduce of 32 MiB at {achieved:.2f} Gbit/s")
+        bounds = {row.bucket_cap_mb: row.bound_ms for row in of_link if row.bound_ms is not None}
+        ideal = ", ".join(f"{bound:.1f} ms (cap {cap:g} MiB)" for cap, bound in bounds.items())
+        body = [[_cell(row, column, style) for _, column, style in _TABLE] for row in of_link]
+        used = [i for i in range(len(_TABLE)) if any(cells[i] for cells in body)]
+        table = tabulate(
+            [[cells[i] for i in used] for cells in body],
+            headers=[_TABLE[i][0] for i in used],
+            disable_numparse=True,
+            colalign=["left" if not _TABLE[i][2] else "right" for i in used],
+        )
+        tables.append(f"{heading}\nideal overlap: {ideal or 'not known'}\n{table}")
+    return "\n\n".join(tables)
+
+
+def write_files(
+    directory: Path,
+    rows: Sequence[SummaryRow],
+    result: RunResult,
+    run: Mapping[str, Any],
+    provenance: Mapping[str, str],
+) -> None:
+    """Write summary.csv, steps.csv, messages.csv, ready.csv, timeline.json and, if anything failed, failures.txt.
+
+    Args:
+        directory: Made if it is not there.
+        rows: The summary.
+        result: All figures.
+        run: Values of `RUN_COLUMNS`.
+        provenance: Values of `PROVENANCE_COLUMNS`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_csv(
+        directory / "summary.csv",
+        [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS],
+        ({**run, **asdict(row), **provenance} for row in rows),
+    )
+    _write_csv(
+        directory / "steps.csv",
+        ["link", "implementation", "mode", "bucket_cap_mb", "round", "step", *_STEP_COLUMNS],
+        _step_rows(result),
+    )
+    _write_csv(
+        directory / "messages.csv",
+        ["link", "message_bytes", "all_reduce_ms", "all_reduce_ms_p25", "all_reduce_ms_p75", "cpu_ms"],
+        _message_rows(result),
+    )
+    _write_csv(
+        directory / "ready.csv",
+        ["implementation", "mode", "bucket_cap_mb", "link", "ms", "ready_mib"],
+        _ready_rows(result),
+    )
+    (directory / "timeline.json").write_text(json.dumps(_timelines(result), indent=1))
+    failures = [f"{case.case}\n{case.traceback}" for case in result.cases if case.error is not None]
+    (directory / "failures.txt").unlink(missing_ok=True)
+    if failures:
+        (directory / "failures.txt").write_text("\n\n".join(failures))
+
+
+def provenance(device: str) -> dict[str, str]:
+    """Commit, versions and machine, for every row of a file."""
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "ddp_compile": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+    }
+
+
+_STEP_COLUMNS = ["step_ms", "forward_ms", "backward_ms", "optimizer_ms", "cpu_ms"]
+
+
+def _cell(row: SummaryRow, column: str, style: str) -> str:
+    value = getattr(row, column)
+    if column == "step_ms" and row.status == "failed":
+        return "failed"
+    return "" if value is None else format(value, style)
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()})
+
+
+def _step_rows(result: RunResult) -> Iterable[dict[str, Any]]:
+    for case in result.cases:
+        for link, rounds in case.rounds.items():
+            for number, turn in enumerate(rounds):
+                for i, step in enumerate(turn):
+                    yield {
+                        "link": link,
+                        "implementation": case.case.implementation,
+                        "mode": case.case.mode,
+                        "bucket_cap_mb": case.case.bucket_cap_mb,
+                        "round": number,
+                        "step": i,
+                        **{name: 1000 * getattr(step, name.replace("_ms", "_s")) for name in _STEP_COLUMNS},
+                    }
+
+
+def _message_rows(result: RunResult) -> Iterable[dict[str, Any]]:
+    for link, sizes in result.messages.items():
+        for num_bytes, steps in sizes.items():
+            low, median, high = statistics.quantiles((1000 * step.step_s for step in steps), n=4, method="inclusive")
+            yield {
+                "link": link,
+                "message_bytes": num_bytes,
+                "all_reduce_ms": median,
+                "all_reduce_ms_p25": low,
+                "all_reduce_ms_p75": high,
+                "cpu_ms": 1000 * statistics.median(step.cpu_s for step in steps),
+            }
+
+
+def _ready_rows(result: RunResult) -> Iterable[dict[str, Any]]:
+    for case in result.cases:
+        for link, profile in case.profiles.items():
+            ready = 0
+            for ms, num_bytes in sorted(profile.ready):
+                ready += num_bytes
+                yield {**_identity(case.case, link), "ms": ms, "ready_mib": ready / 2**20}
+
+
+def _timelines(result: RunResult) -> list[dict[str, Any]]:
+    return [
+        {**_identity(case.case, link), "step_ms": profile.step_ms, "events": profile.events}
+        for case in result.cases
+        for link, profile in case.profiles.items()
+    ]
+
+
+def _identity(case: Any, link: str) -> dict[str, Any]:
+    return {
+        "implementation": case.implementation,
+        "mode": case.mode,
+        "bucket_cap_mb": case.bucket_cap_mb,
+        "link": link,
+    }
+
+
+def _commit() -> str:
+    """Commit of the source tree, with a plus sign if it has been changed; "unknown" outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

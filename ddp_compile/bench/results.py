@@ -1,0 +1,236 @@
+"""What a run measured, and the table that follows from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from ddp_compile.bench.settings import Case, Prepared, Profiled, StepRecord
+
+#: Names of the two cases that every run has, for its bounds.
+LOCAL = "local"
+COMMUNICATION = "communication"
+
+
+@dataclass
+class CaseResult:
+    """Everything measured of one case.
+
+    Args:
+        case: Which one.
+        cold: First steps with empty compile caches, of the slowest rank; None if they failed.
+        warm: First steps of new processes with the caches of ``cold``.
+        peak_bytes: Most bytes live at once, on the rank with most.
+        rounds: For each link, for each round, the steps of the case's turn.
+        sent_bytes: For each link, bytes that rank 0's interface sent for one step.
+        profiles: For each link, a profiled step of rank 0.
+        loss: Mean over the ranks of the last step's loss.
+        error: One line; None while nothing has failed.
+        traceback: Of the rank that failed first.
+    """
+
+    case: Case
+    cold: Prepared | None = None
+    warm: Prepared | None = None
+    peak_bytes: int | None = None
+    rounds: dict[str, list[list[StepRecord]]] = field(default_factory=dict)
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    profiles: dict[str, Profiled] = field(default_factory=dict)
+    loss: float | None = None
+    error: str | None = None
+    traceback: str = ""
+
+    def steps(self, link: str) -> list[StepRecord]:
+        return [step for turn in self.rounds.get(link, []) for step in turn]
+
+    def median(self, link: str, name: str = "step_s") -> float:
+        """Median over all timed steps, in seconds."""
+        return statistics.median(getattr(step, name) for step in self.steps(link))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SummaryRow:
+    """One link and case; times in milliseconds unless the name says otherwise, None where nothing was measured.
+
+    ``bound_ms`` is the ideal overlap of this run's own compute alone and communication alone, see `ideal_step_s`;
+    ``exposed_ms`` is the step beyond compute alone. ``ratio_to_best_peer`` is the median over rounds of the ratio to
+    the fastest peer on that link in that round, ``ratio_low`` and ``ratio_high`` its 95 % interval. Compile seconds are
+    what the first steps took beyond as many steady ones.
+    """
+
+    link: str
+    achieved_gbit: float | None
+    implementation: str
+    mode: str
+    bucket_cap_mb: float
+    no_sync_every: int
+    step_ms: float | None = None
+    step_ms_p25: float | None = None
+    step_ms_p75: float | None = None
+    num_steps: int | None = None
+    ratio_to_best_peer: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    bound_ms: float | None = None
+    ratio_to_bound: float | None = None
+    exposed_ms: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    cpu_ms: float | None = None
+    peak_mib: float | None = None
+    cold_compile_s: float | None = None
+    warm_compile_s: float | None = None
+    graphs: int | None = None
+    all_reduces: int | None = None
+    payload_mib: float | None = None
+    sent_mib: float | None = None
+    loss: float | None = None
+    status: str = "ok"
+    error: str = ""
+
+
+SUMMARY_COLUMNS = [f.name for f in fields(SummaryRow)]
+
+
+def ideal_step_s(local: CaseResult, communication: CaseResult, link: str) -> float:
+    """Length of a step that hides as much communication as can be hidden, in seconds.
+
+    Communication can lie beneath the backward that is followed by an optimizer step, but a core that computes has no
+    time for the communication's own processor work: max(forward + max(backward, communication) + optimizer, compute +
+    CPU seconds of the communication). With several micro-batches only the last backward counts for the former.
+    """
+    compute = local.median(link)
+    backward = local.median(link, "backward_s") / local.case.no_sync_every
+    alone = communication.median(link)
+    return max(compute - backward + max(backward, alone), compute + communication.median(link, "cpu_s"))
+
+
+def median_ratio(rounds: Sequence[list[StepRecord]], others: Sequence[list[StepRecord]]) -> tuple[float, float, float]:
+    """Median over rounds of the ratio of the rounds' median steps, and its 95 % interval.
+
+    The interval lies between order statistics, whatever the distribution: each ratio lies above the true median with
+    probability one half. With fewer than six rounds it is the whole range, which covers less than 95 %.
+    """
+    ratios = sorted(
+        statistics.median(step.step_s for step in ours) / statistics.median(step.step_s for step in theirs)
+        for ours, theirs in zip(rounds, others, strict=True)
+    )
+    n = len(ratios)
+    below, tail = 0, 0.5**n
+    while tail + math.comb(n, below + 1) * 0.5**n <= 0.025 and below + 1 < n // 2:
+        below += 1
+        tail += math.comb(n, below) * 0.5**n
+    return statistics.median(ratios), ratios[below], ratios[n - 1 - below]
+
+
+def summarize(
+    results: Sequence[CaseResult], links: Sequence[str], achieved: dict[str, float], peers: Sequence[str]
+) -> list[SummaryRow]:
+    """One row for each link and case, the failed ones included.
+
+    Args:
+        results: All cases; ``local`` and ``communication`` among them.
+        links: Names of the links, in the order of the table.
+        achieved: Gbit/s that all-reduces of large messages reached, by link.
+        peers: Names of the implementations that the others are compared with.
+    """
+    rows = []
+    for link in links:
+        most = max((len(result.rounds.get(link, [])) for result in results), default=0)
+        # What failed on the way has fewer rounds, and is compared with nothing.
+        measured = [result for result in results if most and len(result.rounds.get(link, [])) == most]
+        for result in results:
+            best = _best_peer(result, measured, link, peers)
+            rows.append(_row(result, measured, link, achieved.get(link), best))
+    return rows
+
+
+def _best_peer(
+    result: CaseResult, measured: Sequence[CaseResult], link: str, peers: Sequence[str]
+) -> CaseResult | None:
+    """The peer with the shortest step, whatever its capacity and mode, that does the same number of micro-batches."""
+    candidates = [other for other in measured if other.case.implementation in peers]
+    same = [other for other in candidates if other.case.no_sync_every == result.case.no_sync_every]
+    return min(same, key=lambda other: other.median(link), default=None)
+
+
+def _bound(result: CaseResult, measured: Sequence[CaseResult], link: str) -> tuple[CaseResult, float] | None:
+    """Compute alone in the case's mode, and the ideal step with the case's buckets."""
+    case = result.case
+    local = _find(measured, LOCAL, mode=case.mode) or _find(measured, LOCAL)
+    communication = _find(measured, COMMUNICATION, bucket_cap_mb=case.bucket_cap_mb)
+    if local is None or communication is None:
+        return None
+    return local, ideal_step_s(local, communication, link)
+
+
+def _find(measured: Sequence[CaseResult], implementation: str, **settings: object) -> CaseResult | None:
+    for result in measured:
+        case = result.case
+        if case.implementation == implementation and all(getattr(case, k) == v for k, v in settings.items()):
+            return result
+    return None
+
+
+def _row(
+    result: CaseResult,
+    measured: Sequence[CaseResult],
+    link: str,
+    achieved: float | None,
+    best: CaseResult | None,
+) -> SummaryRow:
+    case = result.case
+    identity = {
+        "link": link,
+        "achieved_gbit": achieved,
+        "implementation": case.implementation,
+        "mode": case.mode,
+        "bucket_cap_mb": case.bucket_cap_mb,
+        "no_sync_every": case.no_sync_every,
+    }
+    if result not in measured:
+        return SummaryRow(**identity, status="failed", error=result.error or "not measured")  # type: ignore[arg-type]
+    figures: dict[str, object] = {"step_ms": 1000 * result.median(link), "num_steps": len(result.steps(link))}
+    steps = [1000 * step.step_s for step in result.steps(link)]
+    quartiles = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
+    figures |= {"step_ms_p25": quartiles[0], "step_ms_p75": quartiles[2]}
+    for name in ("forward", "backward", "optimizer", "cpu"):
+        figures[f"{name}_ms"] = 1000 * result.median(link, f"{name}_s")
+    if best is not None and case.implementation not in (LOCAL, COMMUNICATION):
+        ratio = median_ratio(result.rounds[link], best.rounds[link])
+        figures |= {"ratio_to_best_peer": ratio[0], "ratio_low": ratio[1], "ratio_high": ratio[2]}
+    bound = _bound(result, measured, link)
+    if bound is not None and case.implementation not in (LOCAL, COMMUNICATION):
+        local, ideal_s = bound
+        figures |= {
+            "bound_ms": 1000 * ideal_s,
+            "ratio_to_bound": result.median(link) / ideal_s,
+            "exposed_ms": 1000 * (result.median(link) - local.median(link)),
+        }
+    figures |= _figures_of_the_case(result, link)
+    status = "ok" if result.error is None else "failed"
+    return SummaryRow(**identity, **figures, status=status, error=result.error or "")  # type: ignore[arg-type]
+
+
+def _figures_of_the_case(result: CaseResult, link: str) -> dict[str, object]:
+    steady = result.median(link)
+    profile = result.profiles.get(link)
+    return {
+        "peak_mib": None if result.peak_bytes is None else result.peak_bytes / 2**20,
+        "cold_compile_s": _compile_s(result.cold, steady),
+        "warm_compile_s": _compile_s(result.warm, steady),
+        "graphs": None if result.cold is None else result.cold.num_graphs,
+        "all_reduces": None if profile is None else profile.num_all_reduces,
+        "payload_mib": None if profile is None or profile.payload_bytes is None else profile.payload_bytes / 2**20,
+        "sent_mib": result.sent_bytes[link] / 2**20 if link in result.sent_bytes else None,
+        "loss": result.loss,
+    }
+
+
+def _compile_s(prepared: Prepared | None, steady_s: float) -> float | None:
+    if prepared is None or prepared.num_graphs == 0:
+        return None
+    return max(0.0, sum(prepared.warmup_s) - len(prepared.warmup_s) * steady_s)

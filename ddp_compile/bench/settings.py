@@ -1,0 +1,128 @@
+"""What a benchmark run was asked for: plain data that travels to the rank processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadSettings:
+    """Which model is trained, and on what.
+
+    Args:
+        model: A name of `ddp_compile.bench.workloads.WORKLOADS`, or a user's ``module:function``.
+        depth: Number of layers; the model's own default when None.
+        width: Features of a layer; the model's own default when None.
+        batch_size: Samples of one micro-batch on one rank; the model's own default when None.
+        optimizer: "sgd" or "adamw", both fused.
+        device: "cpu" or "cuda".
+    """
+
+    model: str
+    depth: int | None = None
+    width: int | None = None
+    batch_size: int | None = None
+    optimizer: str = "sgd"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One row of the table: an implementation with its settings.
+
+    Args:
+        implementation: A name of `ddp_compile.bench.implementations.IMPLEMENTATIONS`, or a user's ``module:function``.
+        bucket_cap_mb: Bucket capacity in MiB.
+        mode: Mode of ``torch.compile``.
+        no_sync_every: Micro-batches of one step; all but the last one run inside ``no_sync``.
+    """
+
+    implementation: str
+    bucket_cap_mb: float = 25.0
+    mode: str = "default"
+    no_sync_every: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.implementation} (mode {self.mode}, cap {self.bucket_cap_mb:g} MiB)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """What one rank's process of one case needs to know.
+
+    Args:
+        case: What it runs.
+        workload: What is trained.
+        rank: This rank.
+        world_size: Number of ranks.
+        store_path: File through which the ranks of this case find each other.
+        interface: Network interface for gloo; its own choice when None.
+        cache_dir: Compile caches of this rank and case.
+        simulated_bits_per_second: Rate of a simulated link; the real process group is used when None.
+        simulated_world_size: Ranks that a simulated link pretends to have.
+    """
+
+    case: Case
+    workload: WorkloadSettings
+    rank: int
+    world_size: int
+    store_path: str
+    interface: str | None
+    cache_dir: str
+    simulated_bits_per_second: float | None = None
+    simulated_world_size: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One timed step of one rank; times in seconds.
+
+    Args:
+        step_s: From the end of the step before to the end of this one.
+        forward_s: Forward passes of all micro-batches, with the loss.
+        backward_s: Backward passes, with whatever reduction they wait for.
+        optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
+        cpu_s: CPU seconds of the process with all its threads.
+    """
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What building a case and its first steps showed, on one rank.
+
+    Args:
+        num_parameters: Elements of all parameters.
+        gradient_bytes: Bytes of all gradients.
+        warmup_s: Length of each of the first steps, in seconds; the first one compiles.
+        num_graphs: Forward graphs that were compiled, parts of cut graphs counted one by one; None if unknown.
+    """
+
+    num_parameters: int
+    gradient_bytes: int
+    warmup_s: list[float]
+    num_graphs: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profiled:
+    """One profiled step of one rank; times in milliseconds since the step began.
+
+    Args:
+        step_ms: Length of the step under the profiler.
+        events: Dicts of lane, name, start_ms, end_ms.
+        num_all_reduces: All-reduces that were launched.
+        payload_bytes: Bytes that they reduced; None where the profiler does not tell.
+        ready: When each parameter's gradient had been accumulated, since the first backward began, and its bytes.
+    """
+
+    step_ms: float
+    num_all_reduces: int
+    payload_bytes: int | None
+    events: list[dict[str, float | str]] = field(default_factory=list)
+    ready: list[tuple[float, int]] = field(default_factory=list)

@@ -1,0 +1,351 @@
+"""A process group of one process that pretends to be many ranks behind a link of limited rate.
+
+Note [What is simulated]
+The other ranks hold the same tensors as this one, so a sum is a product with the world size, and broadcasts and
+all-gathers move nothing. Each all-reduce occupies the link for ``alpha + bytes * 2 * (n - 1) / n / beta``, the time of
+a ring; one transfer at a time, in launch order. Everything else (broadcast, all-gather, barrier) takes no time.
+
+What a real collective takes from the computation beside it is left out: the multiprocessors and the memory bandwidth of
+NCCL's kernels, or the cores that gloo copies with. So hidden communication costs less here than it does in truth.
+
+Note [Spinning on a GPU]
+A transfer on a CUDA device is one warp of one multiprocessor that spins on a side stream, far less than the blocks of
+NCCL, one for each of its channels. The spin counts cycles of the GPU's clock, which the GPU lowers when it gets hot or
+draws too much power; then transfers take longer than modelled, for all implementations alike.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.profiler import record_function
+
+_BACKEND = "simulated"
+_CALIBRATION_CYCLES = 50_000_000  # about 25 ms at 2 GHz
+# An idle GPU takes its time to raise its clock (345 MHz to 1980 MHz on an H200), so the first rounds do not count.
+_LEAST_CALIBRATIONS, _MOST_CALIBRATIONS = 8, 40
+_CALIBRATION_TOLERANCE = 0.02
+
+# Every collective that a process group of torch 2.11 or 2.13 has, but for the four below.
+# fmt: off
+_REFUSED = (
+    "_allgather_base", "_end_coalescing", "_reduce_scatter_base", "_start_coalescing", "all_gather_single",
+    "all_gather_single_coalesced", "all_to_all_single", "allgather_coalesced", "allgather_into_tensor_coalesced",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "gather", "monitored_barrier", "recv", "recv_anysource",
+    "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced", "scatter", "send", "split_group",
+)
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """How long an all-reduce takes.
+
+    Args:
+        world_size: Ranks that are pretended, at least 2.
+        alpha_s: Latency of one collective, in seconds.
+        bytes_per_second: Rate of the link.
+
+    Raises:
+        ValueError: A number out of range.
+    """
+
+    world_size: int
+    alpha_s: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or self.world_size < 2:
+            raise ValueError(f"world_size={self.world_size} must be an integer of at least 2; one rank reduces nothing")
+        if not 0 <= self.alpha_s < math.inf:
+            raise ValueError(f"alpha_s={self.alpha_s} must be at least 0 and finite; pass 50e-6 for 50 microseconds")
+        _check_rate("bytes_per_second", self.bytes_per_second)
+
+    def all_reduce_s(self, num_bytes: int) -> float:
+        """Seconds that an all-reduce of this many bytes on each rank occupies the link."""
+        num_sent = num_bytes * 2 * (self.world_size - 1) / self.world_size
+        return self.alpha_s + num_sent / self.bytes_per_second
+
+    @classmethod
+    def from_rate(cls, bits_per_second: float, world_size: int, alpha_s: float = 50e-6) -> LinkModel:
+        """A ring of ranks, each with one full-duplex link of this rate."""
+        _check_rate("bits_per_second", bits_per_second)
+        return cls(world_size=world_size, alpha_s=alpha_s, bytes_per_second=bits_per_second / 8)
+
+
+def _check_rate(setting: str, rate: float) -> None:
+    if not 0 < rate < math.inf:
+        raise ValueError(f"{setting}={rate} must be positive and finite; pass for example {setting}=1e9")
+
+
+def init_simulated_process_group(model: LinkModel, device: torch.device) -> None:
+    """``init_process_group`` with a default group that is simulated; this process is rank 0.
+
+    ``destroy_process_group`` ends it, after the transfers that are still under way.
+
+    Args:
+        model: The link.
+        device: Of the tensors that will be reduced, CPU or CUDA. A CUDA device is timed first, for some 0.3 s.
+
+    Raises:
+        ValueError: Another device, or there is a default group already.
+    """
+    device = _checked_device(device)
+    # The extended API hands pg_options over as they are.
+    dist.Backend.register_backend(_BACKEND, _create_process_group, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group(
+        _BACKEND,
+        store=dist.HashStore(),  # type: ignore[attr-defined]  # public, but not in the stub
+        rank=0,
+        world_size=model.world_size,
+        pg_options=partial(SimulatedProcessGroup, model, device),
+    )
+
+
+def set_link_model(model: LinkModel) -> None:
+    """Change the link of the default group for the transfers that are launched from here on.
+
+    Raises:
+        ValueError: Another world size, or the default group is not simulated.
+    """
+    group = dist.group.WORLD
+    if not isinstance(group, SimulatedProcessGroup):
+        raise ValueError(f"the default process group {group} is not simulated; call init_simulated_process_group first")
+    if model.world_size != group.size():
+        raise ValueError(f"world_size={model.world_size} must stay {group.size()}; initialise another process group")
+    group.link_model = model
+
+
+class SimulatedProcessGroup(dist.ProcessGroup):
+    """Rank 0 of ranks that are not there. Do not make one yourself: call `init_simulated_process_group`."""
+
+    def __init__(self, link_model: LinkModel, device: torch.device) -> None:
+        # torch's stub has only the three-argument constructor, which makes a group that does not call into Python.
+        super().__init__(0, link_model.world_size)  # type: ignore[call-arg]
+        self.link_model = link_model
+        self._device = device
+        self._link = _CudaLink(device) if device.type == "cuda" else _HostLink()
+
+    # Called by name from C++. The base class would keep the group's name in its backends, of which there are none.
+
+    def getBackendName(self) -> str:
+        return _BACKEND
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise NotImplementedError(f"all_reduce of a {tensor.layout} tensor is not simulated; pass a dense one")
+            if tensor.device != self._device:
+                raise ValueError(f"device={self._device} of the simulated link must be the tensor's, {tensor.device}")
+        factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
+        seconds = self.link_model.all_reduce_s(sum(tensor.nbytes for tensor in tensors))
+        with record_function("simulated::all_reduce"):  # what a profile counts; real groups have ranges of their own
+            return _SimulatedWork(self._link.launch(_Transfer(tensors, factor, seconds)))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _completed(tensors)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        for copies, tensor in zip(outputs, inputs, strict=True):
+            for copy in copies:
+                copy.data.copy_(tensor.detach())
+        return _completed([copy for copies in outputs for copy in copies])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return _completed([])
+
+    def shutdown(self) -> None:
+        self._link.close()
+
+
+def _refuse(name: str, *_args: Any, **_kwargs: Any) -> Any:
+    raise NotImplementedError(f"{name} is not simulated; allreduce, broadcast, allgather and barrier are")
+
+
+for _name in _REFUSED:
+    # The base class would look for a backend and report that there is none for the device.
+    setattr(SimulatedProcessGroup, _name, partial(_refuse, _name))
+
+
+def _create_process_group(_common: Any, make: Callable[[], dist.ProcessGroup] | None) -> dist.ProcessGroup:
+    if make is None:
+        raise NotImplementedError("new_group is not simulated; pass the default group, or no group at all")
+    return make()
+
+
+def _checked_device(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"device={device} must be a CPU or a CUDA device; others have no simulated link")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device} must be one of the {torch.cuda.device_count()} CUDA devices that torch sees")
+    # A tensor's device has an index, and so must the devices of a future.
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _factor_of(op: Any, world_size: int) -> int:
+    """What every element is multiplied with when all ranks hold the same values."""
+    kinds = dist.ReduceOp
+    if op == kinds.SUM:
+        return world_size
+    if op in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR):
+        return 1
+    raise NotImplementedError(f"all_reduce with {op} is not simulated; SUM, AVG, MIN, MAX, BAND and BOR are")
+
+
+class _SimulatedWork(dist.Work):
+    """A collective under way; its future says when it is over, on the host or on a stream."""
+
+    def __init__(self, future: Future[list[Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        # On a CUDA device the caller's current stream waits here, not the host.
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._future
+
+
+def _completed(tensors: list[Tensor]) -> dist.Work:
+    """A work whose tensors, if any, are what the caller's current streams make of them."""
+    future: Future[list[Tensor]] = Future(devices=[*{tensor.device for tensor in tensors if tensor.is_cuda}])
+    future.set_result(tensors)
+    return _SimulatedWork(future)
+
+
+class _Transfer(NamedTuple):
+    """One all-reduce on the link: what every element of some tensors is multiplied with after this many seconds."""
+
+    tensors: list[Tensor]
+    factor: int
+    seconds: float
+
+    def apply(self) -> None:
+        """Write the result in place. As collectives do, unseen by autograd: ``data`` has its own version counter."""
+        for tensor in self.tensors:
+            if self.factor != 1 and tensor.dtype is not torch.bool:  # a sum of bools is their disjunction
+                tensor.data.mul_(self.factor)
+
+
+class _HostLink:
+    """Transfers on the host's clock, completed in turn by one thread that sleeps in between.
+
+    The thread writes the result at the deadline, just before it completes the future. So nobody who forgets to wait
+    sees the result, and nobody who writes into the tensor after ``wait`` has returned can meet a write of ours. The
+    write itself comes on top of the modelled time, but delays no deadline after it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+        self._transfers: queue.SimpleQueue[tuple[float, _Transfer, Future[list[Tensor]]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._complete_in_turn, name="simulated_link", daemon=True)
+        self._thread.start()
+
+    def launch(self, transfer: _Transfer) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
+        with self._lock:
+            self._free_at_s = max(time.perf_counter(), self._free_at_s) + transfer.seconds
+            self._transfers.put((self._free_at_s, transfer, future))
+        return future
+
+    def close(self) -> None:
+        self._transfers.put(None)
+        self._thread.join()
+
+    def _complete_in_turn(self) -> None:
+        for deadline_s, transfer, future in iter(self._transfers.get, None):
+            time.sleep(max(0.0, deadline_s - time.perf_counter()))
+            try:
+                transfer.apply()
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]  # raised again where somebody waits
+            else:
+                future.set_result(transfer.tensors)
+            del transfer, future  # the tensors may be freed while this thread waits for the next ones
+
+
+class _CudaLink:
+    """Transfers on a side stream of one CUDA device; see Note [Spinning on a GPU].
+
+    The side stream writes the tensors, after the caller's current stream has. High priority lets the spin's one block
+    go ahead of blocks of the computation that still wait for a multiprocessor.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._cycles_per_second = _measure_cycles_per_second(self._stream)
+
+    def launch(self, transfer: _Transfer) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            _spin(round(transfer.seconds * self._cycles_per_second))
+            transfer.apply()
+            for tensor in transfer.tensors:
+                # Whoever lets go of it early: its memory is not used again before the side stream is done with it.
+                tensor.record_stream(self._stream)
+            # Records an event on the current stream, this one; whoever waits for the future waits for the event.
+            future.set_result(transfer.tensors)
+        return future
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def _spin(cycles: int) -> None:
+    """Occupy the current stream for this many cycles of the GPU's clock, with one warp."""
+    # Private: torch has no public kernel that only takes time. The name is the same in torch 2.11 and 2.13.
+    torch.cuda._sleep(cycles)
+
+
+def _measure_cycles_per_second(stream: torch.cuda.Stream) -> float:
+    """Time the spin with events until the GPU's clock has settled."""
+    rates: list[float] = []
+    for _ in range(_MOST_CALIBRATIONS):
+        with torch.cuda.stream(stream):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # The GPU is busy with the first spin until the host has enqueued the rest.
+            _spin(_CALIBRATION_CYCLES // 10)
+            start.record()
+            _spin(_CALIBRATION_CYCLES)
+            end.record()
+        end.synchronize()
+        rates.append(_CALIBRATION_CYCLES / (start.elapsed_time(end) / 1000))
+        if len(rates) >= _LEAST_CALIBRATIONS and abs(rates[-1] / rates[-2] - 1) < _CALIBRATION_TOLERANCE:
+            return rates[-1]
+    raise RuntimeError(
+        f"the clock of {stream.device} did not settle within {_CALIBRATION_TOLERANCE:.0%}: the last of {len(rates)}"
+        f" measurements gave {rates[-2]:.4g} and {rates[-1]:.4g} cycles per second; is the device in use?"
+    )

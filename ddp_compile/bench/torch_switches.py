@@ -1,0 +1,79 @@
+"""Private switches of torch through which its own ways to train are measured; tried on torch 2.13.
+
+Each case has processes of its own, so what is switched here reaches no other case.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.compiled_autograd
+import torch._dynamo.config
+import torch._dynamo.utils
+
+_MIB = 2**20
+
+
+def import_compilers() -> None:
+    """Import what the first compilation of a process would import otherwise."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+
+def leave_graphs_whole() -> None:
+    """Switch DDPOptimizer off."""
+    torch._dynamo.config.optimize_ddp = False
+
+
+def use_python_reducer() -> None:
+    """Let DistributedDataParallel reduce in Python, so that compiled autograd sees the collectives.
+
+    Holds for modules that are made from here on.
+    """
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+
+
+def compiled_autograd(mode: str) -> AbstractContextManager[Any]:
+    """Compile backwards as the engine runs them."""
+    return torch._dynamo.compiled_autograd._enable(torch.compile(mode=mode))
+
+
+def num_compiled_graphs() -> int:
+    """Graphs that AOTAutograd has compiled in this process: forwards, or parts of them that were cut apart."""
+    return torch._dynamo.utils.counters["aot_autograd"]["total"]
+
+
+def _mib_of_bucket(cap_mib: float, _index: int) -> int:
+    return max(1, round(cap_mib))
+
+
+def overlapped_all_reduces(bucket_cap_mb: float, mode: str, device: str) -> dict[str, Any]:
+    """Inductor options that bucket functional all-reduces and schedule them beneath computation.
+
+    Args:
+        bucket_cap_mb: Bucket capacity in MiB; inductor takes whole ones.
+        mode: Mode of ``torch.compile``; ``mode`` and ``options`` exclude each other there.
+        device: "cpu" or "cuda".
+    """
+    options: dict[str, Any] = {
+        # A partial of a function of this module can be pickled, which a compile cache's key asks for.
+        "bucket_all_reduces_fx_bucket_size_determinator": partial(_mib_of_bucket, bucket_cap_mb),
+        "bucket_all_reduces_fx": "all",
+        **torch._inductor.list_mode_options(mode),
+    }
+    if device == "cuda":
+        options |= {
+            "aten_distributed_optimizations.enable_overlap_scheduling": True,
+            # Benchmarks of operations would differ between ranks.
+            "aten_distributed_optimizations.compute_estimator": "analytical",
+        }
+    else:
+        # Overlap scheduling asks Triton for the bandwidth of a GPU; these passes are what is left on a CPU.
+        options |= {
+            "reorder_for_compute_comm_overlap": True,
+            "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+        }
+    return options

@@ -1,0 +1,177 @@
+"""One rank's training loop, with a clock reading after each phase of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_compile.bench.implementations import Implementation
+from ddp_compile.bench.settings import StepRecord, WorkloadSettings
+from ddp_compile.bench.workloads import Workload
+
+NUM_BATCHES = 8
+
+
+class Clock:
+    """Readings that can be taken without stopping a device: events in its stream, or the host's time on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait until all readings have been taken."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        return end - start if self.device.type == "cpu" else start.elapsed_time(end) / 1000
+
+
+class Marks(NamedTuple):
+    """Clock readings of one step: when each phase of each micro-batch ended."""
+
+    start: Any
+    forwards: Sequence[Any]
+    backwards: Sequence[Any]
+    end: Any
+    cpu_s: float
+
+
+class Steppable(Protocol):
+    """What a case does again and again."""
+
+    clock: Clock
+
+    def step(self) -> Marks: ...
+
+
+class Training:
+    """Forward, loss, backward and optimizer, as every implementation does them.
+
+    Args:
+        implementation: The model, ready to train.
+        model: The same model, for its parameters.
+        workload: Its data and loss.
+        settings: Optimizer and device.
+        rank: Ranks train on different data.
+        micro_batches: Micro-batches of one step.
+    """
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        model: nn.Module,
+        workload: Workload,
+        settings: WorkloadSettings,
+        rank: int,
+        micro_batches: int,
+    ) -> None:
+        self.implementation = implementation
+        self.loss_function = workload.loss
+        self.micro_batches = micro_batches
+        self.clock = Clock(torch.device(settings.device))
+        generator = torch.Generator().manual_seed(1000 + rank)
+        self.batches = [_moved(workload.make_batch(generator), settings.device) for _ in range(NUM_BATCHES)]
+        self.optimizer = make_optimizer(settings.optimizer, model)
+        self.num_steps = 0
+        self.loss: Tensor | None = None
+
+    def step(self) -> Marks:
+        clock, implementation = self.clock, self.implementation
+        forwards, backwards = [], []
+        cpu_start = time.process_time()
+        start = clock.now()
+        with implementation.around_step():
+            for micro_batch in range(self.micro_batches):
+                inputs, targets = self.batches[(self.num_steps * self.micro_batches + micro_batch) % NUM_BATCHES]
+                with ExitStack() as stack:
+                    if micro_batch < self.micro_batches - 1:
+                        stack.enter_context(implementation.no_sync())
+                    self.loss = self.loss_function(implementation.forward(inputs), targets)
+                    forwards.append(clock.now())
+                    self.loss.backward()
+                    backwards.append(clock.now())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.num_steps += 1
+        return Marks(start, forwards, backwards, clock.now(), time.process_time() - cpu_start)
+
+
+class Communication:
+    """All-reduces of a step's buckets without any computation.
+
+    Args:
+        bucket_bytes: Size of each bucket; they are launched one after the other and then waited for.
+        device: Where the buckets lie.
+    """
+
+    def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
+        self.clock = Clock(device)
+        self.buckets = [torch.zeros(num_bytes // 4, device=device) for num_bytes in bucket_bytes]
+
+    def step(self) -> Marks:
+        cpu_start = time.process_time()
+        start = self.clock.now()
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
+        for work in works:
+            work.wait()
+        end = self.clock.now()
+        return Marks(start, [start], [end], end, time.process_time() - cpu_start)
+
+
+def timed_steps(target: Steppable, num_warm: int, num_steps: int) -> list[StepRecord]:
+    """Run steps back to back, as training does, and time the last ``num_steps`` of them.
+
+    The first ones fill the processor's caches again after another case's turn; ranks start them together.
+    """
+    dist.barrier()
+    marks = [target.step() for _ in range(num_warm + num_steps)]
+    target.clock.settle()
+    ends = [marks[0].start, *(step.end for step in marks)]
+    return [_record(target.clock, step, ends[i]) for i, step in enumerate(marks)][num_warm:]
+
+
+def _record(clock: Clock, step: Marks, end_before: Any) -> StepRecord:
+    forward_s = backward_s = 0.0
+    before = step.start
+    for forward, backward in zip(step.forwards, step.backwards, strict=True):
+        forward_s += clock.elapsed_s(before, forward)
+        backward_s += clock.elapsed_s(forward, backward)
+        before = backward
+    return StepRecord(
+        step_s=clock.elapsed_s(end_before, step.end),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=clock.elapsed_s(before, step.end),
+        cpu_s=step.cpu_s,
+    )
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD or AdamW in its fused form, which costs least beside what is measured.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    raise ValueError(f"optimizer={name!r} is not known; pass 'sgd' or 'adamw'")
+
+
+def _moved(batch: tuple[Tensor, Tensor], device: str) -> tuple[Tensor, Tensor]:
+    return batch[0].to(device), batch[1].to(device)

@@ -1,0 +1,218 @@
+"""Whole runs of the harness: what it measures, what it does about failures, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import bench_entries
+import pytest
+
+from ddp_compile.__main__ import main
+from ddp_compile.bench.link import Rate, unavailable_reason
+from ddp_compile.bench.links import SimulatedLink
+from ddp_compile.bench.rank_world import RankWorld, WorldSettings
+from ddp_compile.bench.report import PROVENANCE_COLUMNS, RUN_COLUMNS
+from ddp_compile.bench.results import SUMMARY_COLUMNS
+from ddp_compile.bench.run import BenchmarkRun, RunSettings
+from ddp_compile.bench.settings import Case, WorkloadSettings
+
+needs_links = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no real links: {unavailable_reason()}")
+
+HERE = Path(__file__).parent
+# Each case of each rank has a compile cache of its own, and a precompiled header takes longer than these tiny kernels.
+ENVIRONMENT = {**os.environ, "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ddp_compile", "bench", "--model", "bench_entries:tiny", *arguments]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def left_behind() -> list[str]:
+    """Namespaces, and processes of ranks, that are there now."""
+    names = []
+    if unavailable_reason() is None:
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split("\n")
+    processes = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            processes.append(path.read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return [name for name in names if name] + [line for line in processes if "ddp_compile.bench.rank_host" in line]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    output = tmp_path_factory.mktemp("run")
+    implementations = ",".join(f"bench_entries:{name}" for name in ("plain", "delayed", "replicated", "fails_later"))
+    done = bench(
+        *("--implementations", f"{implementations},bench_entries:fails_at_once,ddp-eager", "--rounds", "6"),
+        *("--link", "1gbit,none", "--bucket-cap-mb", "0.25", "--output", str(output)),
+    )
+    assert done.returncode == 0, done.stderr
+    return done, output
+
+
+def row(measured: tuple[object, Path], implementation: str, link: str | None = None) -> dict[str, str]:
+    found = [r for r in rows_of(measured[1] / "summary.csv") if r["implementation"] == implementation]
+    return found[0] if link is None else next(r for r in found if r["link"] == link)
+
+
+def test_a_known_delay_is_measured(measured: tuple[object, Path]) -> None:
+    for link in {r["link"] for r in rows_of(measured[1] / "summary.csv")}:
+        plain = row(measured, "bench_entries:plain", link)
+        delayed = row(measured, "bench_entries:delayed", link)
+        delay_s = (float(delayed["step_ms"]) - float(plain["step_ms"])) / 1000
+        assert delay_s == pytest.approx(bench_entries.DELAY_S, rel=0.05)
+        # The delay lies in the forward, and takes no processor time.
+        assert float(delayed["forward_ms"]) > 1000 * bench_entries.DELAY_S > float(delayed["cpu_ms"])
+
+
+def test_columns_and_counts(measured: tuple[object, Path]) -> None:
+    rows = rows_of(measured[1] / "summary.csv")
+    assert list(rows[0]) == [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS]
+    gradient_mib = 4 * 2 * (256 * 256 + 256) / 2**20
+    ours = row(measured, "bench_entries:replicated")
+    assert ours["all_reduces"] == "2"  # a bucket of 0.25 MiB for each layer
+    assert float(ours["payload_mib"]) == pytest.approx(gradient_mib, rel=1e-3)
+    assert ours["num_steps"] == "12"
+    # Parameters, the flat buffers that the gradients are views of, and a little for the batches and activations.
+    assert 2 * gradient_mib < float(ours["peak_mib"]) < 4 * gradient_mib
+    assert float(ours["loss"]) == pytest.approx(float(row(measured, "ddp-eager")["loss"]), rel=1e-6)
+    assert row(measured, "local")["all_reduces"] == "0"
+    assert row(measured, "local")["graphs"] == "1"
+    for name in PROVENANCE_COLUMNS:
+        assert ours[name]
+
+
+def test_shown_percentages_and_bounds_come_from_the_same_run(measured: tuple[object, Path]) -> None:
+    ours, best = row(measured, "bench_entries:replicated"), row(measured, "ddp-eager")
+    assert float(best["ratio_to_best_peer"]) == 1.0
+    assert float(ours["ratio_low"]) <= float(ours["ratio_to_best_peer"]) <= float(ours["ratio_high"])
+    local = row(measured, "local")
+    exposed = float(ours["step_ms"]) - float(local["step_ms"])
+    assert float(ours["exposed_ms"]) == pytest.approx(exposed, abs=1e-3 * float(ours["step_ms"]))
+    assert float(ours["bound_ms"]) >= float(local["step_ms"]) * 0.999
+
+
+@needs_links
+def test_links_have_their_rates_and_count_what_is_sent(measured: tuple[object, Path]) -> None:
+    slow, unshaped = (row(measured, "bench_entries:replicated", link) for link in ("1gbit", "none"))
+    assert float(slow["achieved_gbit"]) == pytest.approx(1, rel=0.15)
+    assert float(unshaped["achieved_gbit"]) > 2
+    # Each of two ranks sends half of the sum and half of the result, and headers.
+    assert float(slow["sent_mib"]) == pytest.approx(float(slow["payload_mib"]), rel=0.15)
+    assert float(slow["step_ms"]) > float(unshaped["step_ms"])
+
+
+def test_failing_implementations_stay_in_the_table(measured: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, output = measured
+    for name, message in (
+        ("fails_at_once", "RuntimeError: this implementation cannot be built"),
+        ("fails_later", "RuntimeError: this implementation breaks down"),
+    ):
+        for found in (r for r in rows_of(output / "summary.csv") if r["implementation"] == f"bench_entries:{name}"):
+            assert (found["status"], found["error"], found["step_ms"]) == ("failed", message, "")
+        assert re.search(rf"bench_entries:{name} .*failed", done.stdout)
+        assert f"bench_entries:{name}" in (output / "failures.txt").read_text()
+        assert f'raise RuntimeError("{message.partition(": ")[2]}")' in (output / "failures.txt").read_text()
+    assert row(measured, "bench_entries:replicated")["status"] == "ok"
+
+
+def test_charts_are_drawn(measured: tuple[object, Path]) -> None:
+    names = {path.name for path in measured[1].glob("*.png")}
+    assert {"step_time_by_link.png", "message_size.png", "gradient_ready.png", "timeline.png"} <= names
+
+
+def test_nothing_is_left_after_success(measured: tuple[object, Path]) -> None:
+    assert left_behind() == []
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+    done = bench("--implementations", "bench_entries:dies", "--only-steps", "--output", str(tmp_path))
+    assert done.returncode == 1
+    assert "rank 1 of bench_entries:dies" in done.stderr and "exit code 7" in done.stderr
+    assert "the last words of rank 1" in done.stderr
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
+    arguments = command("--implementations", "bench_entries:hangs", "--only-steps", "--output", str(tmp_path))
+    process = subprocess.Popen(arguments, cwd=HERE, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not left_behind() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(4.0)  # into the case that hangs, or the import before it
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--implementations", "ddp"], "implementation 'ddp' is not known; pass one of local, ddp-eager"),
+        (["--implementations", "nowhere:f"], "implementation 'nowhere:f' cannot be imported"),
+        (["--model", "resnet"], "model 'resnet' is not known; pass one of mlp, gpt-small"),
+        (["--modes", "fast"], "mode 'fast' is not known; pass some of default"),
+        (["--link", "fast"], "fast"),
+        (["--rounds", "0"], "0 must be at least 1"),
+        (["--bucket-cap-mb", "0"], "0 must be a positive number of MiB"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+    ],
+)
+def test_bad_input_lists_what_is_known(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    try:
+        status = main(["bench", *arguments])
+    except SystemExit as ended:  # argparse's own way
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one CUDA device: one real rank, and rates that are only pretended."""
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr("ddp_compile.bench.run.MESSAGE_BYTES", (2**20,))
+    workload = WorkloadSettings(model="bench_entries:tiny")
+    world_settings = WorldSettings(
+        world_size=1, workload=workload, simulated_bits_per_second=1e8, simulated_world_size=4
+    )
+    cases = tuple(
+        Case(implementation=name, bucket_cap_mb=25)
+        for name in ("communication", "ddp-eager", "bench_entries:replicated")
+    )
+    link = SimulatedLink([Rate.parse("100mbit"), Rate.parse("50mbit")])
+    with RankWorld(world_settings) as world:
+        result = BenchmarkRun(world, link, RunSettings(cases=cases, rounds=2, steps=2), lambda _: None).measure()
+    assert [case.error for case in result.cases] == [None, None, None]
+    bits = 8 * result.cases[1].cold.gradient_bytes * 2 * 3 / 4
+    for name, rate in (("simulated 100mbit", 1e8), ("simulated 50mbit", 5e7)):
+        for case in result.cases:
+            assert case.median(name) == pytest.approx(bits / rate, rel=0.15)
+        assert result.achieved_gbit[name] == pytest.approx(rate / 1e9, rel=0.05)
+        assert [case.profiles[name].num_all_reduces for case in result.cases[1:]] == [1, 1]

@@ -1,0 +1,369 @@
+"""Slow links between ranks: what they carry, and that nothing of them is left behind, whatever ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_compile.bench import link as link_module
+from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
+
+MBIT = 10**6
+
+RECEIVE = """
+import socket, time
+server = socket.create_server(("", 5000))
+print("listening", flush=True)
+connection, _ = server.accept()
+buffer, received, start = bytearray(1 << 20), 0, None
+while count := connection.recv_into(buffer):
+    start = start or time.perf_counter()
+    received += count
+print(received, time.perf_counter() - start)
+"""
+
+SEND = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000))
+for _ in range(int(sys.argv[2])):
+    connection.sendall(bytes(1 << 20))
+"""
+
+# The folder is on the path, not the package: a child that imported torch would take seconds to start.
+HOLD = f"""
+import signal, sys, time
+sys.path.append({str(Path(link_module.__file__).parent)!r})
+import link
+
+def terminate(number, frame):
+    raise SystemExit("terminated")
+
+def run_aloud(*command, run=link._run):
+    output = run(*command)
+    print(*command, flush=True)
+    return output
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, terminate)
+link._run = run_aloud
+with link.NamespacedLink(2):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def real_links() -> None:
+    if (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def pair(real_links: None) -> Iterator[NamespacedLink]:
+    with NamespacedLink(2) as link:
+        yield link
+
+
+def namespaces_of(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted(line.split()[0] for line in listed if line.startswith(f"ddpbench-{pid}-"))
+
+
+@contextlib.contextmanager
+def running(command: list[str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process; the terminal's Ctrl-C is a signal to its whole group, so it gets one."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(
+        [*command, sys.executable, "-I", "-c", *arguments], text=True, start_new_session=True, **streams
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], start_of_line: str, count: int = 1) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        count -= line.startswith(start_of_line)
+        if count == 0:
+            return
+    raise AssertionError(f"no line {start_of_line!r} from a process that said: {process.communicate()[1]}")
+
+
+def payload_rate(link: NamespacedLink, mebibytes: int, source: int = 0, target: int = 1) -> float:
+    """Bits per second of payload that one connection carried."""
+    with running(link.command_prefix(target), RECEIVE) as receiver:
+        wait_for(receiver, "listening")
+        with running(link.command_prefix(source), SEND, link.address(target), str(mebibytes)) as sender:
+            output, errors = receiver.communicate(timeout=30)
+            assert sender.wait(timeout=30) == 0
+    assert receiver.returncode == 0, errors
+    received, seconds = output.split()
+    assert int(received) == mebibytes << 20
+    return int(received) * 8 / float(seconds)
+
+
+def closest_of_3(nominal: int, measure: Callable[[], float]) -> float:
+    """The measured share of the nominal rate, as good as it gets: others may be busy on the same cores."""
+    shares = []
+    for _ in range(3):
+        shares.append(measure() / nominal)
+        if 0.93 <= shares[-1] <= 1.0:
+            break
+    return min(shares, key=lambda share: abs(share - 0.956))
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_second", "canonical"),
+    [
+        ("1gbit", 10**9, "1gbit"),
+        ("2.5gbit", 2_500_000_000, "2.5gbit"),
+        ("100mbit", 100 * MBIT, "100mbit"),
+        ("10Gbit", 10**10, "10gbit"),
+        ("1000mbit", 10**9, "1gbit"),
+        ("0.5gbit", 500 * MBIT, "500mbit"),
+        ("1mbit", MBIT, "1mbit"),
+        ("400gbit", 400 * 10**9, "400gbit"),
+        (" none ", None, "none"),
+    ],
+)
+def test_a_rate_is_read_and_written(text: str, bits_per_second: int | None, canonical: str) -> None:
+    rate = Rate.parse(text)
+    assert rate == Rate(bits_per_second)
+    assert str(rate) == canonical
+    assert Rate.parse(canonical) == rate
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "gbit", "1 gbit", "-1gbit", "1e3mbit", "1kbit", "0.5mbit", "401gbit", "nan", "nonebit", "٣gbit"]
+)
+def test_a_bad_rate_is_named_with_what_is_accepted(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Rate.parse(text)
+    for part in (f"rate={text!r}", "1mbit", "400gbit", "none"):
+        assert part in str(caught.value)
+
+
+def test_a_rate_outside_the_limits_is_refused_however_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"bits_per_second=5 must be .*1mbit.*400gbit"):
+        Rate(5)
+
+
+@pytest.mark.parametrize("world_size", [0, 255])
+def test_a_world_size_that_does_not_fit_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"world_size={world_size} must be between 1 and 254"):
+        NamespacedLink(world_size)
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank=2 must be between 0 and 1"):
+        NamespacedLink(2).address(2)
+
+
+def test_a_link_is_used_inside_its_with_statement() -> None:
+    with pytest.raises(LinkError, match="inside its with statement"):
+        NamespacedLink(2).command_prefix(0)
+
+
+def test_without_root_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in (unavailable_reason() or "")
+
+
+def test_without_iproute2_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "iproute2" in (unavailable_reason() or "")
+
+
+def test_namespaces_last_as_long_as_the_context(real_links: None) -> None:
+    before = namespaces_of(os.getpid())
+    machine = os.listdir("/sys/class/net")
+    with NamespacedLink(3) as first, NamespacedLink(1) as second:
+        assert len(namespaces_of(os.getpid())) == len(before) + 6
+        assert {link.command_prefix(0)[-1] for link in (first, second)} <= set(namespaces_of(os.getpid()))
+        assert os.listdir("/sys/class/net") == machine
+        assert payload_rate(first, 1, source=2, target=0) > 0
+        loopback = (
+            "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())"
+        )
+        subprocess.run([*first.command_prefix(1), sys.executable, "-I", "-c", loopback], check=True)
+    assert namespaces_of(os.getpid()) == before
+
+
+def test_a_link_can_be_entered_again_but_not_twice_at_once(real_links: None) -> None:
+    before = namespaces_of(os.getpid())
+    link = NamespacedLink(1)
+    for _ in range(2):
+        with link:
+            with pytest.raises(LinkError, match="entered already"):
+                link.__enter__()
+            assert link.sent_bytes(0) >= 0
+    assert namespaces_of(os.getpid()) == before
+
+
+def test_an_exception_deletes_everything_and_passes(real_links: None) -> None:
+    before = namespaces_of(os.getpid())
+    with pytest.raises(KeyError, match="mine"), NamespacedLink(2):
+        raise KeyError("mine")
+    assert namespaces_of(os.getpid()) == before
+
+
+@pytest.mark.parametrize("last_that_works", [0, 1, 3, 6, 9, 15])
+def test_a_command_that_fails_half_way_leaves_nothing(
+    real_links: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
+) -> None:
+    before = namespaces_of(os.getpid())
+    run, left = link_module._run, [last_that_works]
+
+    def fail_once(*command: str) -> str:
+        left[0] -= 1
+        return run("ip", "link", "show", "dev", "missing0") if left[0] == -1 else run(*command)
+
+    monkeypatch.setattr(link_module, "_run", fail_once)
+    with pytest.raises(LinkError, match=r"ip link show dev missing0.*exit status.*does not exist"), NamespacedLink(2):
+        pytest.fail("entered")
+    assert left[0] < -1 or last_that_works == 0
+    assert namespaces_of(os.getpid()) == before
+
+
+def test_an_error_while_deleting_does_not_hide_the_first_one(real_links: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespaces_of(os.getpid())
+
+    def fail(*command: str) -> str:
+        raise LinkError("ip is broken")
+
+    link = NamespacedLink(1)
+    with pytest.raises(KeyError, match="mine") as caught, link:
+        monkeypatch.setattr(link_module, "_run", fail)
+        raise KeyError("mine")
+    assert "ip is broken" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    link.__exit__(None, None, None)
+    assert namespaces_of(os.getpid()) == before
+
+
+# Entering runs 19 commands.
+@pytest.mark.parametrize("num_commands", [2, 6, 13, 19])
+def test_an_interrupt_while_entering_leaves_nothing(real_links: None, num_commands: int) -> None:
+    with running([], HOLD) as process:
+        wait_for(process, "", num_commands)
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=10)
+        assert namespaces_of(process.pid) == []
+    assert "KeyboardInterrupt" in errors and process.returncode == -signal.SIGINT
+    assert "held" not in output and output.count("ip netns delete") == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_held_leaves_nothing(real_links: None, number: signal.Signals) -> None:
+    with running([], HOLD) as process:
+        wait_for(process, "held")
+        assert len(namespaces_of(process.pid)) == 3
+        os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=10)
+        assert namespaces_of(process.pid) == []
+    assert "KeyboardInterrupt" in errors or "terminated" in errors
+
+
+@pytest.mark.parametrize("when", ["held", "ip -n"])
+@pytest.mark.parametrize("gap_s", [0.0, 0.0003, 0.003, None])
+def test_a_second_interrupt_while_deleting_leaves_nothing(real_links: None, when: str, gap_s: float | None) -> None:
+    with running([], HOLD) as process:
+        wait_for(process, when)
+        os.killpg(process.pid, signal.SIGINT)
+        if gap_s is None:
+            wait_for(process, "ip netns delete")
+        else:
+            time.sleep(gap_s)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+        assert namespaces_of(process.pid) == []
+    assert "KeyboardInterrupt" in errors
+
+
+def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None) -> None:
+    with running([], HOLD) as killed, running([], HOLD) as living:
+        wait_for(killed, "held")
+        wait_for(living, "held")
+        theirs, kept = namespaces_of(killed.pid), namespaces_of(living.pid)
+        assert remove_stale(pid_is_alive=lambda pid: True) == []
+        os.kill(killed.pid, signal.SIGKILL)
+        # Not waited for yet: its number is taken still, but it runs no more.
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        assert namespaces_of(killed.pid) == theirs
+        removed = remove_stale()
+        assert sorted(name for name in removed if name.startswith(f"ddpbench-{killed.pid}-")) == theirs
+        assert namespaces_of(killed.pid) == []
+        assert namespaces_of(living.pid) == kept and len(kept) == 3
+        living.send_signal(signal.SIGINT)
+        living.communicate(timeout=10)
+
+
+def test_a_forked_child_does_not_delete_its_parents_link(pair: NamespacedLink) -> None:
+    before = namespaces_of(os.getpid())
+    if (pid := os.fork()) == 0:
+        try:
+            pair.__exit__(None, None, None)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert namespaces_of(os.getpid()) == before
+
+
+@pytest.mark.parametrize(("rate", "mebibytes"), [("200mbit", 16), ("1gbit", 64)])
+def test_a_bulk_transfer_reaches_the_rate_and_not_more(pair: NamespacedLink, rate: str, mebibytes: int) -> None:
+    pair.shape(Rate.parse(rate))
+    nominal = Rate.parse(rate).bits_per_second
+    assert nominal is not None
+    assert closest_of_3(nominal, lambda: payload_rate(pair, mebibytes)) == pytest.approx(0.956, abs=0.05)
+
+
+def test_shaping_changes_the_rate_of_open_connections(pair: NamespacedLink) -> None:
+    def sent_bits_per_second() -> float:
+        time.sleep(0.1)
+        start, before = time.perf_counter(), pair.sent_bytes(0)
+        time.sleep(0.4)
+        return (pair.sent_bytes(0) - before) * 8 / (time.perf_counter() - start)
+
+    pair.shape(Rate(200 * MBIT))
+    with (
+        running(pair.command_prefix(1), RECEIVE) as receiver,
+        running(pair.command_prefix(0), "import time; time.sleep(0.1)" + SEND, pair.address(1), "100000"),
+    ):
+        wait_for(receiver, "listening")
+        time.sleep(0.3)
+        for mbit in (200, 600, 100):
+            pair.shape(Rate(mbit * MBIT))
+            assert closest_of_3(mbit * MBIT, sent_bits_per_second) == pytest.approx(0.956, abs=0.1)
+        pair.shape(Rate(None))
+        time.sleep(0.5)
+        assert max(sent_bits_per_second() for _ in range(3)) > 2000 * MBIT
+
+
+def test_a_link_that_is_not_shaped_is_fast(pair: NamespacedLink) -> None:
+    pair.shape(Rate(100 * MBIT))
+    pair.shape(Rate(None))
+    pair.shape(Rate(None))
+    assert max(payload_rate(pair, 256) for _ in range(2)) > 2000 * MBIT
+
+
+def test_sent_bytes_are_those_that_were_sent(pair: NamespacedLink) -> None:
+    pair.shape(Rate(None))
+    before = [pair.sent_bytes(rank) for rank in range(2)]
+    payload_rate(pair, 32)
+    sent = [pair.sent_bytes(rank) - earlier for rank, earlier in enumerate(before)]
+    assert sent[0] == pytest.approx(32 << 20, rel=0.1)
+    assert sent[1] < (32 << 20) / 10

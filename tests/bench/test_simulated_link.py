@@ -1,0 +1,426 @@
+"""The simulated link: how long a transfer takes, what hides it, what it leaves in the tensors, and who can use it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
+
+CPU = torch.device("cpu")
+WORLD_SIZE = 4
+PAYLOAD_BYTES = 4000  # so few that writing them takes no time
+SLOW = LinkModel(world_size=WORLD_SIZE, alpha_s=0.010, bytes_per_second=PAYLOAD_BYTES * 1.5 / 0.030)
+SLOW_S = 0.040
+FAST = LinkModel(world_size=WORLD_SIZE, alpha_s=0.0, bytes_per_second=1e12)
+
+
+@contextmanager
+def simulated_group(model: LinkModel, device: torch.device = CPU) -> Iterator[None]:
+    torch._dynamo.reset()
+    init_simulated_process_group(model, device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+
+
+def payload(device: torch.device = CPU) -> Tensor:
+    return torch.ones(PAYLOAD_BYTES // 4, device=device)
+
+
+def shortest_s(function: Callable[[], Any], num_calls: int = 5) -> float:
+    """The call that other processes on the same cores disturbed least."""
+    times = []
+    for _ in range(num_calls):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+# The model
+
+
+def test_a_ring_sends_twice_what_the_other_ranks_hold() -> None:
+    model = LinkModel(world_size=8, alpha_s=0.5, bytes_per_second=100.0)
+    assert model.all_reduce_s(1000) == pytest.approx(0.5 + 1000 * 2 * 7 / 8 / 100)
+    assert LinkModel.from_rate(1e9, world_size=2, alpha_s=0.0).all_reduce_s(125_000_000) == pytest.approx(1.0)
+    assert LinkModel.from_rate(1e9, world_size=2).all_reduce_s(0) == pytest.approx(50e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinkModel(world_size=1, alpha_s=0.0, bytes_per_second=1.0), "world_size=1 must be .* at least 2"),
+        (lambda: LinkModel.from_rate(1e9, world_size=2.5), "world_size=2.5 must be an integer"),  # type: ignore[arg-type]
+        (lambda: LinkModel(world_size=2, alpha_s=-1.0, bytes_per_second=1.0), "alpha_s=-1.0 must be at least 0"),
+        (lambda: LinkModel(world_size=2, alpha_s=float("nan"), bytes_per_second=1.0), "alpha_s=nan must be"),
+        (lambda: LinkModel(world_size=2, alpha_s=0.0, bytes_per_second=0.0), "bytes_per_second=0.0 must be positive"),
+        (lambda: LinkModel.from_rate(float("inf"), world_size=2), "bits_per_second=inf must be positive and finite"),
+        (lambda: init_simulated_process_group(FAST, torch.device("meta")), "device=meta must be a CPU or a CUDA"),
+        (lambda: init_simulated_process_group(FAST, torch.device("cuda", 99)), "device=cuda:99 must be one of"),
+        (lambda: set_link_model(FAST), "default process group None is not simulated"),
+    ],
+)
+def test_bad_input_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+    assert not dist.is_initialized()
+
+
+def test_the_link_can_be_changed_but_not_the_world() -> None:
+    tensor = payload()
+    with simulated_group(SLOW):
+        set_link_model(FAST)
+        assert shortest_s(lambda: dist.all_reduce(tensor)) < SLOW_S / 4
+        with pytest.raises(ValueError, match="world_size=8 must stay 4"):
+            set_link_model(LinkModel.from_rate(1e9, world_size=8))
+
+
+# Time
+
+
+def test_an_all_reduce_takes_the_modelled_time() -> None:
+    tensor = payload()
+    assert SLOW.all_reduce_s(tensor.nbytes) == pytest.approx(SLOW_S)
+    with simulated_group(SLOW):
+        assert SLOW_S <= shortest_s(lambda: dist.all_reduce(tensor)) < 1.1 * SLOW_S
+
+
+def test_transfers_take_turns() -> None:
+    def reduce_two() -> None:
+        works = [dist.all_reduce(payload(), async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+
+    with simulated_group(SLOW):
+        assert 2 * SLOW_S <= shortest_s(reduce_two) < 2.2 * SLOW_S
+
+
+@pytest.mark.parametrize("compute_s", [0.030, 0.060])
+def test_computation_beside_a_transfer_hides_it(compute_s: float) -> None:
+    def step() -> None:
+        work = dist.all_reduce(payload(), async_op=True)
+        time.sleep(compute_s)
+        work.wait()
+
+    longer_s = max(compute_s, SLOW_S)
+    with simulated_group(SLOW):
+        assert longer_s <= shortest_s(step) < 1.1 * longer_s
+
+
+# What is in the tensors
+
+
+@pytest.mark.parametrize(("op", "expected"), [("SUM", 12.0), ("AVG", 3.0), ("MIN", 3.0), ("MAX", 3.0)])
+def test_the_other_ranks_hold_the_same(op: str, expected: float) -> None:
+    tensor = torch.full((5,), 3.0)
+    with simulated_group(FAST):
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+    assert torch.equal(tensor, torch.full((5,), expected))
+
+
+def test_the_other_collectives_see_identical_ranks_and_take_no_time() -> None:
+    tensor = torch.arange(3)
+    gathered = [torch.empty_like(tensor) for _ in range(WORLD_SIZE)]
+    objects: list[Any] = [None] * WORLD_SIZE
+
+    def communicate() -> None:
+        dist.broadcast(tensor, 2)
+        dist.all_gather(gathered, tensor)
+        dist.all_gather_object(objects, {"rank": "any"})
+        dist.barrier()
+
+    with simulated_group(SLOW):
+        assert shortest_s(communicate) < SLOW_S / 4
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, WORLD_SIZE, "simulated")
+    assert all(torch.equal(copy, torch.arange(3)) for copy in gathered)
+    assert objects == [{"rank": "any"}] * WORLD_SIZE
+
+
+def test_the_result_comes_with_the_wait_and_nothing_writes_after_it() -> None:
+    tensor = payload()
+    with simulated_group(SLOW):
+        work = dist.all_reduce(tensor, async_op=True)
+        assert torch.equal(tensor, payload())
+        work.wait()
+        assert torch.equal(tensor, payload() * WORLD_SIZE)
+        tensor.zero_()
+    assert not tensor.any()
+
+
+def test_autograd_sees_no_write() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    loss = tensor.square().sum()
+    with simulated_group(FAST):
+        dist.all_reduce(tensor)
+    loss.backward()
+    assert torch.equal(tensor.grad, torch.full((3,), 8.0))  # of the reduced values, as with any other group
+
+
+def test_works_may_be_waited_for_in_any_order() -> None:
+    first, second = payload(), 2 * payload()
+    seen = []
+    with simulated_group(SLOW):
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
+        called_back = works[0].get_future().then(lambda future: seen.append(future.value()[0][0].item()))
+        works[1].wait()
+        assert torch.equal(second, payload() * 2 * WORLD_SIZE)
+        assert torch.equal(first, payload() * WORLD_SIZE)
+        assert shortest_s(works[0].wait) < SLOW_S / 4
+        called_back.wait()
+    assert seen == [WORLD_SIZE]
+
+
+def test_a_transfer_that_fails_raises_where_it_is_waited_for() -> None:
+    with simulated_group(FAST):
+        work = dist.all_reduce(torch.ones(1).expand(4), async_op=True)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            work.wait()
+        dist.all_reduce(payload())
+
+
+def test_a_group_ends_with_its_last_transfer() -> None:
+    tensor = payload()
+    with simulated_group(SLOW):
+        dist.all_reduce(tensor, async_op=True)
+    assert torch.equal(tensor, payload() * WORLD_SIZE)
+    assert [thread for thread in threading.enumerate() if thread.name == "simulated_link"] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: dist.reduce(t, 0), NotImplementedError, "reduce is not simulated"),
+        (lambda t: dist.reduce_scatter(t, [t] * WORLD_SIZE), NotImplementedError, "reduce_scatter is not simulated"),
+        (lambda t: dist.all_to_all([t] * WORLD_SIZE, [t] * WORLD_SIZE), NotImplementedError, "alltoall is not"),
+        (lambda t: dist.send(t, 1), NotImplementedError, "send is not simulated"),
+        (
+            lambda t: torch.ops._c10d_functional.all_gather_into_tensor(t, WORLD_SIZE, dist.group.WORLD.group_name),
+            NotImplementedError,
+            r"all_?gather_\w+ is not simulated",
+        ),
+        (lambda t: dist.new_group(), NotImplementedError, "new_group is not simulated"),
+        (lambda t: dist.all_reduce(t, op=dist.ReduceOp.PRODUCT), NotImplementedError, "PRODUCT is not simulated"),
+        (lambda t: dist.all_reduce(t.to_sparse()), NotImplementedError, "sparse_coo tensor is not simulated"),
+        (lambda t: dist.all_reduce(t.to("meta")), ValueError, "device=cpu of the simulated link .* meta"),
+    ],
+)
+def test_what_is_not_simulated_says_so(call: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
+    with simulated_group(FAST), pytest.raises(error, match=message):
+        call(payload())
+
+
+# Who can use it
+
+
+@torch.library.custom_op("simulated_link_tests::sleep", mutates_args=())
+def sleep(x: Tensor, seconds: float) -> Tensor:
+    """Identity that takes its time, without a core; so does its backward."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+sleep.register_fake(lambda x, seconds: torch.empty_like(x))
+sleep.register_autograd(
+    lambda ctx, gradient: (sleep(gradient, ctx.seconds), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "seconds", inputs[1]),
+)
+
+
+class Sleep(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return sleep(x, 0.030)
+
+
+def normalised_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
+
+
+def one_bucket_each(bucket_cap_mb: float) -> list[Any]:
+    wrap = partial(DistributedDataParallel, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+    compiled = partial(ddp_compile, backend="eager", bucket_cap_mb=bucket_cap_mb, first_bucket_cap_mb=bucket_cap_mb)
+    return [pytest.param(wrap, id="ddp"), pytest.param(compiled, id="ddp_compile")]
+
+
+def train_beside_one_process(replicate: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
+    """Three steps of a replicated model have to leave the gradients that one process computes from the same batch."""
+    alone = normalised_net().to(device)
+    replicated = replicate(copy.deepcopy(alone))
+    for step in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        for model in (alone, replicated):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for expected, parameter in zip(alone.parameters(), replicated.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+@pytest.mark.parametrize("replicate", one_bucket_each(0.0001))
+def test_gradients_are_those_of_one_process(replicate: Callable[[nn.Module], nn.Module]) -> None:
+    with simulated_group(FAST):
+        train_beside_one_process(replicate, CPU)
+
+
+@pytest.mark.parametrize("replicate", one_bucket_each(0.01))
+def test_buckets_travel_while_the_backward_goes_on(replicate: Callable[[nn.Module], nn.Module]) -> None:
+    num_layers, sleep_s, transfer_s = 4, 0.030, 0.025
+    width = 64
+    model = nn.Sequential(*(m for _ in range(num_layers) for m in (Sleep(), nn.Linear(width, width, bias=False))))
+    bytes_per_second = 4 * width * width * 1.5 / transfer_s
+    x = torch.randn(2, width)
+    backward_s = []
+    with simulated_group(FAST):
+        replicated = replicate(model)
+        for step in range(5):
+            loss = replicated(x).sum()
+            start = time.perf_counter()
+            loss.backward()
+            backward_s.append(time.perf_counter() - start)
+            if step == 1:  # by now the graph is compiled, and DistributedDataParallel has made its buckets anew
+                set_link_model(LinkModel(world_size=WORLD_SIZE, alpha_s=0.0, bytes_per_second=bytes_per_second))
+    # The input needs no gradient, so one layer fewer sleeps; nothing is left to hide the last bucket.
+    overlapped_s = (num_layers - 1) * sleep_s + transfer_s
+    serial_s = (num_layers - 1) * sleep_s + num_layers * transfer_s
+    assert overlapped_s <= min(backward_s[2:]) < (overlapped_s + serial_s) / 2
+
+
+def test_functional_collectives_in_a_compiled_graph() -> None:
+    with simulated_group(SLOW):
+        name = dist.group.WORLD.group_name
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def step(x: Tensor) -> Tensor:
+            reduced = torch.ops._c10d_functional.all_reduce(2 * x, "sum", name)
+            beside = sleep(x, SLOW_S)
+            return torch.ops._c10d_functional.wait_tensor(reduced) + beside
+
+        assert torch.equal(step(payload()), payload() * (2 * WORLD_SIZE + 1))
+        assert SLOW_S <= shortest_s(lambda: step(payload())) < 1.5 * SLOW_S
+
+
+# On a GPU
+
+GPU_SLOW_S = 0.100
+
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@contextmanager
+def simulated_gpu_group(alpha_s: float = GPU_SLOW_S) -> Iterator[torch.device]:
+    device = torch.device("cuda", 0)
+    with simulated_group(LinkModel(world_size=WORLD_SIZE, alpha_s=alpha_s, bytes_per_second=1e12), device):
+        dist.all_reduce(payload(device).clone())  # CUDA loads a kernel at its first call, and may wait for others then
+        torch.cuda.synchronize()
+        yield device
+
+
+def gpu_s(function: Callable[[], Any]) -> float:
+    """Seconds on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+@on_gpu
+def test_the_host_waits_for_nothing_and_the_stream_for_the_result() -> None:
+    with simulated_gpu_group() as device:
+        tensor = payload(device)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        reduced = tensor.clone()  # on the current stream, after the wait
+        host_s = time.perf_counter() - start
+        torch.cuda.synchronize()
+        total_s = time.perf_counter() - start
+    assert torch.equal(reduced.cpu(), payload() * WORLD_SIZE)
+    assert host_s < GPU_SLOW_S / 2
+    assert GPU_SLOW_S * 0.9 < total_s < GPU_SLOW_S * 1.2
+
+
+@on_gpu
+def test_gpu_transfers_take_turns_and_the_modelled_time() -> None:
+    with simulated_gpu_group() as device:
+
+        def reduce(num_transfers: int) -> None:
+            works = [dist.all_reduce(payload(device), async_op=True) for _ in range(num_transfers)]
+            for work in reversed(works):
+                work.wait()
+
+        assert gpu_s(lambda: reduce(1)) == pytest.approx(GPU_SLOW_S, rel=0.1)
+        assert gpu_s(lambda: reduce(2)) == pytest.approx(2 * GPU_SLOW_S, rel=0.1)
+
+
+@on_gpu
+def test_the_compute_stream_goes_on_beside_a_transfer() -> None:
+    with simulated_gpu_group() as device:
+        x = torch.randn(2048, 2048, device=device)
+
+        def compute(num_products: int) -> None:
+            for _ in range(num_products):
+                torch.mm(x, x)
+
+        compute(20)
+        num_products = max(1, round(100 * 0.8 * GPU_SLOW_S / gpu_s(lambda: compute(100))))
+        alone_s = gpu_s(lambda: compute(num_products))
+        computed = torch.cuda.Event(enable_timing=True)
+        began = torch.cuda.Event(enable_timing=True)
+
+        def step() -> None:
+            began.record()
+            work = dist.all_reduce(payload(device), async_op=True)
+            compute(num_products)
+            computed.record()
+            work.wait()
+
+        total_s = gpu_s(step)
+    assert began.elapsed_time(computed) / 1000 < 1.2 * alone_s
+    assert total_s < 1.2 * max(alone_s, GPU_SLOW_S)
+
+
+@on_gpu
+def test_memory_that_is_let_go_of_early_is_not_used_again_too_soon() -> None:
+    with simulated_gpu_group() as device:
+        tensor = payload(device)
+        address = tensor.data_ptr()
+        dist.all_reduce(tensor, async_op=True)
+        del tensor
+        others = [payload(device) for _ in range(8)]
+        assert address not in [other.data_ptr() for other in others]
+        torch.cuda.synchronize()
+        assert all(torch.equal(other.cpu(), payload()) for other in others)
+
+
+@on_gpu
+@pytest.mark.parametrize("replicate", one_bucket_each(0.0001))
+def test_gradients_on_a_gpu_are_those_of_one_process(replicate: Callable[[nn.Module], nn.Module]) -> None:
+    with simulated_gpu_group(alpha_s=0.002) as device:
+        train_beside_one_process(replicate, device)
+
+
+@on_gpu
+def test_functional_collectives_on_a_gpu() -> None:
+    with simulated_gpu_group() as device:
+        reduced = torch.ops._c10d_functional.all_reduce(payload(device), "sum", dist.group.WORLD.group_name)
+        assert torch.equal(torch.ops._c10d_functional.wait_tensor(reduced).cpu(), payload() * WORLD_SIZE)
