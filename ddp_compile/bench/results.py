@@ -56,7 +56,7 @@ class SummaryRow:
 
     ``bound_ms`` is the ideal overlap of this run's own compute alone and communication alone, see `ideal_step_s`;
     ``exposed_ms`` is the step beyond compute alone. ``ratio_to_best_peer`` is the median over rounds of the ratio to
-    the fastest peer on that link in that round, ``ratio_low`` and ``ratio_high`` its 95 % interval. Compile seconds are
+    the fastest peer on that link, ``ratio_low`` and ``ratio_high`` its 95 % interval. Compile seconds are
     what the first steps took beyond as many steady ones.
     """
 
@@ -216,12 +216,11 @@ def _row(
 
 
 def _figures_of_the_case(result: CaseResult, link: str) -> dict[str, object]:
-    steady = result.median(link)
     profile = result.profiles.get(link)
     return {
         "peak_mib": None if result.peak_bytes is None else result.peak_bytes / 2**20,
-        "cold_compile_s": _compile_s(result.cold, steady),
-        "warm_compile_s": _compile_s(result.warm, steady),
+        "cold_compile_s": _compile_s(result.cold),
+        "warm_compile_s": _compile_s(result.warm),
         "graphs": None if result.cold is None else result.cold.num_graphs,
         "all_reduces": None if profile is None else profile.num_all_reduces,
         "payload_mib": None if profile is None or profile.payload_bytes is None else profile.payload_bytes / 2**20,
@@ -230,7 +229,8 @@ def _figures_of_the_case(result: CaseResult, link: str) -> dict[str, object]:
     }
 
 
-def _compile_s(prepared: Prepared | None, steady_s: float) -> float | None:
+def _compile_s(prepared: Prepared | None) -> float | None:
+    """What the first steps took beyond as many steady ones, of which the shortest of them is one."""
     if prepared is None or prepared.num_graphs == 0:
         return None
-    return max(0.0, sum(prepared.warmup_s) - len(prepared.warmup_s) * steady_s)
+    return sum(prepared.warmup_s) - len(prepared.warmup_s) * min(prepared.warmup_s)

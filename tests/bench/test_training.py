@@ -1,0 +1,120 @@
+"""The harness's training loop: what it computes, and that reading the clock costs next to nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import bench_entries
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_compile.bench.implementations import Implementation
+from ddp_compile.bench.profiling import peak_live_bytes
+from ddp_compile.bench.settings import WorkloadSettings
+from ddp_compile.bench.training import NUM_BATCHES, Training, make_optimizer, timed_steps
+from ddp_compile.bench.workloads import WORKLOADS, Workload, make_workload
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+SETTINGS = WorkloadSettings(model="tiny")
+
+
+def training_of(workload: Workload, micro_batches: int = 1) -> Training:
+    implementation = Implementation(forward=workload.model)
+    return Training(implementation, workload.model, workload, SETTINGS, 0, micro_batches)
+
+
+def test_it_trains_as_a_bare_loop_does() -> None:
+    torch.manual_seed(0)
+    workload = Workload(*bench_entries.tiny())
+    torch.manual_seed(0)
+    reference = bench_entries.tiny()[0]
+    training = training_of(workload, micro_batches=2)
+    optimizer = make_optimizer("sgd", reference)
+    for step in range(5):
+        training.step()
+        for micro_batch in range(2):
+            inputs, targets = training.batches[(2 * step + micro_batch) % NUM_BATCHES]
+            workload.loss(reference(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(workload.model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_costs_microseconds_beyond_what_it_times() -> None:
+    """2 % of a step of 100 ms would be 2000 us."""
+
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight
+
+    workload = Workload(Nothing(), lambda generator: (torch.zeros(1), torch.zeros(1)), lambda output, _: output.sum())
+    training = training_of(workload)
+
+    def bare() -> None:
+        workload.loss(workload.model(None), None).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    def seconds(step) -> float:
+        start = time.perf_counter()
+        for _ in range(50):
+            step()
+        return (time.perf_counter() - start) / 50
+
+    training.step(), bare()
+    extra = [seconds(training.step) - seconds(bare) for _ in range(15)]
+    assert statistics.median(extra) < 200e-6
+
+
+def test_records_add_up() -> None:
+    training = training_of(Workload(*bench_entries.tiny()), micro_batches=3)
+    records = timed_steps(training, 1, 4)
+    assert len(records) == 4 and training.num_steps == 5
+    for record in records:
+        phases = record.forward_s + record.backward_s + record.optimizer_s
+        assert min(record.forward_s, record.backward_s, record.optimizer_s) > 0
+        assert phases == pytest.approx(record.step_s, abs=1e-4)
+
+
+def test_peak_counts_what_is_live_at_once() -> None:
+    """4 MiB of parameters, as much of gradients, and activations of a known size that die in the backward."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1024, 1024))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight).exp()
+
+    batch = torch.zeros(2048, 1024)  # 8 MiB
+    workload = Workload(Wide(), lambda _: (batch, batch), lambda output, _: output.mean())
+    training = training_of(workload)
+    training.step()
+    peak = peak_live_bytes(training, list(workload.model.parameters())) / 2**20
+    # Parameters 4, batch 8, the result of exp that the backward needs 8, its gradient 8 and the one before it 8.
+    assert peak == pytest.approx(4 + 8 + 8 + 8 + 8, abs=2)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_models_train(name: str) -> None:
+    workload = make_workload(WorkloadSettings(model=name, depth=4, width=64, batch_size=2))
+    training = training_of(workload)
+    training.step()
+    assert training.loss is not None and training.loss.isfinite()
+    again = make_workload(WorkloadSettings(model=name, depth=4, width=64, batch_size=2))
+    fresh = [parameter.clone() for parameter in again.model.parameters()]
+    changed = [not torch.equal(a, b) for a, b in zip(workload.model.parameters(), fresh, strict=True)]
+    assert sum(changed) > len(changed) / 2
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer='lion' is not known; pass 'sgd' or 'adamw'"):
+        make_optimizer("lion", nn.Linear(1, 1))
