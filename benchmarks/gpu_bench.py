@@ -7,6 +7,7 @@ computing alone, and a simulated link, which shows what it overlaps. Results go 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # The package is used from the source tree: nothing needs to be installed.
 sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 MODEL = ["--device", "cuda", "--model", "gpt-medium", "--depth", "8", "--width", "1024", "--batch-size", "32"]
 RUNS = {
@@ -43,6 +45,8 @@ def main() -> int:
     for name, flags in RUNS.items():
         start = time.monotonic()
         statuses.append(ddp_compile(["bench", *MODEL, *flags, "--output", str(output / name)]))
+        if statuses[-1] == 130:  # Ctrl-C
+            break
         print(f"{name}: {time.monotonic() - start:.0f} s\n", flush=True)
     return max(statuses)
 

@@ -25,7 +25,7 @@ from ddp_compile.bench.implementations import (
     WITHOUT_BUCKETS,
     implementation_named,
 )
-from ddp_compile.bench.link import NamespacedLink, Rate, remove_stale, unavailable_reason
+from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
 from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink
 from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
@@ -79,13 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print tables, write files. Returns the exit status."""
     try:
         settings, workload = _checked(arguments)
+        if arguments.device == "cuda":
+            _link_of_one_device(arguments, workload)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise_interrupt)
     try:
         return _measure_and_report(arguments, settings, workload)
-    except RankDiedError as error:
+    except (RankDiedError, LinkError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -98,6 +101,7 @@ def _measure_and_report(arguments: argparse.Namespace, settings: RunSettings, wo
 
     from ddp_compile.bench.report import format_tables, provenance, write_files
 
+    where = provenance(arguments.device)  # before measuring: somebody may go on editing
     with ExitStack() as stack:
         link, world_settings = _link_and_world(arguments, workload, stack)
         world = stack.enter_context(RankWorld(world_settings))
@@ -110,19 +114,18 @@ def _measure_and_report(arguments: argparse.Namespace, settings: RunSettings, wo
         benchmark = BenchmarkRun(world, link, settings, progress)
         bar.total = benchmark.num_stages
         result = benchmark.measure()
-    rows = summarize(result.cases, link.names(), result.achieved_gbit, tuple(PEERS))
+    rows = summarize(result.cases, link.names(), result.achieved_gbit, tuple(PEERS), arguments.device == "cpu")
     parameters = next((case.cold.num_parameters for case in result.cases if case.cold is not None), 0)
     about = {
         "model": arguments.model,
         "parameters": parameters,
         "world_size": world_settings.num_communicating_ranks,
     }
-    where = provenance(arguments.device)
+    directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    write_files(directory, rows, result, about, where)
     print(f"{arguments.model}, {parameters / 1e6:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
     print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
     print(format_tables(rows))
-    directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    write_files(directory, rows, result, about, where)
     _draw(directory)
     return _report_failures(result, directory)
 
@@ -146,7 +149,7 @@ def _report_failures(result: RunResult, directory: Path) -> int:
         print(f"failed: {case.case}: {case.error}", file=sys.stderr)
     if failed:
         print(f"tracebacks are in {directory / 'failures.txt'}", file=sys.stderr)
-    return 0
+    return 1 if len(failed) == len(result.cases) else 0
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettings]:
@@ -210,11 +213,13 @@ def _link_and_world(
 
 def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSettings) -> tuple[Link, WorldSettings]:
     ranks = arguments.ranks or 1
+    if ranks > torch.cuda.device_count():
+        raise ValueError(f"--ranks {ranks} is more than the {torch.cuda.device_count()} CUDA devices that torch sees")
     rates = [rate for rate in arguments.link if rate.bits_per_second is not None]
     if not rates:
         return FixedLink("none"), WorldSettings(world_size=ranks, workload=workload)
     if ranks > 1:
-        raise SystemExit(f"bench: --ranks {ranks} --link {rates[0]}: a simulated link has one real rank; drop --ranks")
+        raise ValueError(f"--ranks {ranks} --link {rates[0]}: a simulated link has one real rank; pass --link none")
     if len(rates) < len(arguments.link):
         print("a simulated link has a rate: 'none' is left out; measure it with --link none", file=sys.stderr)
     return SimulatedLink(rates), WorldSettings(
@@ -230,21 +235,27 @@ def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
+    return int(text)
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise argparse.ArgumentTypeError("name at least one")
+    return words
 
 
 def _capacities(text: str) -> list[float]:
-    values = [float(word) for word in _words(text)]
-    for value in values:
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{value:g} must be a positive number of MiB")
+    values = []
+    for word in _words(text):
+        try:
+            values.append(float(word))
+        except ValueError:
+            values.append(0.0)
+        if not 0 < values[-1] < float("inf"):
+            raise argparse.ArgumentTypeError(f"{word} must be a positive number of MiB")
     return values
 
 

@@ -46,9 +46,18 @@ def _local(model: nn.Module, case: Case) -> Implementation:
 
 
 def _data_parallel(model: nn.Module, case: Case) -> DistributedDataParallel:
-    """DistributedDataParallel with the settings that cost it least."""
-    settings: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": case.bucket_cap_mb}
-    if "batched_grad_copy" in inspect.signature(DistributedDataParallel).parameters:  # new in torch 2.13
+    """DistributedDataParallel with the settings that cost it least.
+
+    A capacity that is given by ``bucket_cap_mb`` holds for the first bucket as well; only the default has a first
+    bucket of 1 MiB, without which the reducer's buckets would be others than the splitter's, and leave later.
+    """
+    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    if "bucket_cap_mb_list" in parameters:  # new in torch 2.13, as is the other one
+        settings["bucket_cap_mb_list"] = [min(1.0, case.bucket_cap_mb), case.bucket_cap_mb]
+    elif case.bucket_cap_mb != 25.0:
+        settings["bucket_cap_mb"] = case.bucket_cap_mb
+    if "batched_grad_copy" in parameters:
         settings["batched_grad_copy"] = True
     return DistributedDataParallel(model, **settings)
 
@@ -111,8 +120,9 @@ PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     "functional": _functional,
 }
 
+OURS_PREFIX = "ddp_compile-"
 OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
-    f"ddp_compile-{split}": partial(_ddp_compile, split) for split in get_args(SplitMode)
+    f"{OURS_PREFIX}{split}": partial(_ddp_compile, split) for split in get_args(SplitMode)
 }
 
 IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}

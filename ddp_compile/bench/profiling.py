@@ -78,7 +78,7 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
     def count(*_: object) -> None:
         nonlocal census
         with record_function(_CENSUS):
-            census = _live_bytes(parameters)
+            census = live_bytes(parameters)
 
     hook = training.optimizer.register_step_pre_hook(count)
     with _traced_events(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
@@ -94,7 +94,7 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
     return census + most - at_census
 
 
-def _live_bytes(parameters: Sequence[Parameter]) -> int:
+def live_bytes(parameters: Sequence[Parameter]) -> int:
     """Bytes of all storages that tensors known to Python, and the parameters' gradients, lie in."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, Parameter)]
@@ -137,12 +137,12 @@ def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tu
 
 
 def _payload_bytes(events: Sequence[dict[str, Any]]) -> int | None:
-    """Bytes of the tensors that process groups' own ranges name, as gloo's and NCCL's do."""
+    """Bytes of the floating tensors that process groups' own ranges name, as gloo's and NCCL's do."""
     total = 0
     for event in events:
         if event.get("ph") == "X" and event["name"].endswith(":all_reduce") and "Input Dims" in event.get("args", {}):
             shapes, kinds = event["args"]["Input Dims"], event["args"]["Input type"]
-            total += sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in zip(shapes, kinds, strict=True))
+            total += sum(math.prod(shape) * _ITEM_BYTES.get(kind, 0) for shape, kind in zip(shapes, kinds, strict=True))
     return total or None
 
 

@@ -14,6 +14,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle
 
+#: How long a process that has hung up may take to end by itself.
+_JOIN_S = 10.0
+
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
@@ -54,7 +57,10 @@ def _start_and_join(connection: Connection) -> None:
             connection.send(child.pid)
         else:
             child = children.pop(argument)
-            child.join()
+            child.join(_JOIN_S)
+            if child.is_alive():
+                child.kill()
+                child.join()
             connection.send(child.exitcode)
 
 

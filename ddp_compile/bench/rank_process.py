@@ -107,13 +107,13 @@ class RankCase:
         model = workload.model.to(self.device)
         self.parameters = list(model.parameters())
         if case.implementation == COMMUNICATION:
-            return Communication(_bucket_bytes(model, case.bucket_cap_mb), self.device)
+            return Communication(bucket_bytes(model, case.bucket_cap_mb), self.device)
         implementation = implementation_named(case.implementation)(model, case)
         return Training(implementation, model, workload, settings, context.rank, case.no_sync_every)
 
 
-def _bucket_bytes(model: torch.nn.Module, cap_mb: float) -> list[int]:
-    """Sizes of the buckets that DistributedDataParallel's first plan has."""
+def bucket_bytes(model: torch.nn.Module, cap_mb: float) -> list[int]:
+    """Sizes of the buckets in bytes, if gradients become ready in the reverse order of registration."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     gradients = [
         GradientSpec(

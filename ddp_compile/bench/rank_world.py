@@ -133,7 +133,11 @@ class RankWorld:
     # What follows is private.
 
     def _start(self) -> None:
-        self.directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp_compile_bench_")))
+        self.directory = Path(
+            self._stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="ddp_compile_bench_", ignore_cleanup_errors=True)
+            )
+        )
         self._stack.callback(self._kill_hosts)
         for rank in range(self.settings.world_size):
             self._start_host(rank)
@@ -148,11 +152,12 @@ class RankWorld:
         cores = sorted(os.sched_getaffinity(0))
         on_cpu = self.settings.workload.device == "cpu"
         core = str(cores[rank % len(cores)]) if on_cpu else "any"
-        environment = dict(os.environ)
+        # The name tells people, and tests, which run a process belongs to.
+        environment = {**os.environ, "DDP_COMPILE_BENCH_PID": str(os.getpid())}
         if on_cpu:
             # One core for each rank, so one thread; a pool of compile workers would outlive its case.
             environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        environment |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.settings.world_size)}
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.settings.world_size)}
         ours, theirs = multiprocessing.Pipe()
         with open(self._log_path(rank), "wb") as log, theirs:
             process = subprocess.Popen(

@@ -56,8 +56,8 @@ def format_tables(rows: Sequence[SummaryRow]) -> str:
         of_link = list(group)
         achieved = of_link[0].achieved_gbit
         heading = f"link {link}" + ("" if achieved is None else f", all-reduce of 32 MiB at {achieved:.2f} Gbit/s")
-        bounds = {row.bucket_cap_mb: row.bound_ms for row in of_link if row.bound_ms is not None}
-        ideal = ", ".join(f"{bound:.1f} ms (cap {cap:g} MiB)" for cap, bound in bounds.items())
+        bounds = {(row.bucket_cap_mb, row.mode): row.bound_ms for row in of_link if row.bound_ms is not None}
+        ideal = ", ".join(f"{bound:.1f} ms (cap {cap:g} MiB, mode {mode})" for (cap, mode), bound in bounds.items())
         body = [[_cell(row, column, style) for _, column, style in _TABLE] for row in of_link]
         used = [i for i in range(len(_TABLE)) if any(cells[i] for cells in body)]
         table = tabulate(
@@ -202,7 +202,7 @@ def _identity(case: Any, link: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Commit of the source tree, with a plus sign if it has been changed; "unknown" outside of one."""
+    """Commit of the source tree, with a plus sign if its sources have been changed; "unknown" outside of one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown"
@@ -210,7 +210,11 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    try:
+        sources = ("ddp_compile", "passes", "runtime", "kernels")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", *sources) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # no git, or one that does not trust the folder's owner
 
 
 def _processor() -> str:

@@ -16,8 +16,9 @@ from ddp_compile.bench.settings import Case, Prepared, StepRecord
 #: Steps at the start of a turn that are not timed.
 NUM_WARM_STEPS = 1
 MESSAGE_BYTES = tuple(2**exponent for exponent in range(11, 26, 2))
-MESSAGE_REPEATS = 5
-STEADY_STEPS = 4
+#: A size is repeated for about this long, but so often at least and at most.
+MESSAGE_S = 0.4
+MESSAGE_REPEATS = (5, 200)
 
 
 class Link(Protocol):
@@ -96,8 +97,8 @@ class BenchmarkRun:
         Raises:
             RankDiedError: A rank's process ended; the run is over.
         """
-        # Compiling at an unshaped link: a plan travels, and buffers do.
-        for result in self.result.cases:
+        # Backwards, so that a user's own implementation shows what is wrong with it before the bounds compile.
+        for result in reversed(self.result.cases):
             self.progress(f"compiling {result.case}")
             with self._marking_failure(result):
                 running = self.world.start_case(result.case)
@@ -106,6 +107,9 @@ class BenchmarkRun:
         for name in self.link.names():
             self._measure_link(name)
         if not self.settings.only_steps:
+            # Hooks and profilers leave traces, so all steps have been timed before.
+            for name in self.link.names():
+                self._profile_link(name)
             for result in self._living():
                 self.progress(f"warm start of {result.case}")
                 with self._marking_failure(result):
@@ -116,15 +120,10 @@ class BenchmarkRun:
 
     def _measure_link(self, name: str) -> None:
         self.link.set_rate(name, list(self._running.values()))
-        if not self.settings.only_steps:
-            self.progress(f"{name}: message sizes and profiles")
-            for result in self._living():
+        for result in self._living():
+            if result.case.implementation == COMMUNICATION and name not in self.result.achieved_gbit:
                 with self._marking_failure(result):
-                    if result.case.implementation != COMMUNICATION:
-                        result.profiles[name] = self._running[result.case].ask("profile")[0]
-                        result.peak_bytes = max(self._running[result.case].ask("peak_bytes"))
-                    elif name not in self.result.messages:
-                        self._measure_messages(name, self._running[result.case])
+                    self._measure_rate(name, self._running[result.case])
         for number in range(self.settings.rounds):
             for result in self._living():
                 self.progress(f"{name}: round {number + 1}, {result.case.implementation}")
@@ -134,6 +133,18 @@ class BenchmarkRun:
             if result.case.implementation != COMMUNICATION:
                 with self._marking_failure(result):
                     result.loss = self._running[result.case].ask("loss")[0]
+
+    def _profile_link(self, name: str) -> None:
+        self.link.set_rate(name, list(self._running.values()))
+        self.progress(f"{name}: message sizes and profiles")
+        for result in self._living():
+            with self._marking_failure(result):
+                running = self._running[result.case]
+                if result.case.implementation != COMMUNICATION:
+                    result.profiles[name] = running.ask("profile")[0]
+                    result.peak_bytes = max(running.ask("peak_bytes"))
+                elif name not in self.result.messages:
+                    self._measure_messages(name, running)
 
     def _take_turn(self, result: CaseResult, name: str) -> None:
         sent_before = self.link.sent_bytes()
@@ -146,14 +157,23 @@ class BenchmarkRun:
     def _measure_messages(self, name: str, communication: RunningCase) -> None:
         times = self.result.messages.setdefault(name, {})
         for num_bytes in MESSAGE_BYTES:
-            answers = communication.ask("time_all_reduce", num_bytes=num_bytes, repeats=MESSAGE_REPEATS)
-            times[num_bytes] = [_over_ranks(step) for step in zip(*answers, strict=True)]
-        largest_s = statistics.median(step.step_s for step in times[MESSAGE_BYTES[-1]])
+            least, most = MESSAGE_REPEATS
+            first = self._time_all_reduces(communication, num_bytes, least)
+            once_s = statistics.median(step.step_s for step in first)
+            repeats = min(most, max(least, round(MESSAGE_S / once_s)))
+            times[num_bytes] = self._time_all_reduces(communication, num_bytes, repeats) if repeats > least else first
+
+    def _measure_rate(self, name: str, communication: RunningCase) -> None:
         ranks = self.world.settings.num_communicating_ranks
         if ranks > 1:
+            times = self._time_all_reduces(communication, MESSAGE_BYTES[-1], MESSAGE_REPEATS[0])
             # What a ring sends from each rank.
             bits = 8 * MESSAGE_BYTES[-1] * 2 * (ranks - 1) / ranks
-            self.result.achieved_gbit[name] = bits / largest_s / 1e9
+            self.result.achieved_gbit[name] = bits / statistics.median(step.step_s for step in times) / 1e9
+
+    def _time_all_reduces(self, communication: RunningCase, num_bytes: int, repeats: int) -> list[StepRecord]:
+        answers = communication.ask("time_all_reduce", num_bytes=num_bytes, repeats=repeats)
+        return [_over_ranks(step) for step in zip(*answers, strict=True)]
 
     def _measure_warm_start(self, result: CaseResult) -> None:
         if result.case.implementation == COMMUNICATION:

@@ -100,13 +100,14 @@ class Prepared:
         num_parameters: Elements of all parameters.
         gradient_bytes: Bytes of all gradients.
         warmup_s: Length of each of the first steps, in seconds; the first one compiles.
-        num_graphs: Forward graphs that were compiled, parts of cut graphs counted one by one; None if unknown.
+        num_graphs: Graphs that AOTAutograd compiled: forwards, parts of cut ones counted one by one, and the backwards
+            of compiled autograd.
     """
 
     num_parameters: int
     gradient_bytes: int
     warmup_s: list[float]
-    num_graphs: int | None
+    num_graphs: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,7 @@ class Profiled:
         events: Dicts of lane, name, start_ms, end_ms.
         num_all_reduces: All-reduces that were launched.
         payload_bytes: Bytes that they reduced; None where the profiler does not tell.
-        ready: When each parameter's gradient had been accumulated, since the first backward began, and its bytes.
+        ready: When each parameter's gradient had been accumulated, since the last forward ended, and its bytes.
     """
 
     step_ms: float

@@ -46,15 +46,15 @@ def num_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["aot_autograd"]["total"]
 
 
-def _mib_of_bucket(cap_mib: float, _index: int) -> int:
-    return max(1, round(cap_mib))
+def _mib_of_bucket(cap_mib: float, _index: int) -> float:
+    return cap_mib
 
 
 def overlapped_all_reduces(bucket_cap_mb: float, mode: str, device: str) -> dict[str, Any]:
     """Inductor options that bucket functional all-reduces and schedule them beneath computation.
 
     Args:
-        bucket_cap_mb: Bucket capacity in MiB; inductor takes whole ones.
+        bucket_cap_mb: Bucket capacity in MiB, of every bucket: inductor asks for it once.
         mode: Mode of ``torch.compile``; ``mode`` and ``options`` exclude each other there.
         device: "cpu" or "cuda".
     """

@@ -70,7 +70,9 @@ def compare(
     Machines drift, so only steps that lie beside each other in time are compared. The first ``warmup`` pairs, which
     compile, are not timed.
     """
-    reference = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+    # Its own default has a first bucket of 1 MiB, as ours has; a capacity that is given holds for the first one, too.
+    caps = {} if bucket_cap_mb == 25 else {"bucket_cap_mb": bucket_cap_mb}
+    reference = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True, **caps)
     ours = ddp_compile(model, bucket_cap_mb=bucket_cap_mb, split=split, backend=backend)
     baseline = torch.compile(reference, backend=backend)
     contenders = [

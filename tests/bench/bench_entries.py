@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ddp_compile import ddp_compile
 from ddp_compile.bench.implementations import Implementation
 from ddp_compile.bench.settings import Case
 
-DELAY_S = 0.1
+DELAY_S = 0.2
 
 
 def tiny() -> tuple:
@@ -67,5 +68,6 @@ def dies(model: nn.Module, case: Case) -> Implementation:
 
 
 def hangs(model: nn.Module, case: Case) -> Implementation:
+    Path(os.environ["STARTED_FILE"]).touch()
     time.sleep(600)
     raise AssertionError("never comes here")

@@ -13,17 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
-from ddp_compile.bench.charts.choice import (
-    COMMUNICATION,
-    LOCAL,
-    OURS_PREFIX,
-    PEERS,
-    failures,
-    link_name,
-    link_order,
-    unique,
-)
+from ddp_compile.bench.charts.choice import PEERS, failures, link_name, link_order, unique
 from ddp_compile.bench.charts.data_files import SummaryRow
+from ddp_compile.bench.implementations import COMMUNICATION, LOCAL, OURS_PREFIX
 
 DPI = 120
 TEXT_SIZE = 9.5
@@ -62,7 +54,7 @@ def style_of(implementation: str, users: Sequence[str] = ()) -> Style:
         return Style(_OURS.get(split, "#a8324a"), _OURS_MARKERS.get(split, "*"), 2.2)
     if implementation in PEERS:
         i = PEERS.index(implementation)
-        return Style(_PEER_COLORS[i], _PEER_MARKERS[i], 1.3)
+        return Style(_PEER_COLORS[i % len(_PEER_COLORS)], _PEER_MARKERS[i % len(_PEER_MARKERS)], 1.3)
     if implementation in (LOCAL, COMMUNICATION):
         return Style(DARK, ".", 1.3)
     i = users.index(implementation) if implementation in users else 0

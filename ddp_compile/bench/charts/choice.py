@@ -9,12 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddp_compile.bench.charts.data_files import SummaryRow
+from ddp_compile.bench.implementations import COMMUNICATION, LOCAL, OURS_PREFIX
+from ddp_compile.bench.implementations import PEERS as KNOWN_PEERS
 
-#: Computation without communication, and communication without computation.
-LOCAL = "local"
-COMMUNICATION = "communication"
-OURS_PREFIX = "ddp_compile-"
-PEERS = ("ddp-eager", "compile-ddp", "ddp-inner-compile", "ddp-unsplit", "ddp-python-reducer", "functional")
+PEERS = tuple(KNOWN_PEERS)
 _OURS = ("auto", "forward", "backward", "none")
 _MODES = ("default", "reduce-overhead", "max-autotune")
 _UNSHAPED = ("loopback", "none")

@@ -22,7 +22,6 @@ from ddp_compile.bench.charts.appearance import (
     write_beside,
 )
 from ddp_compile.bench.charts.choice import (
-    COMMUNICATION,
     fastest,
     implementation_order,
     is_measured,
@@ -31,6 +30,7 @@ from ddp_compile.bench.charts.choice import (
     with_fewest_micro_batches,
 )
 from ddp_compile.bench.charts.data_files import BenchmarkRun, SummaryRow
+from ddp_compile.bench.implementations import COMMUNICATION
 
 _COLORS = ("#2a6f97", "#e09f3e", "#7b5ea7", "#5f8d4e", "#9c4a4a")
 _PALE = 0.35

@@ -16,8 +16,9 @@ from ddp_compile.bench.charts.appearance import (
     style_of,
     users_among,
 )
-from ddp_compile.bench.charts.choice import LOCAL, Case, choose_cases
+from ddp_compile.bench.charts.choice import Case, choose_cases
 from ddp_compile.bench.charts.data_files import BenchmarkRun
+from ddp_compile.bench.implementations import LOCAL
 
 
 def build_gradient_ready(run: BenchmarkRun) -> Figure | None:

@@ -26,7 +26,6 @@ from ddp_compile.bench.charts.appearance import (
     users_among,
 )
 from ddp_compile.bench.charts.choice import (
-    LOCAL,
     comparable_rows,
     fastest,
     headline_modes,
@@ -35,6 +34,7 @@ from ddp_compile.bench.charts.choice import (
     link_order,
 )
 from ddp_compile.bench.charts.data_files import BenchmarkRun, SummaryRow
+from ddp_compile.bench.implementations import LOCAL
 
 _COLUMNS = 4
 _CAPS = (

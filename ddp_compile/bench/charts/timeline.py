@@ -25,8 +25,9 @@ from ddp_compile.bench.charts.appearance import (
     link_label,
     new_page,
 )
-from ddp_compile.bench.charts.choice import LOCAL, Case, choose_cases
+from ddp_compile.bench.charts.choice import Case, choose_cases
 from ddp_compile.bench.charts.data_files import BenchmarkRun, Event, ProfiledStep
+from ddp_compile.bench.implementations import LOCAL
 
 _LANES = ("compute", "communication", "reducer")
 _PHASE_COLORS = {"forward": "#a9c6de", "backward": "#4f86b8", "optimizer": "#c9b98f"}
