@@ -137,12 +137,17 @@ def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tu
 
 
 def _payload_bytes(events: Sequence[dict[str, Any]]) -> int | None:
-    """Bytes of the floating tensors that process groups' own ranges name, as gloo's and NCCL's do."""
+    """Bytes of the tensors that process groups' own ranges name, as gloo's and NCCL's do.
+
+    None where there are no such ranges, or where one names a dtype that is not known here.
+    """
     total = 0
     for event in events:
         if event.get("ph") == "X" and event["name"].endswith(":all_reduce") and "Input Dims" in event.get("args", {}):
             shapes, kinds = event["args"]["Input Dims"], event["args"]["Input type"]
-            total += sum(math.prod(shape) * _ITEM_BYTES.get(kind, 0) for shape, kind in zip(shapes, kinds, strict=True))
+            if not _ITEM_BYTES.keys() >= set(kinds):
+                return None
+            total += sum(math.prod(shape) * _ITEM_BYTES[kind] for shape, kind in zip(shapes, kinds, strict=True))
     return total or None
 
 

@@ -52,7 +52,7 @@ def fails_later(model: nn.Module, case: Case) -> Implementation:
     def forward(inputs: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        # Past the first steps and the profile, in the middle of the rounds, and on one rank alone.
+        # Past the first steps, in the middle of the rounds, and on one rank alone.
         if calls > 9 and dist.get_rank() == 1:
             raise RuntimeError("this implementation breaks down")
         return model(inputs)
