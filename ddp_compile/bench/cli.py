@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
+from ddp_compile.bench.endings import check_folders, ending_of, one_interrupt
 from ddp_compile.bench.implementations import (
     COMMUNICATION,
     EAGER,
@@ -40,23 +40,47 @@ MODES = ("default", "reduce-overhead", "max-autotune")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments to its parser."""
-    parser.add_argument("--model", default="gpt-small", help=f"{', '.join(WORKLOADS)}, or your own module:function")
-    parser.add_argument("--depth", type=_positive, help="layers of the model")
-    parser.add_argument("--width", type=_positive, help="features of a layer")
-    parser.add_argument("--batch-size", type=_positive, help="samples of a micro-batch on one rank")
+    _add_cases(parser)
+    _add_surroundings(parser)
+
+
+def _add_cases(parser: argparse.ArgumentParser) -> None:
+    own = "default: the model's own"
+    parser.add_argument(
+        "--model",
+        default="gpt-small",
+        help=f"{', '.join(WORKLOADS)}, or your own module:function, which takes nothing and returns a model, a function"
+        " that makes (inputs, targets) with a torch.Generator, and a loss function (default: %(default)s)",
+    )
+    parser.add_argument("--depth", type=_positive, help=f"layers of the model ({own})")
+    parser.add_argument("--width", type=_positive, help=f"features of a layer ({own})")
+    parser.add_argument("--batch-size", type=_positive, help=f"samples of a micro-batch on one rank ({own})")
     parser.add_argument(
         "--implementations",
         type=_words,
         default=list(QUICK),
         metavar="NAME,...",
-        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, or your own module:function"
+        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, or your own module:function, which takes the model and a"
+        " Case and returns an Implementation (see ddp_compile/bench/implementations.py)"
         f" (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always measured)",
     )
-    parser.add_argument("--modes", type=_words, default=["default"], metavar="MODE,...", help=", ".join(MODES))
     parser.add_argument(
-        "--bucket-cap-mb", type=_capacities, default=[25.0], metavar="MIB,...", help="capacities to sweep"
+        "--modes", type=_words, default=["default"], metavar="MODE,...", help=f"{', '.join(MODES)} (default: default)"
     )
-    parser.add_argument("--no-sync-every", type=_positive, default=1, metavar="K", help="micro-batches of a step")
+    parser.add_argument(
+        "--bucket-cap-mb", type=_capacities, default=[25.0], metavar="MIB,...", help="capacities to sweep (default: 25)"
+    )
+    parser.add_argument(
+        "--no-sync-every",
+        type=_positive,
+        default=1,
+        metavar="K",
+        help="micro-batches of a step (default: %(default)s)",
+    )
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
+
+
+def _add_surroundings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         type=_rates,
@@ -66,37 +90,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " simulated ones on one CUDA device (default: 1gbit,none)",
     )
     parser.add_argument("--ranks", type=_positive, help="number of ranks (default: 2; 1 on CUDA)")
-    parser.add_argument("--simulated-ranks", type=_positive, default=8, help="ranks that a simulated link pretends")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
-    parser.add_argument("--rounds", type=_positive, default=12, help="turns of each implementation on each link")
-    parser.add_argument("--steps", type=_positive, default=2, help="timed steps of a turn, after one that is not timed")
+    parser.add_argument(
+        "--simulated-ranks",
+        type=_positive,
+        default=8,
+        help="ranks that a simulated link pretends (default: %(default)s)",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=_positive, default=12, help="turns of each implementation on each link (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_positive,
+        default=2,
+        help="timed steps of a turn, after one that is not timed (default: %(default)s)",
+    )
     parser.add_argument("--only-steps", action="store_true", help="no warm starts, memory, profiles or message sizes")
     parser.add_argument("--output", type=Path, help="folder for CSV files and charts (default: runs/bench/DATE)")
 
 
+def command_line(arguments: argparse.Namespace) -> str:
+    """The command that asks for these arguments, with the defaults spelled out: they may be others one day."""
+    words = ["python", "-m", "ddp_compile", "bench"]
+    for name, value in vars(arguments).items():
+        if name == "command" or value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    return shlex.join(words)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print tables, write files. Returns the exit status."""
+    directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     try:
         settings, workload = _checked(arguments)
         if arguments.device == "cuda":
             _link_of_one_device(arguments, workload)
+        check_folders(directory)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_interrupt)
-    try:
-        return _measure_and_report(arguments, settings, workload)
-    except (RankDiedError, LinkError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench: interrupted; all processes and namespaces of the run are gone", file=sys.stderr)
-        return 130
+    with one_interrupt():
+        try:
+            return _measure_and_report(arguments, settings, workload, directory)
+        except (RankDiedError, LinkError, OSError, KeyboardInterrupt) as error:
+            ending = ending_of(error, directory)
+            if ending is None:
+                raise
+            print(f"bench: {ending.message}", file=sys.stderr)
+            return ending.status
 
 
-def _measure_and_report(arguments: argparse.Namespace, settings: RunSettings, workload: WorkloadSettings) -> int:
+def _measure_and_report(
+    arguments: argparse.Namespace, settings: RunSettings, workload: WorkloadSettings, directory: Path
+) -> int:
     from tqdm import tqdm
 
     from ddp_compile.bench.report import format_tables, provenance, write_files
@@ -121,11 +171,11 @@ def _measure_and_report(arguments: argparse.Namespace, settings: RunSettings, wo
         "parameters": parameters,
         "world_size": world_settings.num_communicating_ranks,
     }
-    directory = arguments.output or Path("runs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    write_files(directory, rows, result, about, where)
+    # The terminal first: a full disk shall not cost what has been measured.
     print(f"{arguments.model}, {parameters / 1e6:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
     print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
     print(format_tables(rows))
+    write_files(directory, rows, result, about, {**where, "command": command_line(arguments)})
     _draw(directory)
     return _report_failures(result, directory)
 
@@ -140,7 +190,8 @@ def _draw(directory: Path) -> None:
         charts = []
     else:
         charts = draw_charts(directory)
-    print(f"\nwrote {directory}: {', '.join(sorted(path.name for path in (*directory.glob('*.csv'), *charts)))}")
+    written = [*directory.glob("*.csv"), *directory.glob("*.json"), *charts]
+    print(f"\nwrote {directory}: {', '.join(sorted(path.name for path in written))}")
 
 
 def _report_failures(result: RunResult, directory: Path) -> int:
@@ -228,10 +279,6 @@ def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSetting
         simulated_bits_per_second=rates[0].bits_per_second,
         simulated_world_size=arguments.simulated_ranks,
     )
-
-
-def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _positive(text: str) -> int:

@@ -43,7 +43,8 @@ _MTU_BYTES = 1500
 _CONGESTION_CONTROL = "cubic"
 _NAME = re.compile(r"ddpbench-(?P<pid>\d+)-\d+-(hub|rank\d+)")
 _SUBNET = "10.77.0"
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Signals that ask the process to end.
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _counter = itertools.count()
 
 
@@ -123,7 +124,7 @@ class NamespacedLink:
         if self._prefix is not None:
             raise LinkError("this link is entered already; make a second NamespacedLink")
         try:
-            with _signals_held():
+            with signals_held():
                 self._make()
         except BaseException as error:
             self._delete(error)
@@ -198,7 +199,7 @@ class NamespacedLink:
         if self._prefix is None or os.getpid() != self._owner_pid:
             return
         try:
-            with _signals_held():
+            with signals_held():
                 _delete_namespaces([name for name in _namespaces() if name.startswith(self._prefix)])
                 self._prefix = None
                 atexit.unregister(self._delete)
@@ -257,7 +258,7 @@ def _delete_namespaces(names: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Let signals that end the process, or raise in it, take effect only at the end of the block.
 
     Blocking them would not do: another thread takes the signal then, and its handler still runs in the main thread.
@@ -266,7 +267,7 @@ def _signals_held() -> Iterator[None]:
     received: list[int] = []
     try:
         with contextlib.ExitStack() as restore:
-            for held in _INTERRUPTS if in_main_thread else ():
+            for held in INTERRUPTS if in_main_thread else ():
                 handler = signal.getsignal(held)
                 # None is a handler that was not installed from Python, and could not be put back.
                 if handler is not None and handler is not signal.SIG_IGN:
@@ -285,7 +286,7 @@ def _run(*command: str) -> str:
     try:
         # Ctrl-C goes to the terminal's whole process group, and the command has to outlive it: in a session of its own
         # and, for the moment before it has one, with the signal mask that it inherits.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LinkError(f"could not run `{shown}`: {error}. Links need iproute2") from error

@@ -18,10 +18,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_compile.bench.settings import Profiled
 from ddp_compile.bench.training import Training
 
+# Note [Each communication once]
+# What a trace has of one all-reduce: its launch (an operator, or the simulated group's range), the process group's own
+# range, on a GPU a copy of every range whose kernels run there, and the kernel. Launches are counted, and the group's
+# range tells the bytes. The timeline shows when the communication runs: a kernel if there is one, and gloo's range, but
+# not NCCL's, which ends as soon as the kernel has been queued. The copies are left out of everything.
+_COPY_ON_GPU = "gpu_user_annotation"
 _STEP = "ddp_compile_bench::step"
 _CENSUS = "ddp_compile_bench::census"
 _REDUCER = "ddp_compile::bucket_"
 _LAUNCHES = {"c10d::allreduce_", "simulated::all_reduce"}
+#: Parts of names: NCCL's kernels, and the one that a simulated link waits with.
+_COMMUNICATION_KERNELS = ("AllReduce", "spin_kernel")
 _ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
@@ -114,7 +122,8 @@ def _traced_events(**arguments: Any) -> Iterator[list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events += json.loads(path.read_text())["traceEvents"]
+        traced = json.loads(path.read_text())["traceEvents"]
+    events += [event for event in traced if event.get("cat") != _COPY_ON_GPU]  # see Note [Each communication once]
 
 
 def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tuple[float, int]]:
@@ -155,10 +164,14 @@ def _lane_of(event: dict[str, Any]) -> str | None:
     if event.get("ph") != "X":
         return None
     name = event["name"]
-    # Ranges of gloo and NCCL, NCCL's kernel, and the kernel that a simulated link waits with.
-    if (name.endswith(":all_reduce") and "::" not in name) or "AllReduce" in name or "spin_kernel" in name:
-        return "communication"
-    return "reducer" if name.startswith(_REDUCER) else None
+    if name.startswith(_REDUCER):
+        return "reducer"
+    # See Note [Each communication once].
+    if event.get("cat") == "kernel":
+        communicates = any(part in name for part in _COMMUNICATION_KERNELS)
+    else:
+        communicates = name == "gloo:all_reduce"
+    return "communication" if communicates else None
 
 
 def _event(lane: str, name: str, start_ms: float, end_ms: float) -> dict[str, float | str]:

@@ -10,15 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_compile.bench.link import NamespacedLink
+from ddp_compile.bench.link import NamespacedLink, signals_held
 from ddp_compile.bench.rank_process import Failure
 from ddp_compile.bench.settings import Case, RankContext, WorkloadSettings
 
@@ -27,6 +28,8 @@ START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 1200.0
 #: How long the other ranks may take to fail as well, once one has.
 FAILURE_GRACE_S = 5.0
+#: How long processes that were killed may go on writing into the run's temporary folder.
+DELETION_GRACE_S = 3.0
 
 
 class CaseFailedError(Exception):
@@ -72,24 +75,28 @@ class WorldSettings:
 
 
 class RankWorld:
-    """One host process for each rank, and the case processes that were forked from them. A context manager."""
+    """One host process for each rank, and the case processes that were forked from them.
+
+    Leaving the context kills them all and deletes their temporary folder; signals wait until that is done. If the
+    folder cannot be deleted, a warning says so, or a note on the exception that ended the run.
+    """
 
     def __init__(self, settings: WorldSettings) -> None:
         self.settings = settings
-        self._stack = ExitStack()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._hosts: list[_Host] = []
         self._numbers = itertools.count()
 
     def __enter__(self) -> RankWorld:
         try:
             self._start()
-        except BaseException:
-            self._stack.close()
+        except BaseException as error:
+            self._close(error)
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._close(error)
 
     def start_case(self, case: Case, *, reuse_caches_of: RunningCase | None = None) -> RunningCase:
         """Fork the case's process on every rank and let them find each other.
@@ -133,18 +140,39 @@ class RankWorld:
     # What follows is private.
 
     def _start(self) -> None:
-        self.directory = Path(
-            self._stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="ddp_compile_bench_", ignore_cleanup_errors=True)
-            )
-        )
-        self._stack.callback(self._kill_hosts)
+        self._folder = tempfile.TemporaryDirectory(prefix="ddp_compile_bench_", ignore_cleanup_errors=True)
+        self.directory = Path(self._folder.name)
         for rank in range(self.settings.world_size):
             self._start_host(rank)
         for rank, host in enumerate(self._hosts):
             if not host.connection.poll(START_TIMEOUT_S):
                 raise RankDiedError(f"the process of rank {rank} did not start within {START_TIMEOUT_S:.0f} s")
             self._receive_from_host(rank)
+
+    def _close(self, error: BaseException | None) -> None:
+        with signals_held():
+            self._kill_hosts()
+            left = self._delete_folder()
+            if left is None:
+                return
+            message = f"the temporary folder {left} could not be deleted; delete it yourself"
+            if error is None:
+                warnings.warn(message, stacklevel=3)
+            else:
+                error.add_note(message)
+
+    def _delete_folder(self) -> Path | None:
+        """Returns what could not be deleted."""
+        deadline = time.monotonic() + DELETION_GRACE_S
+        while self._folder is not None:
+            self._folder.cleanup()
+            if not self.directory.exists():
+                self._folder = None
+            elif time.monotonic() > deadline:
+                return self.directory
+            else:
+                time.sleep(0.05)
+        return None
 
     def _start_host(self, rank: int) -> None:
         link = self.settings.link

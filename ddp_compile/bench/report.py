@@ -77,20 +77,25 @@ def write_files(
     run: Mapping[str, Any],
     provenance: Mapping[str, str],
 ) -> None:
-    """Write summary.csv, steps.csv, messages.csv, ready.csv, timeline.json and, if anything failed, failures.txt.
+    """Write all figures of a run, and what they are figures of.
+
+    The files: provenance.json, summary.csv, steps.csv, messages.csv, ready.csv, timeline.json and, if anything failed,
+    failures.txt.
 
     Args:
         directory: Made if it is not there.
         rows: The summary.
         result: All figures.
         run: Values of `RUN_COLUMNS`.
-        provenance: Values of `PROVENANCE_COLUMNS`.
+        provenance: Values of `PROVENANCE_COLUMNS`, and whatever else is worth knowing of all files.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "provenance.json").write_text(json.dumps({**run, **provenance}, indent=1) + "\n")
+    in_every_row = {name: provenance[name] for name in PROVENANCE_COLUMNS}
     _write_csv(
         directory / "summary.csv",
         [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS],
-        ({**run, **asdict(row), **provenance} for row in rows),
+        ({**run, **asdict(row), **in_every_row} for row in rows),
     )
     _write_csv(
         directory / "steps.csv",
@@ -115,7 +120,7 @@ def write_files(
 
 
 def provenance(device: str) -> dict[str, str]:
-    """Commit, versions and machine, for every row of a file."""
+    """Values of `PROVENANCE_COLUMNS`: commit, versions and machine."""
     return {
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

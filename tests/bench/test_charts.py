@@ -1,180 +1,31 @@
-"""Charts of a benchmark run: which are drawn, that they show the data, and that they can be looked at."""
-
-# ruff: noqa: E402 (matplotlib is optional: without it these tests are skipped)
+"""Charts of a whole run: which are drawn, that nothing else is touched, and that they can be looked at."""
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-matplotlib = pytest.importorskip("matplotlib")
-
-from matplotlib.colors import to_hex
+from chart_data import (
+    CHARTS,
+    MESSAGE_COLUMNS,
+    OURS,
+    PEER,
+    READY_COLUMNS,
+    message_rows,
+    summary_row,
+    texts,
+    write_all,
+    write_csv,
+    write_summary,
+)
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from ddp_compile.bench.charts import CHARTS, draw_charts
-from ddp_compile.bench.charts.appearance import describe, style_of
-from ddp_compile.bench.charts.choice import Case, choose_cases, failures, gbit_of, implementation_order, link_order
-from ddp_compile.bench.charts.data_files import Event, read_run
-from ddp_compile.bench.charts.timeline import communication_ms, stack
-
-SUMMARY_COLUMNS = [
-    "model", "parameters", "world_size", "link", "achieved_gbit", "implementation", "mode", "bucket_cap_mb",
-    "no_sync_every", "step_ms", "step_ms_p25", "step_ms_p75", "num_steps", "ratio_to_best_peer", "ratio_low",
-    "ratio_high", "bound_ms", "ratio_to_bound", "exposed_ms", "forward_ms", "backward_ms", "optimizer_ms",
-    "cpu_ms", "peak_mib", "cold_compile_s", "warm_compile_s", "graphs", "all_reduces", "payload_mib",
-    "sent_mib", "loss", "status", "error", "commit", "date", "torch", "python", "device", "machine",
-]  # fmt: skip
-MESSAGE_COLUMNS = ["link", "message_bytes", "all_reduce_ms", "all_reduce_ms_p25", "all_reduce_ms_p75", "cpu_ms"]
-READY_COLUMNS = ["implementation", "mode", "bucket_cap_mb", "link", "ms", "ready_mib"]
-
-LINKS = {"none": 9.8, "1gbit": 0.95, "500mbit": 0.47}
-CAPS = (1, 10, 25)
-OURS, PEER, EAGER, FAILING, USERS = (
-    "ddp_compile-auto",
-    "compile-ddp",
-    "ddp-eager",
-    "ddp-python-reducer",
-    "my.module:replicated",
-)
-COMPUTE_MS = 262.0
-
-
-def summary_row(link: str, implementation: str, step_ms: float | str, **others: Any) -> dict[str, Any]:
-    row = dict.fromkeys(SUMMARY_COLUMNS, "") | {
-        "model": "gpt-medium",
-        "parameters": 23_130_112,
-        "world_size": 2,
-        "link": link,
-        "achieved_gbit": LINKS.get(link, ""),
-        "implementation": implementation,
-        "mode": "default",
-        "bucket_cap_mb": 25,
-        "no_sync_every": 1,
-        "step_ms": step_ms,
-        "status": "ok",
-        "torch": "2.13.0",
-        "device": "cpu",
-    }
-    if step_ms != "":
-        row |= {"step_ms_p25": float(step_ms) - 5, "step_ms_p75": float(step_ms) + 8, "num_steps": 30}
-    else:
-        row |= {"status": "failed", "error": "RuntimeError: no"}
-    return row | others
-
-
-def step_ms(link: str, implementation: str, cap: float) -> float:
-    """Shortest with 10 MiB; every implementation and link has its own."""
-    slowness = {OURS: 20, PEER: 40, EAGER: 60, USERS: 50}[implementation]
-    return COMPUTE_MS + 300 / LINKS[link] + slowness + abs(cap - 10)
-
-
-def summary_rows() -> list[dict[str, Any]]:
-    rows = []
-    for link in LINKS:
-        rows.append(summary_row(link, "local", COMPUTE_MS, cold_compile_s=31, warm_compile_s=7))
-        rows.append(summary_row(link, "communication", 300 / LINKS[link]))
-        rows.append(summary_row(link, FAILING, ""))
-        for name in (OURS, PEER, EAGER, USERS):
-            compiling = {} if name == EAGER else {"cold_compile_s": 40, "warm_compile_s": 8}
-            rows += [
-                summary_row(link, name, step_ms(link, name, cap), bucket_cap_mb=cap, bound_ms=270 + cap, **compiling)
-                for cap in CAPS
-            ]
-    rows.append(summary_row("none", OURS, 250, mode="max-autotune", cold_compile_s=200, warm_compile_s=11))
-    rows.append(summary_row("none", PEER, "", mode="max-autotune"))
-    rows.append(summary_row("1gbit", OURS, 1.0, no_sync_every=4))
-    return rows
-
-
-def message_rows() -> list[dict[str, Any]]:
-    times = {(link, 2**k): 0.4 + 2**k * 8e-6 / gbit for link, gbit in LINKS.items() for k in range(10, 28, 2)}
-    return [
-        dict(zip(MESSAGE_COLUMNS, (link, size, ms, 0.9 * ms, 1.2 * ms, ms / 2), strict=True))
-        for (link, size), ms in times.items()
-    ]
-
-
-def ready_rows() -> list[dict[str, Any]]:
-    return [
-        dict(zip(READY_COLUMNS, (name, "default", cap, link, 10.0 * i + cap, 2.0 * i), strict=True))
-        for name in (OURS, PEER, EAGER)
-        for cap in CAPS
-        for link in LINKS
-        for i in range(1, 21)
-    ]
-
-
-def profiled_step(implementation: str, link: str, bucket_cap_mb: float | None = 10) -> dict[str, Any]:
-    end = 180.0 if implementation == "local" else 400.0
-    events = [("compute", "forward", 0, 80), ("compute", "backward", 80, end), ("compute", "optimizer", end, end + 20)]
-    if implementation != "local":
-        events += [("communication", "gloo:all_reduce", 100, 250), ("communication", "gloo:all_reduce", 200, 390)]
-    if implementation == OURS:
-        events += [
-            ("reducer", "ddp_compile::bucket_0_launch", 98, 99),
-            ("reducer", "ddp_compile::bucket_0_wait", 220, 390),
-        ]
-    keys = ("lane", "name", "start_ms", "end_ms")
-    return {
-        "implementation": implementation,
-        "mode": "default",
-        "bucket_cap_mb": bucket_cap_mb,
-        "link": link,
-        "step_ms": end + 20,
-        "events": [dict(zip(keys, event, strict=True)) for event in events],
-    }
-
-
-def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def write_summary(directory: Path, rows: list[dict[str, Any]]) -> Path:
-    write_csv(directory / "summary.csv", SUMMARY_COLUMNS, rows)
-    return directory
-
-
-def write_all(directory: Path) -> Path:
-    write_summary(directory, summary_rows())
-    write_csv(directory / "messages.csv", MESSAGE_COLUMNS, message_rows())
-    write_csv(directory / "ready.csv", READY_COLUMNS, ready_rows())
-    timeline = [profiled_step(name, link) for name in (OURS, PEER, "local") for link in ("1gbit", "none")]
-    (directory / "timeline.json").write_text(json.dumps(timeline))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    directory = write_all(tmp_path_factory.mktemp("run"))
-    return directory, draw_charts(directory)
-
-
-@pytest.fixture(scope="module")
-def figures(drawn: tuple[Path, list[Path]]) -> dict[str, Figure]:
-    run = read_run(drawn[0])
-    return {name: figure for name, build in CHARTS.items() if (figure := build(run)) is not None}
-
-
-def texts(figure: Figure) -> str:
-    return "\n".join(text.get_text() for text in figure.texts)
-
-
-def built(directory: Path, name: str) -> Figure | None:
-    return CHARTS[name](read_run(directory))
-
-
-def lines_by_label(axes: Any) -> dict[str, Any]:
-    return {line.get_label(): line for line in axes.get_lines()}
+from ddp_compile.bench.charts import draw_charts
+from ddp_compile.bench.charts.appearance import describe
+from ddp_compile.bench.charts.data_files import read_run
 
 
 def test_every_chart_is_drawn_beside_its_data(drawn: tuple[Path, list[Path]]) -> None:
@@ -200,10 +51,10 @@ def test_drawing_does_not_touch_pyplot_or_the_settings_of_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it raises
-    before = repr(matplotlib.rcParams.copy())
+    before = repr(rcParams.copy())
     write_csv(tmp_path / "messages.csv", MESSAGE_COLUMNS, message_rows())
     assert len(draw_charts(tmp_path)) == 1
-    assert repr(matplotlib.rcParams.copy()) == before
+    assert repr(rcParams.copy()) == before
 
 
 @pytest.mark.parametrize("name", CHARTS)
@@ -227,160 +78,6 @@ def test_axes_have_units_and_all_text_lies_on_the_page(figures: dict[str, Figure
         box = axes.get_tightbbox()
         assert box is not None
         assert page.x0 <= box.x0 and box.x1 <= page.x1 + 1 and page.y0 <= box.y0 and box.y1 <= page.y1
-
-
-def test_step_times_are_those_of_the_fastest_capacity_on_each_link(figures: dict[str, Figure]) -> None:
-    figure = figures["step_time_by_link.png"]
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["500mbit (0.47 Gbit/s)", "1gbit (0.95 Gbit/s)", "not shaped (9.8 Gbit/s)"]
-    for axes, link in zip(figure.axes, ("500mbit", "1gbit", "none"), strict=True):
-        bars = {round(bar.get_y() + bar.get_height() / 2): bar for bar in axes.patches}
-        assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [OURS, USERS, EAGER, PEER, FAILING]
-        expected = {i: step_ms(link, name, 10) for i, name in enumerate((OURS, USERS, EAGER, PEER))}
-        assert {i: bar.get_width() for i, bar in bars.items()} == pytest.approx(expected)
-        # Neither four micro-batches nor another mode, although their steps are shorter.
-        assert to_hex(bars[0].get_facecolor()) == style_of(OURS).color
-        assert [text.get_text().strip() for text in axes.texts].count("failed") == 1
-        assert sorted(line.get_xdata()[0] for line in axes.get_lines()) == [COMPUTE_MS, 271]
-        whiskers = {tuple(segment[:, 0]) for c in axes.collections for segment in c.get_segments()}
-        median = step_ms(link, OURS, 10)
-        assert (median - 5, median + 8) in whiskers
-    assert "failed: ddp-python-reducer" in texts(figure).splitlines()
-
-
-def test_an_implementation_without_the_default_mode_is_shown_in_its_own(tmp_path: Path) -> None:
-    rows = [summary_row("none", OURS, 300), summary_row("none", PEER, 350, mode="reduce-overhead")]
-    figure = built(write_summary(tmp_path, rows), "step_time_by_link.png")
-    assert figure is not None
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == [OURS, "compile-ddp (reduce-overhead)"]
-    assert figure.axes[0].get_lines() == []  # neither local nor a bound was measured
-    assert "failed" not in texts(figure)
-
-
-def test_ten_implementations_on_six_links_keep_a_legible_size(tmp_path: Path) -> None:
-    links = ("100mbit", "1gbit", "10gbit", "simulated 100gbit", "loopback", "none")
-    names = [OURS, "ddp_compile-forward", "ddp_compile-none", "ddp_compile-backward", PEER, EAGER, "ddp-unsplit"]
-    names += ["functional", USERS, "another_module.of_a_user.with_a_long_name:function_with_a_long_name"]
-    rows = [summary_row(link, name, 300 + 9 * i) for link in links for i, name in enumerate(names)]
-    paths = draw_charts(write_summary(tmp_path, rows))
-    assert [path.name for path in paths] == ["step_time_by_link.png"]
-    assert paths[0].stat().st_size < 200_000
-    figure = built(tmp_path, "step_time_by_link.png")
-    assert figure is not None
-    width, height = figure.get_size_inches()
-    assert 10 < width < 17 and 6 < height < 12
-    assert len({to_hex(bar.get_facecolor()) for bar in figure.axes[0].patches}) == len(names)
-
-
-def test_the_sweep_has_a_line_per_implementation_and_a_panel_per_link(figures: dict[str, Figure]) -> None:
-    panels = figures["bucket_cap_sweep.png"].axes
-    assert len(panels) == 3
-    for axes, link in zip(panels, ("500mbit", "1gbit", "none"), strict=True):
-        assert axes.get_xscale() == "log"
-        lines = lines_by_label(axes)
-        assert set(lines) == {OURS, PEER, EAGER, USERS}
-        for name, line in lines.items():
-            assert list(line.get_xdata()) == list(CAPS)
-            assert list(line.get_ydata()) == pytest.approx([step_ms(link, name, cap) for cap in CAPS])
-    legend = panels[-1].get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [OURS, USERS, EAGER, PEER]
-
-
-def test_one_capacity_is_no_sweep(tmp_path: Path) -> None:
-    rows = [row for row in summary_rows() if row["bucket_cap_mb"] == 10 or row["implementation"] == "local"]
-    assert built(write_summary(tmp_path, rows), "bucket_cap_sweep.png") is None
-
-
-def test_message_sizes_and_bandwidths_are_those_of_the_file(figures: dict[str, Figure]) -> None:
-    times, bandwidths = figures["message_size.png"].axes
-    assert times.get_xscale() == times.get_yscale() == bandwidths.get_xscale() == "log"
-    for link, label in (("500mbit", "500mbit"), ("1gbit", "1gbit"), ("none", "not shaped")):
-        rows = [row for row in message_rows() if row["link"] == link]
-        line, rate = lines_by_label(times)[label], lines_by_label(bandwidths)[label]
-        assert list(line.get_xdata()) == list(rate.get_xdata()) == [row["message_bytes"] for row in rows]
-        assert list(line.get_ydata()) == pytest.approx([row["all_reduce_ms"] for row in rows])
-        assert rate.get_ydata()[-1] == pytest.approx(LINKS[link], rel=0.02)
-    dotted = [line.get_ydata()[0] for line in bandwidths.get_lines() if line.get_linestyle() == ":"]
-    assert dotted == [0.5, 1.0]
-
-
-def test_ready_gradients_are_those_of_the_fastest_capacity_on_the_slowest_link(figures: dict[str, Figure]) -> None:
-    figure = figures["gradient_ready.png"]
-    lines = lines_by_label(figure.axes[0])
-    assert set(lines) == {OURS, PEER, EAGER}
-    for line in lines.values():
-        assert list(line.get_xdata()) == [0.0, *(10.0 * i + 10 for i in range(1, 21))]
-        assert list(line.get_ydata()) == [2.0 * i for i in range(21)]
-    assert "Link: 500mbit" in texts(figure)
-    assert "failed: ddp-python-reducer" in texts(figure)
-
-
-def test_modes_are_compared_on_the_link_with_most_of_them(figures: dict[str, Figure]) -> None:
-    figure = figures["compile_modes.png"]
-    steps, compiles = figure.axes
-    assert [label.get_text() for label in steps.get_yticklabels()] == [OURS, USERS, EAGER, PEER, "local"]
-    expected = [
-        step_ms("none", OURS, 10),
-        250.0,
-        *(step_ms("none", name, 10) for name in (USERS, EAGER, PEER)),
-        COMPUTE_MS,
-    ]
-    bars = sorted(steps.patches, key=lambda bar: bar.get_y())
-    assert [bar.get_width() for bar in bars] == pytest.approx(expected)
-    assert len({to_hex(bar.get_facecolor()) for bar in bars}) == 2
-    assert sorted(bar.get_width() for bar in compiles.patches) == sorted([40, 8] * 3 + [200, 11] + [31, 7])
-    assert "failed: compile-ddp (max-autotune), ddp-python-reducer" in texts(figure)
-    assert "Link: not shaped" in texts(figure)
-
-
-def test_modes_need_compile_seconds(tmp_path: Path) -> None:
-    rows = [row | {"cold_compile_s": "", "warm_compile_s": ""} for row in summary_rows()]
-    assert built(write_summary(tmp_path, rows), "compile_modes.png") is None
-    rows[2]["cold_compile_s"] = 3  # of a failed row
-    assert built(write_summary(tmp_path, rows), "compile_modes.png") is None
-    rows[0]["warm_compile_s"] = 3
-    assert built(write_summary(tmp_path, rows), "compile_modes.png") is not None
-
-
-def test_the_timeline_has_a_panel_per_implementation_on_the_slowest_link(figures: dict[str, Figure]) -> None:
-    figure = figures["timeline.png"]
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [OURS, PEER, "local"]
-    ours, peer, local = figure.axes
-    lanes = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes]
-    assert lanes == [["compute", "communication", "reducer"], ["compute", "communication"], ["compute"]]
-    assert all(axes.get_xlim() == (0, 420) for axes in figure.axes)
-    bars = {(bar.get_x(), bar.get_x() + bar.get_width()) for bar in ours.patches}
-    assert {(0, 80), (80, 400), (400, 420), (100, 250), (200, 390), (98, 99), (220, 390)} <= bars
-    # The all-reduces overlap, so they do not lie on one height.
-    assert len({bar.get_y() for bar in peer.patches if bar.get_x() in (100, 200)}) == 2
-    assert {text.get_text() for text in ours.texts} == {"forward", "backward"}
-    # Backward begins at 80 and takes 100 alone.
-    assert [line.get_xdata()[0] for line in peer.get_lines()] == [180]
-    assert local.get_lines()[:] == []
-    assert peer.get_title(loc="right") == "2 all-reduces, 290 ms, 80 ms of them before the dotted line, step 420 ms"
-    assert "Link: 1gbit" in texts(figure) and "under the profiler, which stretches it" in texts(figure)
-
-
-def test_a_timeline_without_local_has_no_line_and_unknown_lanes_are_left_out(tmp_path: Path) -> None:
-    step = profiled_step(PEER, "none", None)
-    step["events"].append({"lane": "else", "name": "else", "start_ms": 0, "end_ms": 9000})
-    (tmp_path / "timeline.json").write_text(json.dumps([step, profiled_step(EAGER, "none") | {"events": []}]))
-    figure = built(tmp_path, "timeline.png")
-    assert figure is not None
-    (axes,) = figure.axes
-    assert axes.get_lines()[:] == [] and axes.get_xlim() == (0, 420)
-    assert axes.get_title(loc="right") == "2 all-reduces, 290 ms, step 420 ms"
-
-
-def test_events_are_stacked_only_where_they_overlap() -> None:
-    events = [
-        Event("communication", str(i), start, end) for i, (start, end) in enumerate([(5, 9), (0, 5), (1, 3), (3, 4)])
-    ]
-    assert [[event.name for event in row] for row in stack(events)] == [["1", "0"], ["2", "3"]]
-    assert communication_ms(events, 7.0) == (9.0, 7.0)
-    assert communication_ms([], 7.0) == (0.0, 0.0)
 
 
 def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
@@ -411,112 +108,6 @@ def test_a_missing_file_costs_only_its_charts(tmp_path: Path, missing: str, char
     (write_all(tmp_path) / missing).unlink()
     run = read_run(tmp_path)
     assert [name for name, build in CHARTS.items() if build(run) is not None] == charts
-
-
-@pytest.mark.parametrize(
-    ("name", "columns", "missing"),
-    [
-        ("summary.csv", [c for c in SUMMARY_COLUMNS if c not in ("link", "step_ms")], "link, step_ms"),
-        ("messages.csv", MESSAGE_COLUMNS[:2], "all_reduce_ms, all_reduce_ms_p25, all_reduce_ms_p75"),
-        ("ready.csv", READY_COLUMNS[:-1], "ready_mib"),
-    ],
-)
-def test_wrong_columns_are_named_before_anything_is_drawn(
-    tmp_path: Path, name: str, columns: list[str], missing: str
-) -> None:
-    write_csv(write_all(tmp_path) / name, columns, [dict.fromkeys(columns, "1")])
-    with pytest.raises(ValueError) as error:
-        draw_charts(tmp_path)
-    assert str(error.value) == f"{name} lacks the columns {missing}; run the benchmark again, or delete the file"
-    assert list(tmp_path.glob("*.png")) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "timeline.json is not JSON"),
-        ("{}", "timeline.json holds a dict and not a list"),
-        ("[3]", "timeline.json, step 0 is a int and not an object"),
-        ('[{"mode": ""}]', "timeline.json, step 0 lacks the keys implementation, bucket_cap_mb, link, step_ms, events"),
-        (
-            json.dumps([profiled_step(PEER, "none") | {"events": [{"lane": "compute"}]}]),
-            "timeline.json, step 0, events lacks the keys name, start_ms, end_ms",
-        ),
-        (
-            json.dumps([profiled_step(PEER, "none") | {"step_ms": "long"}]),
-            "timeline.json, step 0: step_ms='long' must be a number",
-        ),
-    ],
-)
-def test_a_wrong_timeline_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "timeline.json").write_text(text)
-    with pytest.raises(ValueError) as error:
-        draw_charts(tmp_path)
-    assert str(error.value).startswith(message)
-
-
-def test_what_is_no_number_is_named_with_its_line(tmp_path: Path) -> None:
-    rows = message_rows()
-    rows[1]["all_reduce_ms"] = "1,5"
-    write_csv(tmp_path / "messages.csv", MESSAGE_COLUMNS, rows)
-    with pytest.raises(ValueError, match=r"^messages\.csv, line 3: all_reduce_ms='1,5' must be a number"):
-        draw_charts(tmp_path)
-
-
-@pytest.mark.parametrize("figure", ["", "nan", "inf"])
-def test_figures_that_were_not_measured_leave_gaps(tmp_path: Path, figure: str) -> None:
-    rows = message_rows()
-    rows[0]["all_reduce_ms"] = figure
-    rows[1]["all_reduce_ms_p25"] = figure
-    write_csv(tmp_path / "messages.csv", MESSAGE_COLUMNS, rows)
-    write_summary(
-        tmp_path,
-        [summary_row("none", OURS, 300, step_ms_p25=figure), summary_row("none", PEER, 9) | {"step_ms": figure}],
-    )
-    messages, steps = built(tmp_path, "message_size.png"), built(tmp_path, "step_time_by_link.png")
-    assert messages is not None and steps is not None
-    assert len(lines_by_label(messages.axes[0])["not shaped"].get_xdata()) == 8
-    assert [bar.get_width() for bar in steps.axes[0].patches] == [300]
-
-
-def test_links_and_implementations_have_an_order() -> None:
-    links = ["none", "10gbit", "loopback", "2.5gbit", "simulated 100gbit", "500mbit", "1 Gbit", "other"]
-    expected = ["500mbit", "1 Gbit", "2.5gbit", "10gbit", "simulated 100gbit", "loopback", "none", "other"]
-    assert sorted(links, key=link_order) == expected
-    assert [gbit_of(link) for link in expected[:5]] == [0.5, 1.0, 2.5, 10.0, 100.0]
-    names = ["local", "functional", EAGER, USERS, "ddp_compile-none", "ddp_compile-new", OURS]
-    assert sorted(names, key=implementation_order) == [
-        OURS, "ddp_compile-none", "ddp_compile-new", USERS, EAGER, "functional", "local",
-    ]  # fmt: skip
-
-
-def test_failures_are_told_apart_by_as_little_as_possible(tmp_path: Path) -> None:
-    settings = [(link, cap) for link in ("none", "1gbit") for cap in CAPS]
-    rows = [
-        *(summary_row(link, OURS, "" if link == "none" else 1, bucket_cap_mb=cap) for link, cap in settings),
-        *(summary_row(link, PEER, "" if cap == 25 else 1, bucket_cap_mb=cap) for link, cap in settings),
-        *(
-            summary_row(link, EAGER, "" if (link, cap) == ("none", 1) else 1, bucket_cap_mb=cap)
-            for link, cap in settings
-        ),
-        *(summary_row(link, USERS, "", bucket_cap_mb=cap) for link, cap in settings),
-        summary_row("none", "functional", 1),
-    ]
-    found = failures(read_run(write_summary(tmp_path, rows)).summary)
-    assert found == [
-        (OURS, ["not shaped"]),
-        (USERS, []),
-        (EAGER, ["not shaped 1 MiB"]),
-        (PEER, ["25 MiB"]),
-    ]
-
-
-def test_cases_are_chosen_on_one_link_and_next_to_25_mib_where_no_step_was_measured() -> None:
-    cases = [Case(PEER, "default", cap, link) for cap in (1.0, 20.0, 100.0) for link in ("none", "1gbit")]
-    cases += [Case(OURS, mode, None, "1gbit") for mode in ("max-autotune", "default")]
-    cases += [Case(EAGER, "default", 25.0, "100mbit")]
-    assert choose_cases(cases, []) == [Case(OURS, "default", None, "1gbit"), Case(PEER, "default", 20.0, "1gbit")]
-    assert choose_cases([], []) == []
 
 
 def test_a_run_with_a_simulated_link_says_both_numbers_of_ranks(tmp_path: Path) -> None:

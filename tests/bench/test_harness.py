@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import signal
@@ -27,8 +28,9 @@ from ddp_compile.bench.settings import Case, WorkloadSettings
 needs_links = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no real links: {unavailable_reason()}")
 
 HERE = Path(__file__).parent
-# Each case of each rank has a compile cache of its own, and a precompiled header takes longer than these tiny kernels.
-ENVIRONMENT = {**os.environ, "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+# Each case of each rank has a compile cache of its own. A precompiled header takes longer than these tiny kernels, and
+# so does finding out which vector instructions the compiler knows.
+ENVIRONMENT = {**os.environ, "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 def command(*arguments: str) -> list[str]:
@@ -173,6 +175,14 @@ def test_failing_implementations_stay_in_the_table(measured: tuple[Done, Path]) 
     assert row(measured, "bench_entries:replicated")["status"] == "ok"
 
 
+def test_all_files_have_one_provenance(measured: tuple[Done, Path]) -> None:
+    said = json.loads((measured[1] / "provenance.json").read_text())
+    assert said.pop("command").startswith("python -m ddp_compile bench --model bench_entries:tiny --implementations ")
+    assert {name: str(value) for name, value in said.items()} == {
+        name: row(measured, "ddp-eager")[name] for name in (*RUN_COLUMNS, *PROVENANCE_COLUMNS)
+    }
+
+
 def test_charts_are_drawn(measured: tuple[Done, Path]) -> None:
     names = {path.name for path in measured[1].glob("*.png")}
     assert {"step_time_by_link.png", "message_size.png", "gradient_ready.png", "timeline.png"} <= names
@@ -191,20 +201,29 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_cleans_up(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = tmp_path / "started"
+def test_an_interrupt_cleans_up_though_it_is_repeated(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, temporary = tmp_path / "started", tmp_path / "temporary"
+    temporary.mkdir()
     monkeypatch.setitem(ENVIRONMENT, "STARTED_FILE", str(started))
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(temporary))
     process = start("--implementations", "bench_entries:hangs", "--only-steps", "--output", str(tmp_path))
     deadline = time.monotonic() + 120
     while not started.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes_of(process.pid)
     assert namespaces_of(process.pid) or unavailable_reason() is not None
+    assert list(temporary.glob("ddp_compile_bench_*"))
     os.killpg(process.pid, number)
+    time.sleep(0.005)
+    os.killpg(process.pid, number)  # in the middle of the cleanup
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in errors
+    assert "interrupted; all processes, namespaces and temporary files of the run are gone" in errors
+    assert "Traceback" not in errors
     assert left_behind(process.pid) == []
+    assert list(temporary.glob("ddp_compile_bench_*")) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,58 +21,81 @@ from ddp_compile.bench.charts.appearance import (
 from ddp_compile.bench.charts.choice import gbit_of, link_order
 from ddp_compile.bench.charts.data_files import BenchmarkRun, MessageRow
 
+_BUS = (
+    "Bus bandwidth: what a ring sends from each of n ranks, 2 (n - 1) / n times the message, over its time. "
+    "Dotted: the rate of the link."
+)
+
+
+class _Point(NamedTuple):
+    """A median with its quartiles, at a message size in bytes."""
+
+    num_bytes: float
+    median: float
+    low: float
+    high: float
+
 
 def build_message_size(run: BenchmarkRun) -> Figure | None:
-    """All-reduce time and bandwidth against message size, a line per link.
+    """All-reduce time and bus bandwidth against message size, a line per link.
 
-    Source: Figure 2 of Li et al., "PyTorch Distributed", VLDB 2020.
+    Messages do not say how many ranks exchanged them, but the summary does: without it, and for a single rank, which
+    sends nothing, there is no bandwidth.
+
+    Source: Figure 2 of Li et al., "PyTorch Distributed", VLDB 2020; "bus bandwidth" is that of NCCL's tests.
     """
-    rows = [row for row in run.messages if row.message_bytes and row.all_reduce_ms]
-    if not rows:
+    points = {link: _times(run.messages, link) for link in {row.link for row in run.messages}}
+    links = sorted((link for link in points if points[link]), key=link_order)
+    if not links:
         return None
-    links = sorted({row.link for row in rows}, key=link_order)
     colors = link_colors(links)
+    ranks = {row.link: row.world_size for row in run.summary if row.world_size is not None and row.world_size > 1}
+    on_bus = [link for link in links if link in ranks]
     figure = new_page(
-        (11.0, 4.0),
+        (11.0 if on_bus else 6.5, 4.0),
         "All-reduce by message size",
         describe(run.summary),
-        ["Medians; bands from the lower to the upper quartile. Dotted: the rate of the link."],
+        ["Medians; bands from the lower to the upper quartile." + (f" {_BUS}" if on_bus else "")],
     )
-    times, bandwidths = figure.subplots(1, 2)
+    panels: list[Axes] = list(figure.subplots(1, 2 if on_bus else 1, squeeze=False).flat)
     for link in links:
-        _draw_link(times, bandwidths, link, [row for row in rows if row.link == link], colors[link])
+        _draw_line(panels[0], link, colors[link], points[link])
+    for link in on_bus:
+        _draw_line(panels[1], link, colors[link], [_on_bus(point, ranks[link]) for point in points[link]])
         rate = gbit_of(link)
         if rate is not None:
-            bandwidths.axhline(rate, color=colors[link], linestyle=":", linewidth=1.2)
-    for axes, label in ((times, "time of one all-reduce (ms)"), (bandwidths, "message size / time (Gbit/s)")):
+            panels[1].axhline(rate, color=colors[link], linestyle=":", linewidth=1.2)
+    for axes, label in zip(panels, ("time of one all-reduce (ms)", "bus bandwidth (Gbit/s)"), strict=False):
         _scale(axes)
         axes.set_ylabel(label, fontsize=TEXT_SIZE)
-    put_legend(bandwidths, "link")
+    put_legend(panels[-1], "link", panels[0].get_lines())
     return figure
 
 
-def _draw_link(times: Axes, bandwidths: Axes, link: str, rows: Sequence[MessageRow], color: str) -> None:
-    points = sorted(
-        (
+def _times(rows: Iterable[MessageRow], link: str) -> list[_Point]:
+    """Milliseconds of each size that was measured, smallest first."""
+    return sorted(
+        _Point(
             row.message_bytes,
             row.all_reduce_ms,
             row.all_reduce_ms_p25 or row.all_reduce_ms,
             row.all_reduce_ms_p75 or row.all_reduce_ms,
         )
         for row in rows
-        if row.message_bytes and row.all_reduce_ms
+        if row.link == link and row.message_bytes and row.all_reduce_ms
     )
+
+
+def _on_bus(times: _Point, num_ranks: float) -> _Point:
+    """Milliseconds as Gbit/s; the shortest time is the highest rate."""
+    gbit = times.num_bytes * 2 * (num_ranks - 1) / num_ranks * 8 / 1e6
+    return _Point(times.num_bytes, gbit / times.median, gbit / times.high, gbit / times.low)
+
+
+def _draw_line(axes: Axes, link: str, color: str, points: Sequence[_Point]) -> None:
     sizes, medians, low, high = zip(*points, strict=True)
-    times.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
-    for axes, values in ((times, medians), (bandwidths, list(map(_gbit, sizes, medians)))):
-        axes.plot(sizes, values, color=color, marker="o", markersize=4, linewidth=1.8, label=link_label(link))
-    bandwidths.fill_between(
-        sizes, list(map(_gbit, sizes, high)), list(map(_gbit, sizes, low)), color=color, alpha=0.2, linewidth=0
-    )
-
-
-def _gbit(num_bytes: float, ms: float) -> float:
-    return num_bytes * 8 / (ms * 1e6)
+    axes.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(sizes, medians, color=color, marker="o", markersize=4, linewidth=1.8, label=link_label(link))
 
 
 def _scale(axes: Axes) -> None:
