@@ -14,13 +14,14 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test bench gpu-bench lint venv clean
+.PHONY: help train test bench gpu-bench gpu-check lint venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
+	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
 	@echo 'make lint    run ruff and mypy'
 	@echo 'make clean   delete the virtual environment, caches, builds and outputs of the examples'
 	@echo
@@ -44,6 +45,10 @@ bench: $(STAMP)
 gpu-bench:
 	$(PYTHON) benchmarks/gpu_bench.py $(ARGS)
 
+# Likewise; builds the C++ library in place.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -52,13 +57,13 @@ lint: $(STAMP)
 venv: $(STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info runs kernels/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is
 # not the system's: a new environment cannot see it). Anywhere else the pinned torch comes first. The build is not
 # isolated. So no requirement of "torch" can bring in another build of it.
-$(STAMP): pyproject.toml $(TORCH_PIN)
+$(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	    "Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'

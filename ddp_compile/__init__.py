@@ -5,6 +5,7 @@ from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, plan_b
 from ddp_compile.errors import (
     DDPCompileError,
     GradientArrivalError,
+    KernelUnavailableError,
     MissingGradientError,
     RanksDifferError,
     ReductionError,
@@ -18,6 +19,7 @@ __all__ = [
     "DDPCompileError",
     "GradientArrivalError",
     "GradientSpec",
+    "KernelUnavailableError",
     "MissingGradientError",
     "RanksDifferError",
     "ReductionError",

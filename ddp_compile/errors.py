@@ -23,3 +23,7 @@ class ReductionError(DDPCompileError):
 
 class GradientArrivalError(DDPCompileError):
     """A gradient arrived twice, or after its bucket had left; names the parameter."""
+
+
+class KernelUnavailableError(DDPCompileError):
+    """An implementation of the kernels cannot be used here; says why. Not raised unless it was asked for by name."""

@@ -1,5 +1,23 @@
-"""Kernels that move gradients between parameters and flat buffers."""
+"""Kernels that move gradients between parameters and flat buffers, and compress them; see docs/kernels.md."""
 
-from ddp_compile.kernels.ops import FlattenPlan, flatten_scale, unflatten
+from ddp_compile.kernels.executors import OpStatus, status
+from ddp_compile.kernels.flatten_plan import FlattenPlan, FlattenStats
+from ddp_compile.kernels.ops import (
+    average_into,
+    flatten_scale,
+    minmax_u8_compress,
+    minmax_u8_decompress,
+    unflatten,
+)
 
-__all__ = ["FlattenPlan", "flatten_scale", "unflatten"]
+__all__ = [
+    "FlattenPlan",
+    "FlattenStats",
+    "OpStatus",
+    "average_into",
+    "flatten_scale",
+    "minmax_u8_compress",
+    "minmax_u8_decompress",
+    "status",
+    "unflatten",
+]

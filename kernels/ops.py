@@ -1,4 +1,8 @@
-"""Fused flatten-and-scale between a list of tensors and one flat buffer."""
+"""The kernels as functions that torch.compile can have in its graphs: operators of the namespace ``ddp_compile``.
+
+Registered with ``torch.library.Library``, whose call costs a fifth of one through ``torch.library.custom_op``. Their
+operators mutate what their schemas say, have no gradients, and are the same on every device.
+"""
 
 from __future__ import annotations
 
@@ -7,111 +11,215 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_compile.kernels import reference
+from ddp_compile.kernels import codec, layout
+from ddp_compile.kernels.flatten_plan import FlattenPlan, FlattenStats
 
-
-class FlattenPlan:
-    """Where each tensor of one bucket lies in its flat buffer; made once, used every step.
-
-    Args:
-        views: One view into ``flat`` for each tensor, of the tensor's shape and strides.
-        flat: One-dimensional buffer that holds all of them. The plan keeps it alive, the caller owns it.
-    """
-
-    def __init__(self, views: Sequence[Tensor], flat: Tensor) -> None:
-        self.views = tuple(views)
-        self.flat = flat
-
-    @classmethod
-    def for_bucket(cls, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None) -> FlattenPlan:
-        """The plan for tensors of these shapes and strides.
-
-        Args:
-            tensors: Tensors of any shape on the device of ``flat``. Only shape and strides matter, not the values.
-            flat: One-dimensional contiguous buffer of a floating dtype.
-            offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
-
-        Raises:
-            ValueError: Devices differ, ``flat`` is not one-dimensional and contiguous, or a tensor does not fit.
-        """
-        if offsets is None:
-            ends = torch.tensor([0] + [tensor.numel() for tensor in tensors]).cumsum(0).tolist()
-            offsets = ends[:-1]
-        _check_fit(tensors, flat, offsets)
-        return cls([_view_like(tensor, flat, offset) for tensor, offset in zip(tensors, offsets, strict=True)], flat)
-
-    def flatten(self, tensors: Sequence[Tensor], scale: float) -> None:
-        """Write each tensor times ``scale`` to its place; a tensor that lies there already is scaled in place."""
-        reference.scale_into(tensors, self.views, scale)
-
-    def unflatten(self, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
-        """Write each tensor's place in the flat buffer, times ``scale``, into the tensor."""
-        reference.scale_into(self.views, tensors, scale)
+_LIBRARY = torch.library.Library("ddp_compile", "DEF")
 
 
 def flatten_scale(
-    tensors: Sequence[Tensor], flat: Tensor, scale: float, *, offsets: Sequence[int] | None = None
-) -> None:
+    tensors: Sequence[Tensor],
+    flat: Tensor,
+    scale: float,
+    *,
+    offsets: Sequence[int] | None = None,
+    with_stats: bool = False,
+    implementation: str | None = None,
+) -> FlattenStats | None:
     """Write ``tensors * scale`` into ``flat``, casting to its dtype.
 
+    Products are computed in float32 (float64 if a tensor is) and rounded once, to nearest even. A tensor of which some
+    order of the dimensions is contiguous is written in its order in memory, any other one in that of its indices.
+
     Args:
-        tensors: Tensors of any shape on the device of ``flat``.
+        tensors: Tensors of any shape and floating dtype on the device of ``flat``.
         flat: One-dimensional contiguous buffer of a floating dtype. Gaps between the tensors are left alone.
         scale: Factor for every element.
         offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
+        with_stats: Whether to find the sum of squares and non-finite values on the way.
+        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+
+    Returns:
+        With ``with_stats``, `FlattenStats`; else None.
 
     Raises:
-        ValueError: As `FlattenPlan.for_bucket`.
+        ValueError: Shapes, devices, dtypes or offsets do not fit, or memory is shared; ``flat`` is unchanged then.
+        KernelUnavailableError: The implementation is not available here.
     """
-    FlattenPlan.for_bucket(tensors, flat, offsets).flatten(tensors, scale)
+    if not with_stats:
+        torch.ops.ddp_compile.flatten_scale(tensors, flat, scale, offsets, implementation)
+        return None
+    return FlattenStats(*torch.ops.ddp_compile.flatten_scale_stats(tensors, flat, scale, offsets, implementation))
 
 
 def unflatten(
-    flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0, *, offsets: Sequence[int] | None = None
-) -> None:
-    """Write ``flat * scale`` back into the tensors, casting to their dtype; the inverse of `flatten_scale`.
+    flat: Tensor,
+    tensors: Sequence[Tensor],
+    scale: float = 1.0,
+    *,
+    offsets: Sequence[int] | None = None,
+    with_stats: bool = False,
+    implementation: str | None = None,
+) -> FlattenStats | None:
+    """Write ``flat * scale`` back into the tensors, casting to their dtypes; the inverse of `flatten_scale`.
+
+    Arguments, result and errors are those of `flatten_scale`; the tensors must not share memory with each other.
+    """
+    if not with_stats:
+        torch.ops.ddp_compile.unflatten(flat, tensors, scale, offsets, implementation)
+        return None
+    return FlattenStats(*torch.ops.ddp_compile.unflatten_stats(flat, tensors, scale, offsets, implementation))
+
+
+def minmax_u8_compress(values: Tensor, num_chunks: int = 1, *, implementation: str | None = None) -> Tensor:
+    """Compress values to eight bits each, relative to the smallest and largest value of their chunk.
+
+    The values are cut into ``num_chunks`` chunks of equal length, of which the last ones may be shorter or empty. With
+    step = (max - min) / 255, computed in double, a code is round((value - min) / step), ties to even, within 0..255.
+
+    Args:
+        values: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
+        num_chunks: Chunks with a minimum and maximum of their own; one for each rank in an all-to-all.
+        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+
+    Returns:
+        uint8 tensor of shape (num_chunks, row_bytes): minimum and maximum as float32, a code for each value, zeros up
+        to a multiple of 16 bytes. A chunk that holds a NaN or an infinity has NaN for both, and decompresses to NaN.
 
     Raises:
-        ValueError: As `FlattenPlan.for_bucket`.
+        ValueError: Another shape or dtype, or ``num_chunks`` < 1.
+        KernelUnavailableError: The implementation is not available here.
+
+    Source: MinMaxUInt8 of Bagua (Gan et al. 2021, arXiv 2107.01499), without its epsilon and with codes clamped at
+    both ends, so that the error is half a step at any scale.
     """
-    FlattenPlan.for_bucket(tensors, flat, offsets).unflatten(tensors, scale)
+    result: Tensor = torch.ops.ddp_compile.minmax_u8_compress(values, num_chunks, implementation)
+    return result
 
 
-def _check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
-    if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(f"flat has shape {tuple(flat.shape)}, strides {flat.stride()}; pass a contiguous 1-d tensor")
-    if len(offsets) != len(tensors):
-        raise ValueError(f"{len(offsets)} offsets were given for {len(tensors)} tensors; give one for each")
-    for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        if tensor.device != flat.device:
-            raise ValueError(f"tensor {i} is on {tensor.device} but flat is on {flat.device}; move one of them")
-        if offset < 0 or offset + tensor.numel() > flat.numel():
-            raise ValueError(
-                f"tensor {i} with {tensor.numel()} elements at offset {offset} does not fit into flat with"
-                f" {flat.numel()} elements"
-            )
+def minmax_u8_decompress(compressed: Tensor, out: Tensor, *, implementation: str | None = None) -> None:
+    """Write min + code * (max - min) / 255 for each compressed value into ``out``; equal bytes give equal values.
 
+    Args:
+        compressed: What `minmax_u8_compress` returned, or rows of it from several ranks.
+        out: Contiguous tensor of shape (n,), of float32, bfloat16 or float16; it has as many chunks as there are rows.
+        implementation: "native", "cuda" or "reference"; the best one that there is when None.
 
-def _view_like(tensor: Tensor, flat: Tensor, offset: int) -> Tensor:
-    """A view at ``offset`` with the tensor's own strides where those fill its elements without gaps.
-
-    AccumulateGrad keeps a gradient whose strides equal the parameter's without a copy, so a channels_last weight gets a
-    channels_last view.
+    Raises:
+        ValueError: Another shape, dtype or device, or rows of another length than ``out`` needs.
+        KernelUnavailableError: The implementation is not available here.
     """
-    is_dense = is_non_overlapping_and_dense(tensor)
-    strides = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
-    # Not made by a view operation, so that autograd lets users call .grad.detach_().
-    view = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tensor.shape, strides)
+    torch.ops.ddp_compile.minmax_u8_decompress(compressed, out, implementation)
 
 
-def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
-    """Whether some order of the dimensions makes the tensor contiguous."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implementation: str | None = None) -> None:
+    """``x += total / count - copy``, in float32, rounded once: the update of asynchronous model averaging.
+
+    Args:
+        x: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
+        total: Sum over the ranks of their copies; of the same shape, dtype and device.
+        copy: What this rank had contributed to it; of the same shape, dtype and device.
+        count: Number of ranks.
+        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices differ, ``total`` or ``copy`` overlaps ``x``, or ``count`` <= 0.
+        KernelUnavailableError: The implementation is not available here.
+    """
+    torch.ops.ddp_compile.average_into(x, total, copy, count, implementation)
+
+
+def _flatten(
+    tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None, implementation: str | None
+) -> None:
+    FlattenPlan(tensors, flat, offsets, implementation=implementation).flatten(tensors, scale)
+
+
+def _flatten_stats(
+    tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    plan = FlattenPlan(tensors, flat, offsets, implementation=implementation)
+    stats = plan.flatten(tensors, scale, with_stats=True)
+    assert stats is not None
+    return _as_outputs(stats)
+
+
+def _unflatten(
+    flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int] | None, implementation: str | None
+) -> None:
+    FlattenPlan(tensors, flat, offsets, implementation=implementation).unflatten(tensors, scale)
+
+
+def _unflatten_stats(
+    flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int] | None, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    plan = FlattenPlan(tensors, flat, offsets, implementation=implementation)
+    stats = plan.unflatten(tensors, scale, with_stats=True)
+    assert stats is not None
+    return _as_outputs(stats)
+
+
+def _as_outputs(stats: FlattenStats) -> tuple[Tensor, Tensor]:
+    # Two views of one buffer; operators return tensors that do not alias.
+    return stats.sum_of_squares, stats.non_finite.clone()
+
+
+def _fake_move(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    # Real tensors get here too where one of them is a meta tensor.
+    layout.check_flat(flat)
+    for i, tensor in enumerate(tensors):
+        layout.check_tensor(i, tensor, tensor.shape, flat)
+
+
+def _fake_move_stats(tensors: Sequence[Tensor], flat: Tensor) -> tuple[Tensor, Tensor]:
+    _fake_move(tensors, flat)
+    return flat.new_empty((), dtype=torch.float64), flat.new_empty((), dtype=torch.bool)
+
+
+def _register() -> None:
+    """Define every operator with the function that computes it and the one that says what comes out."""
+    places = "float scale, SymInt[]? offsets, str? implementation"
+    for schema, implementation, fake in (
+        (
+            f"flatten_scale(Tensor[] tensors, Tensor(a!) flat, {places}) -> ()",
+            _flatten,
+            lambda tensors, flat, *_: _fake_move(tensors, flat),
+        ),
+        (
+            f"flatten_scale_stats(Tensor[] tensors, Tensor(a!) flat, {places}) -> (Tensor, Tensor)",
+            _flatten_stats,
+            lambda tensors, flat, *_: _fake_move_stats(tensors, flat),
+        ),
+        (
+            f"unflatten(Tensor flat, Tensor(a!)[] tensors, {places}) -> ()",
+            _unflatten,
+            lambda flat, tensors, *_: _fake_move(tensors, flat),
+        ),
+        (
+            f"unflatten_stats(Tensor flat, Tensor(a!)[] tensors, {places}) -> (Tensor, Tensor)",
+            _unflatten_stats,
+            lambda flat, tensors, *_: _fake_move_stats(tensors, flat),
+        ),
+        (
+            "minmax_u8_compress(Tensor values, int num_chunks, str? implementation) -> Tensor",
+            codec.compress,
+            lambda values, num_chunks, _: codec.compressed_like(values, num_chunks),
+        ),
+        (
+            "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, str? implementation) -> ()",
+            codec.decompress,
+            lambda compressed, out, _: codec.check_rows(compressed, out),
+        ),
+        (
+            "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count, str? implementation) -> ()",
+            codec.average_into,
+            lambda x, total, copy, count, _: codec.check_average(x, total, copy, count),
+        ),
+    ):
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ddp_compile::{name}", fake, lib=_LIBRARY)
+
+
+_register()

@@ -1,4 +1,7 @@
-"""Flatten and unflatten in plain torch operations: what every other implementation has to agree with."""
+"""The kernels in plain torch operations: what every other implementation has to agree with, and what runs without them.
+
+All arithmetic is in float32, in float64 where a tensor is of that dtype, and is rounded once, to nearest even.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,78 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# A row of compressed values: minimum and maximum as two float32, one byte for each value, zeros to fill up.
+HEADER_BYTES = 8
+ROW_ALIGNMENT = 16
+
+_LEVELS = torch.tensor(255.0, dtype=torch.float64, device="cpu")
+
 
 def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> None:
     """Write ``sources[i] * scale`` into ``destinations[i]``, casting; where both are one memory, scale in place."""
     with torch.no_grad():
         for source, destination in zip(sources, destinations, strict=True):
             if scale != 1.0:
+                if source.dtype != destination.dtype:
+                    source = source.to(torch.promote_types(source.dtype, torch.float32))
                 # One pass over memory, where copying and then scaling the flat buffer would take two.
                 torch.mul(source, scale, out=destination)
-            elif source.data_ptr() != destination.data_ptr():
+            elif source.data_ptr() != destination.data_ptr() or source.is_neg():
                 destination.copy_(source)
+
+
+def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """What `scale_into` is about to write: sum of the squares before rounding, and whether a value is not finite.
+
+    Returns:
+        A float64 and a bool tensor, both of shape ().
+    """
+    device = destinations[0].device if destinations else None
+    sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+    non_finite = torch.zeros((), dtype=torch.bool, device=device)
+    with torch.no_grad():
+        for source, destination in zip(sources, destinations, strict=True):
+            scaled = source.to(torch.promote_types(source.dtype, torch.float32)) * scale
+            sum_of_squares += scaled.double().square().sum()
+            non_finite |= ~scaled.to(destination.dtype).isfinite().all()
+    return sum_of_squares, non_finite
+
+
+def row_bytes(chunk_numel: int) -> int:
+    """Bytes of a row that holds a compressed chunk of that many values."""
+    return -(-(HEADER_BYTES + chunk_numel) // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
+    """See `ddp_compile.kernels.minmax_u8_compress`; ``rows`` is what it returns."""
+    num_chunks = len(rows)
+    chunk_numel = -(-values.numel() // num_chunks)
+    rows.zero_()
+    for row, chunk in zip(rows, values.split(chunk_numel) if chunk_numel else (), strict=False):
+        exact = chunk.double()
+        minimum, maximum = exact.min(), exact.max()
+        finite = exact.isfinite().all()
+        header = torch.stack([minimum, maximum]).float() + 0.0  # one kind of zero
+        row[:HEADER_BYTES].view(torch.float32).copy_(torch.where(finite, header, torch.nan))
+        # Not 255.0 / tensor, which torch computes as reciprocal and product, with two roundings.
+        inverse = torch.where(finite & (maximum > minimum), _LEVELS.to(values.device) / (maximum - minimum), 0.0)
+        codes = ((exact - minimum) * inverse).nan_to_num(0.0).round().clamp(0, 255)
+        row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].copy_(codes)
+
+
+def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
+    """See `ddp_compile.kernels.minmax_u8_decompress`."""
+    chunk_numel = -(-values.numel() // len(rows))
+    for row, chunk in zip(rows, values.split(chunk_numel) if chunk_numel else (), strict=False):
+        minimum, maximum = row[:HEADER_BYTES].view(torch.float32).double()
+        codes = row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].double()
+        step = (maximum - minimum) / _LEVELS.to(values.device)
+        # To float32 first, as the other implementations do on their way to half formats.
+        chunk.copy_((codes * step + minimum).float())
+
+
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+    """See `ddp_compile.kernels.average_into`."""
+    with torch.no_grad():
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x.copy_(x.to(wide) + (total.to(wide) / count - copy.to(wide)))

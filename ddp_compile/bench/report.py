@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ import torch
 from tabulate import tabulate
 
 from ddp_compile import __version__
+from ddp_compile.bench.provenance import commit, processor
 from ddp_compile.bench.results import SUMMARY_COLUMNS, SummaryRow
 from ddp_compile.bench.run import RunResult
 
@@ -122,13 +122,13 @@ def write_files(
 def provenance(device: str) -> dict[str, str]:
     """Values of `PROVENANCE_COLUMNS`: commit, versions and machine."""
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "ddp_compile": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
     }
 
 
@@ -204,28 +204,3 @@ def _identity(case: Any, link: str) -> dict[str, Any]:
         "bucket_cap_mb": case.bucket_cap_mb,
         "link": link,
     }
-
-
-def _commit() -> str:
-    """Commit of the source tree, with a plus sign if its sources have been changed; "unknown" outside of one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return "unknown"
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        sources = ("ddp_compile", "passes", "runtime", "kernels")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", *sources) else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # no git, or one that does not trust the folder's owner
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -133,9 +133,11 @@ def test_the_bucket_plan_needs_only_the_standard_library_and_torch_without_its_d
     assert [name for name in torch_names(tree) if name.startswith("torch.distributed")] == []
 
 
-def test_kernels_import_only_kernels() -> None:
+def test_kernels_import_only_kernels_and_errors() -> None:
     strangers = {
-        module: imports_of_ours(module) - reaches(imports_of_ours(module), "ddp_compile.kernels")
+        module: imports_of_ours(module)
+        - reaches(imports_of_ours(module), "ddp_compile.kernels")
+        - reaches(imports_of_ours(module), "ddp_compile.errors")
         for module in below("ddp_compile.kernels")
     }
     assert {module: found for module, found in strangers.items() if found} == {}

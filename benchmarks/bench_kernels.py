@@ -1,0 +1,361 @@
+"""Flatten-and-scale and unflatten beside every way of doing it in torch, and beside a plain copy of as many bytes.
+
+    python benchmarks/bench_kernels.py [--device cuda] [--rounds 30] [--output FILE.csv]
+
+All ways take turns in one process on one core (or one device), in changing order; table and CSV give the 20th, 50th
+and 80th percentile of the rounds, a chart beside the CSV the medians. Nothing is installed or downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from ddp_compile import kernels
+from ddp_compile.bench.provenance import commit, processor
+
+SCALE = 0.25
+#: How long one turn of a way takes at least; shorter calls are repeated.
+TURN_S = 0.004
+#: Beyond every cache: each call of a turn works on another copy of the tensors, as each bucket of a step does.
+ROTATED_BYTES = {"cpu": 0, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is moved.
+
+    Args:
+        name: For the table.
+        numels: Elements of each tensor, float32.
+        flat_dtype: Dtype of the flat buffer.
+        to_flat: Flatten, or unflatten.
+        new_addresses: Whether every call finds the tensors at other addresses than the call before.
+    """
+
+    name: str
+    numels: tuple[int, ...]
+    flat_dtype: torch.dtype = torch.float32
+    to_flat: bool = True
+    new_addresses: bool = False
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that have to be read and written."""
+        return sum(self.numels) * (4 + self.flat_dtype.itemsize)
+
+
+def uneven(num_bytes: int, count: int) -> tuple[int, ...]:
+    """Sizes of ``count`` float32 tensors that differ as those of a model do, of ``num_bytes`` together."""
+    weights = [1 + (i * 7919) % 13 for i in range(count)]
+    total = num_bytes // 4
+    sizes = [max(1, total * weight // sum(weights)) for weight in weights]
+    sizes[-1] += total - sum(sizes)
+    return tuple(sizes)
+
+
+MIB = 1 << 20
+BUCKET = uneven(25 * MIB, 200)
+SMALL = (256,) * 5000
+BF16 = torch.bfloat16
+
+CASES = {
+    "cpu": (
+        Case(name="25 MiB in 200", numels=BUCKET),
+        Case(name="25 MiB in 200 to bf16", numels=BUCKET, flat_dtype=BF16),
+        Case(name="25 MiB in 200, back", numels=BUCKET, to_flat=False),
+        Case(name="25 MiB in 200, back from bf16", numels=BUCKET, flat_dtype=BF16, to_flat=False),
+        Case(name="5000 of 1 KiB", numels=SMALL),
+        Case(name="5000 of 1 KiB, new addresses", numels=SMALL, new_addresses=True),
+    ),
+    "cuda": (
+        *(
+            Case(name=f"{mib} MiB in 200{label}", numels=uneven(mib * MIB, 200), flat_dtype=dtype, to_flat=to_flat)
+            for mib in (25, 100, 1024)
+            for label, dtype, to_flat in (
+                ("", torch.float32, True),
+                (" to bf16", BF16, True),
+                (", back", torch.float32, False),
+            )
+        ),
+        Case(name="5000 of 1 KiB", numels=SMALL),
+        Case(name="5000 of 1 KiB, new addresses", numels=SMALL, new_addresses=True),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors and the flat buffer they go to or come from."""
+
+    tensors: list[Tensor]
+    flat: Tensor
+    views: list[Tensor]
+
+
+Way = Callable[[Bucket], object]
+
+
+def per_tensor(case: Case) -> Way:
+    """One call of mul for each tensor, as DDP does by default; one of copy_ for each on the way back."""
+
+    def flatten(bucket: Bucket) -> None:
+        for tensor, view in zip(bucket.tensors, bucket.views, strict=True):
+            torch.mul(tensor, SCALE, out=view)
+
+    def unflatten(bucket: Bucket) -> None:
+        for tensor, view in zip(bucket.tensors, bucket.views, strict=True):
+            tensor.copy_(view)
+
+    return flatten if case.to_flat else unflatten
+
+
+def copy_and_divide(case: Case) -> Way:
+    """copy_ for each tensor, then div_ for the bucket."""
+
+    def flatten(bucket: Bucket) -> None:
+        for tensor, view in zip(bucket.tensors, bucket.views, strict=True):
+            view.copy_(tensor)
+        bucket.flat.div_(1 / SCALE)
+
+    return flatten
+
+
+def cat_and_scale(case: Case) -> Way:
+    """torch.cat into the bucket, then mul_."""
+
+    def flatten(bucket: Bucket) -> None:
+        torch.cat([tensor.view(-1) for tensor in bucket.tensors], out=bucket.flat).mul_(SCALE)
+
+    return flatten
+
+
+def foreach(case: Case) -> Way:
+    """_foreach_copy_ and one div_ for the bucket: DDP with batched_grad_copy=True."""
+
+    def flatten(bucket: Bucket) -> None:
+        torch._foreach_copy_(bucket.views, bucket.tensors)
+        bucket.flat.div_(1 / SCALE)
+
+    def unflatten(bucket: Bucket) -> None:
+        torch._foreach_copy_(bucket.tensors, bucket.views)
+
+    return flatten if case.to_flat else unflatten
+
+
+def plain_function(case: Case) -> Way:
+    """ddp_compile.kernels.flatten_scale or unflatten: a plan for each call."""
+    if case.to_flat:
+        return lambda bucket: kernels.flatten_scale(bucket.tensors, bucket.flat, SCALE)
+    return lambda bucket: kernels.unflatten(bucket.flat, bucket.tensors)
+
+
+def with_plan(case: Case, with_stats: bool = False) -> Way:
+    """FlattenPlan, made once for each bucket, as the reducer does."""
+    plans: dict[int, kernels.FlattenPlan] = {}
+
+    def plan_of(bucket: Bucket) -> kernels.FlattenPlan:
+        key = bucket.flat.data_ptr()
+        if key not in plans:
+            plans[key] = kernels.FlattenPlan.for_bucket(bucket.tensors, bucket.flat)
+        return plans[key]
+
+    if case.to_flat:
+        return lambda bucket: plan_of(bucket).flatten(bucket.tensors, SCALE, with_stats=with_stats)
+    return lambda bucket: plan_of(bucket).unflatten(bucket.tensors, with_stats=with_stats)
+
+
+def plain_copy(case: Case) -> Way:
+    """One contiguous copy that reads and writes as many bytes together: the limit."""
+    size = case.moved_bytes // 2
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy(bucket: Bucket) -> None:
+        key = bucket.tensors[0].data_ptr()
+        if key not in buffers:
+            device = bucket.flat.device
+            buffers[key] = tuple(torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))  # type: ignore[assignment]
+        destination, source = buffers[key]
+        if destination.is_cuda:
+            destination.copy_(source)
+        else:
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), size)
+
+    return copy
+
+
+LIMIT = "plain copy"
+OURS = ("FlattenPlan", "FlattenPlan with stats", "plain function")
+
+
+def ways_of(case: Case) -> dict[str, Way]:
+    ways = {
+        LIMIT: plain_copy(case),
+        "FlattenPlan": with_plan(case),
+        "FlattenPlan with stats": with_plan(case, with_stats=True),
+        "plain function": plain_function(case),
+        "per tensor (DDP)": per_tensor(case),
+        "foreach (DDP batched)": foreach(case),
+    }
+    if case.to_flat:
+        ways["copy_ + div_"] = copy_and_divide(case)
+        if case.flat_dtype is torch.float32:
+            ways["cat + mul_"] = cat_and_scale(case)
+    return ways
+
+
+def make_buckets(case: Case, device: str) -> list[Bucket]:
+    count = max(2 if case.new_addresses else 1, -(-ROTATED_BYTES[device] // case.moved_bytes))
+    flats = [torch.zeros(sum(case.numels), dtype=case.flat_dtype, device=device) for _ in range(count)]
+    if case.new_addresses:
+        flats = flats[:1] * count  # one bucket whose tensors have moved
+    buckets = []
+    for flat in flats:
+        tensors = [torch.randn(numel, device=device) for numel in case.numels]
+        buckets.append(Bucket(tensors, flat, list(flat.split(list(case.numels)))))
+    return buckets
+
+
+def seconds_of(way: Way, buckets: Sequence[Bucket], calls: int) -> float:
+    """Time of one call, mean over a turn of ``calls``."""
+    if buckets[0].flat.is_cuda:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for i in range(calls):
+            way(buckets[i % len(buckets)])
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000 / calls
+    start = time.perf_counter()
+    for i in range(calls):
+        way(buckets[i % len(buckets)])
+    return (time.perf_counter() - start) / calls
+
+
+def measure(case: Case, device: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of one call of each way, in each round."""
+    buckets = make_buckets(case, device)
+    ways = ways_of(case)
+    calls = {}
+    for name, way in ways.items():
+        once = min(seconds_of(way, buckets, len(buckets)) for _ in range(3))
+        # A multiple of the buckets, so that with new addresses the first call of a turn finds them new as well.
+        calls[name] = len(buckets) * max(1, round(TURN_S / once / len(buckets)))
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        # In another order each time, as what one way leaves in the caches delays the next.
+        for name in shuffled.sample(list(ways), len(ways)):
+            times[name].append(seconds_of(ways[name], buckets, calls[name]))
+    return times
+
+
+def rows_of(case: Case, times: dict[str, list[float]]) -> list[dict[str, object]]:
+    peers = [name for name in times if name not in (LIMIT, *OURS)]
+    best_peer = min(peers, key=lambda name: statistics.median(times[name]), default=None)
+
+    def ratio(name: str, other: str | None) -> object:
+        return (
+            ""
+            if other is None
+            else round(statistics.median(a / b for a, b in zip(times[name], times[other], strict=True)), 3)
+        )
+
+    rows = []
+    for name, values in times.items():
+        p20, p50, p80 = (statistics.quantiles(values, n=10, method="inclusive")[i] for i in (1, 4, 7))
+        rows.append(
+            {
+                "case": case.name,
+                "way": name,
+                "p20_us": round(p20 * 1e6, 1),
+                "p50_us": round(p50 * 1e6, 1),
+                "p80_us": round(p80 * 1e6, 1),
+                "gb_per_s": round(case.moved_bytes / p50 / 1e9, 2),
+                "x_plain_copy": ratio(name, LIMIT),
+                "x_best_torch": ratio(name, best_peer),
+                "x_plan": ratio(name, "FlattenPlan"),
+            }
+        )
+    return rows
+
+
+def provenance(device: str) -> dict[str, str]:
+    native = {row.implementation: row.reason for row in kernels.status() if row.device_type == device}
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "kernels": "; ".join(f"{name} ({reason})" for name, reason in native.items()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def draw(rows: Sequence[dict[str, object]], path: Path) -> None:
+    """Medians of every way, one row of bars for each case, beside the plain copy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cases = list(dict.fromkeys(str(row["case"]) for row in rows))
+    figure, axes = plt.subplots(len(cases), 1, figsize=(8, 1.7 * len(cases)), layout="constrained", squeeze=False)
+    for axis, case in zip(axes[:, 0], cases, strict=True):
+        shown = [row for row in rows if row["case"] == case]
+        limit = next(float(str(row["p50_us"])) for row in shown if row["way"] == LIMIT)
+        colors = ["tab:blue" if row["way"] in OURS else "0.6" for row in shown]
+        axis.barh([str(row["way"]) for row in shown], [float(str(row["p50_us"])) for row in shown], color=colors)
+        axis.axvline(limit, color="black", linewidth=0.8)
+        axis.invert_yaxis()
+        axis.set_title(case, fontsize=9, loc="left")
+        axis.tick_params(labelsize=7)
+    axes[-1, 0].set_xlabel("microseconds a call, median; the line is a plain copy of as many bytes")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--output", type=Path, help="CSV file; the chart goes beside it (default: only print)")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
+    rows = [
+        row
+        for case in CASES[arguments.device]
+        for row in rows_of(case, measure(case, arguments.device, arguments.rounds))
+    ]
+    about = provenance(arguments.device)
+    print("\n".join(f"{name}: {value}" for name, value in about.items()))
+    print(tabulate(rows, headers="keys"))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *about])
+            writer.writeheader()
+            writer.writerows({**row, **about} for row in rows)
+        try:
+            draw(rows, arguments.output.with_suffix(".png"))
+        except ImportError as error:
+            print(f"no chart: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The kernels on single tensors: the min-max codec of eight bits a value, and the update of asynchronous averaging."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ddp_compile.kernels import reference
+from ddp_compile.kernels.cuda import elementwise as cuda
+from ddp_compile.kernels.executors import KERNEL_DTYPES, choose
+from ddp_compile.kernels.native import elementwise as native
+
+_MODULES: dict[str, ModuleType] = {"native": native, "cuda": cuda, "reference": reference}
+
+
+def compressed_like(values: Tensor, num_chunks: int) -> Tensor:
+    """Memory for the compressed form of ``values``.
+
+    Raises:
+        ValueError: ``num_chunks`` is not positive.
+    """
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks={num_chunks} must be at least 1")
+    chunk_numel = -(-values.numel() // num_chunks)
+    shape = (num_chunks, reference.row_bytes(chunk_numel))
+    return torch.empty(shape, dtype=torch.uint8, device=values.device)
+
+
+def compress(values: Tensor, num_chunks: int, implementation: str | None) -> Tensor:
+    """See `ddp_compile.kernels.minmax_u8_compress`."""
+    _check_values("values", values)
+    rows = compressed_like(values, num_chunks)
+    _module_for(values, implementation).minmax_u8_compress(values, rows)
+    return rows
+
+
+def check_rows(rows: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless ``rows`` is the compressed form of as many values as ``values`` has."""
+    _check_values("out", values)
+    if rows.dim() != 2 or not rows.is_contiguous() or rows.dtype != torch.uint8 or not len(rows):
+        raise ValueError(
+            f"compressed is of {rows.dtype}, shape {tuple(rows.shape)}, strides {rows.stride()}; pass what"
+            " minmax_u8_compress returned"
+        )
+    if rows.device != values.device:
+        raise ValueError(f"compressed is on {rows.device} but out is on {values.device}; move one of them")
+    expected = reference.row_bytes(-(-values.numel() // len(rows)))
+    if rows.shape[1] != expected:
+        raise ValueError(
+            f"compressed has {len(rows)} rows of {rows.shape[1]} bytes, but out with {values.numel()} elements needs"
+            f" rows of {expected} bytes"
+        )
+
+
+def decompress(rows: Tensor, values: Tensor, implementation: str | None) -> None:
+    """See `ddp_compile.kernels.minmax_u8_decompress`."""
+    check_rows(rows, values)
+    _module_for(values, implementation).minmax_u8_decompress(rows, values)
+    increment_version([values])
+
+
+def check_average(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+    """Raise ValueError unless the tensors agree and the count is positive."""
+    named = {"x": x, "total": total, "copy": copy}
+    for name, tensor in named.items():
+        _check_values(name, tensor)
+        if tensor.numel() != x.numel() or tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name} has {tensor.numel()} elements of {tensor.dtype} on {tensor.device}, but x has {x.numel()} of"
+                f" {x.dtype} on {x.device}; the three must agree"
+            )
+    if not count > 0:
+        raise ValueError(f"count={count} must be positive: it is the number of ranks that total is the sum of")
+
+
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, implementation: str | None) -> None:
+    """See `ddp_compile.kernels.average_into`."""
+    check_average(x, total, copy, count)
+    for name, tensor in (("total", total), ("copy", copy)):
+        if _overlap(tensor, x):
+            raise ValueError(f"{name} shares memory with x, which is written; clone it first")
+    _module_for(x, implementation).average_into(x, total, copy, count)
+    increment_version([x])
+
+
+def _check_values(name: str, values: Tensor) -> None:
+    if values.dim() != 1 or not values.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}, strides {values.stride()}; pass a contiguous 1-d tensor"
+        )
+    if values.dtype not in KERNEL_DTYPES:
+        raise ValueError(f"{name} is of {values.dtype}; float32, bfloat16 and float16 are supported")
+
+
+def _module_for(values: Tensor, implementation: str | None) -> ModuleType:
+    return _MODULES[choose(values.device, [values.dtype], implementation)]
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

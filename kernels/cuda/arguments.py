@@ -1,0 +1,137 @@
+"""The arguments of the kernels, laid out as source/*.cuh declares them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from ddp_compile.kernels.cuda.programs import PACK_SIZES
+
+# kThreads in device.cuh, kChunk in move.cuh.
+BLOCK_THREADS = 256
+CHUNK_NUMEL = 8192
+
+# More blocks than this for each multiprocessor would only wait for one another.
+BLOCKS_PER_MULTIPROCESSOR = 8
+
+_ADDRESS = ctypes.c_uint64
+_SIZE = ctypes.c_uint64
+
+
+class Arguments:
+    """A structure, and the array of addresses through which a launch finds it.
+
+    Args:
+        structure: Kept alive; what is in it at the time of a launch counts.
+    """
+
+    def __init__(self, structure: ctypes.Structure) -> None:
+        self.structure = structure
+        self._addresses = (ctypes.c_void_p * 1)(ctypes.addressof(structure))
+        self.parameters = ctypes.addressof(self._addresses)
+
+
+class StatsArguments(ctypes.Structure):
+    """Of stats.cuh."""
+
+    _fields_ = (("partials", _ADDRESS), ("stats", _ADDRESS), ("num_partials", ctypes.c_uint32))
+
+
+class AverageArguments(ctypes.Structure):
+    """Of average.cuh."""
+
+    _fields_ = (
+        ("x", _ADDRESS),
+        ("total", _ADDRESS),
+        ("copy", _ADDRESS),
+        ("numel", _SIZE),
+        ("count", ctypes.c_float),
+    )
+
+
+class CodecArguments(ctypes.Structure):
+    """Of codec.cuh."""
+
+    _fields_ = (
+        ("values", _ADDRESS),
+        ("rows", _ADDRESS),
+        ("partials", _ADDRESS),
+        ("numel", _SIZE),
+        ("chunk_numel", _SIZE),
+        ("row_bytes", _SIZE),
+        ("slice_numel", _SIZE),
+        ("num_slices", ctypes.c_uint32),
+    )
+
+
+@functools.cache
+def _move_arguments(size: int) -> type[ctypes.Structure]:
+    class MoveArguments(ctypes.Structure):
+        """Of move.cuh, for up to ``size`` tensors."""
+
+        _fields_ = (
+            ("flat", _ADDRESS),
+            ("partials", _ADDRESS),
+            ("num_chunks", ctypes.c_uint32),
+            ("num_tensors", ctypes.c_uint32),
+            ("scale", ctypes.c_float),
+            ("to_flat", ctypes.c_uint32),
+            ("addresses", _ADDRESS * size),
+            ("offsets", _SIZE * size),
+            ("end_chunks", ctypes.c_uint32 * size),
+            ("last_counts", ctypes.c_uint32 * size),
+        )
+
+    return MoveArguments
+
+
+class Pack(Arguments):
+    """Consecutive tensors of a bucket that one launch moves, with their places; only addresses change between steps.
+
+    Args:
+        first: Number of the first tensor.
+        numels: Of these tensors; int64, shape (number of tensors), as `offsets`.
+        offsets: Of their places, in elements of the flat buffer.
+    """
+
+    def __init__(self, first: int, numels: Tensor, offsets: Tensor) -> None:
+        self.first = first
+        self.num_tensors = len(numels)
+        self.size = next(size for size in PACK_SIZES if size >= len(numels))
+        super().__init__(_move_arguments(self.size)())
+        end_chunks = ((numels + (CHUNK_NUMEL - 1)) // CHUNK_NUMEL).cumsum(0, dtype=torch.int32)
+        self._set("offsets", offsets)
+        self._set("end_chunks", end_chunks)
+        self._set("last_counts", ((numels - 1) % CHUNK_NUMEL + 1).to(torch.int32))  # of no use for empty tensors
+        self.num_chunks = self.structure.end_chunks[self.num_tensors - 1]
+        self.structure.num_chunks = self.num_chunks
+        self.structure.num_tensors = self.num_tensors
+
+    def point_at(self, addresses: int, codes: bytes | None, code: int) -> None:
+        """Take over the addresses of all tensors of the bucket.
+
+        Args:
+            addresses: Where they are in memory, as 64-bit integers.
+            codes: If given, only tensors with ``code`` at their place in it will be moved.
+            code: Number of a dtype.
+        """
+        mine = self.structure.addresses
+        ctypes.memmove(mine, addresses + 8 * self.first, 8 * self.num_tensors)
+        if codes is not None:
+            for i, found in enumerate(codes[self.first : self.first + self.num_tensors]):
+                if found != code:
+                    mine[i] = 0
+
+    def _set(self, field: str, values: Tensor) -> None:
+        ctypes.memmove(getattr(self.structure, field), values.data_ptr(), values.element_size() * len(values))
+
+
+def packs_of(numels: Tensor, offsets: Tensor) -> list[Pack]:
+    """The launches that move tensors of these sizes; none for tensors that are all empty."""
+    step = PACK_SIZES[-1]
+    starts = range(0, len(numels), step)
+    packs = [Pack(start, numels[start : start + step], offsets[start : start + step]) for start in starts]
+    return [pack for pack in packs if pack.num_chunks]

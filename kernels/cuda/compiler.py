@@ -1,0 +1,96 @@
+"""NVRTC: from a program's source to a binary for one GPU architecture, in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels.cuda.programs import Program, headers
+
+OPTIONS = ("--std=c++17",)
+
+# bfloat16 conversions and the NaN-keeping minimum begin there.
+OLDEST_CAPABILITY = (8, 0)
+
+
+class Compiler:
+    """NVRTC as cuda.bindings finds it.
+
+    Raises:
+        KernelUnavailableError: cuda.bindings or NVRTC is missing, or cannot be loaded.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import nvrtc
+        except ImportError as error:
+            raise KernelUnavailableError(
+                f"cuda.bindings cannot be imported ({error}); install cuda-bindings in the version of torch's CUDA"
+            ) from error
+        self._nvrtc: Any = nvrtc
+        try:
+            self.version = "{}.{}".format(*self._call("nvrtcVersion"))
+            self.architectures: list[int] = list(self._call("nvrtcGetSupportedArchs")[0])
+        except KernelUnavailableError:
+            raise
+        except Exception as error:  # cuda.bindings has raised different classes for a library that it does not find
+            raise KernelUnavailableError(
+                f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc in the version of torch's CUDA"
+            ) from error
+
+    def target(self, capability: tuple[int, int]) -> str:
+        """The architecture to compile for: the newest that NVRTC knows and the device can run.
+
+        Raises:
+            KernelUnavailableError: There is none.
+        """
+        major, minor = capability
+        if capability < OLDEST_CAPABILITY:
+            raise KernelUnavailableError(
+                f"the kernels need compute capability 8.0 or newer, the device has {major}.{minor}"
+            )
+        known = [arch for arch in self.architectures if 10 * major <= arch <= 10 * major + minor]
+        if not known:
+            raise KernelUnavailableError(
+                f"NVRTC {self.version} cannot compile for compute capability {major}.{minor}; install a newer one"
+            )
+        return f"sm_{max(known)}"
+
+    def compile(self, program: Program, target: str) -> bytes:
+        """The binary (cubin) of a program.
+
+        Raises:
+            KernelUnavailableError: NVRTC refuses the source; with its log.
+        """
+        files = headers()
+        (handle,) = self._call(
+            "nvrtcCreateProgram",
+            program.text().encode(),
+            f"{program.name}.cu".encode(),
+            len(files),
+            [text.encode() for text in files.values()],
+            [name.encode() for name in files],
+        )
+        try:
+            options = [option.encode() for option in (f"--gpu-architecture={target}", *OPTIONS)]
+            (status,) = self._nvrtc.nvrtcCompileProgram(handle, len(options), options)
+            if int(status) != 0:
+                raise KernelUnavailableError(f"NVRTC {self.version} cannot compile {program.name}: {self._log(handle)}")
+            (size,) = self._call("nvrtcGetCUBINSize", handle)
+            binary = bytearray(size)
+            self._call("nvrtcGetCUBIN", handle, binary)
+            return bytes(binary)
+        finally:
+            self._nvrtc.nvrtcDestroyProgram(handle)
+
+    def _log(self, handle: Any) -> str:
+        (size,) = self._call("nvrtcGetProgramLogSize", handle)
+        log = bytearray(size)
+        self._call("nvrtcGetProgramLog", handle, log)
+        return log.decode(errors="replace").rstrip("\0\n")
+
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        status, *results = getattr(self._nvrtc, name)(*arguments)
+        if int(status) != 0:
+            raise KernelUnavailableError(f"{name} failed: {status.name}")
+        return tuple(results)

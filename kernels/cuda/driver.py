@@ -1,0 +1,87 @@
+"""The few functions of the CUDA driver that launching needs, through cuda.bindings."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ddp_compile.errors import KernelUnavailableError
+
+
+class Driver(Protocol):
+    """What `KernelDevice` needs of one device; the tests have one that runs the kernels on the CPU."""
+
+    def load(self, binary: bytes) -> Any:
+        """The module of a binary."""
+
+    def function(self, module: Any, name: str) -> Any:
+        """A kernel of a module."""
+
+    def launch(self, function: Any, num_blocks: int, num_threads: int, parameters: int, stream: int) -> None:
+        """Start a kernel on a stream; ``parameters`` is the address of an array of addresses of its parameters."""
+
+
+class CudaDriver:
+    """The driver, with the primary context of one device, which is the one that torch uses.
+
+    A context is current for each thread. In the threads that torch starts for backward, and in those that users start,
+    it is mostly the right one already, but not always: a thread has none until it first calls the CUDA runtime.
+
+    Args:
+        ordinal: The device's number, as in ``torch.device("cuda", ordinal)``. torch has initialized CUDA already.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        from cuda.bindings import driver
+
+        self._api: Any = driver
+        (device,) = self._call("cuDeviceGet", ordinal)
+        # Never released: torch keeps the primary context alive for as long as the process lives.
+        (self._context,) = self._call("cuDevicePrimaryCtxRetain", device)
+        self._context_address = int(self._context)
+        self._launch = driver.cuLaunchKernel
+        self._current_context = driver.cuCtxGetCurrent
+
+    def load(self, binary: bytes) -> Any:
+        """The module of a binary; also while a graph is captured."""
+        relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        previous = self._enter()
+        try:
+            (mode,) = self._call("cuThreadExchangeStreamCaptureMode", relaxed)
+            try:
+                (module,) = self._call("cuModuleLoadData", binary)
+            finally:
+                self._call("cuThreadExchangeStreamCaptureMode", mode)
+        finally:
+            self._leave(previous)
+        return module
+
+    def function(self, module: Any, name: str) -> Any:
+        (function,) = self._call("cuModuleGetFunction", module, name.encode())
+        return function
+
+    def launch(self, function: Any, num_blocks: int, num_threads: int, parameters: int, stream: int) -> None:
+        previous = self._enter()
+        try:
+            (status,) = self._launch(function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, parameters, 0)
+        finally:
+            self._leave(previous)
+        if int(status) != 0:
+            raise RuntimeError(f"a CUDA kernel could not be launched: {status.name}")
+
+    def _enter(self) -> Any:
+        """Make the context current; returns the one to go back to, or None."""
+        _, current = self._current_context()
+        if int(current) == self._context_address:
+            return None
+        self._call("cuCtxSetCurrent", self._context)
+        return current if int(current) != 0 else None
+
+    def _leave(self, previous: Any) -> None:
+        if previous is not None:
+            self._call("cuCtxSetCurrent", previous)
+
+    def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        status, *results = getattr(self._api, name)(*arguments)
+        if int(status) != 0:
+            raise KernelUnavailableError(f"{name} failed: {status.name}")
+        return tuple(results)

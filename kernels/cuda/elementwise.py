@@ -1,0 +1,72 @@
+"""The kernels on single tensors, on a CUDA device; callers have checked dtypes, sizes and contiguity.
+
+All of them run on torch's current stream of the tensors' device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddp_compile.kernels.cuda.arguments import (
+    BLOCK_THREADS,
+    BLOCKS_PER_MULTIPROCESSOR,
+    Arguments,
+    AverageArguments,
+    CodecArguments,
+)
+from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
+from ddp_compile.kernels.cuda.programs import FORMAT_OF
+from ddp_compile.kernels.reference import HEADER_BYTES, ROW_ALIGNMENT
+
+# kCodes in codec.cuh, and how many codes are worth a block.
+_PACKET_CODES = 8
+_MIN_SLICE_CODES = 2 * _PACKET_CODES * BLOCK_THREADS
+
+
+def minmax_u8_compress(values: Tensor, rows: Tensor, *, device: KernelDevice | None = None) -> None:
+    """See `ddp_compile.kernels.minmax_u8_compress`; ``device`` is for tests."""
+    device = kernel_device(values.device) if device is None else device
+    arguments, num_blocks = _codec_arguments(values, rows, device)
+    # Two floats for each block. The memory may be given to others when this returns, but only on the same stream.
+    partials = torch.empty(2 * num_blocks, dtype=torch.float32, device=values.device)
+    arguments.structure.partials = partials.data_ptr()
+    for kernel in ("find_minmax", "write_codes"):
+        device.launch(f"{kernel}_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
+
+
+def minmax_u8_decompress(rows: Tensor, values: Tensor, *, device: KernelDevice | None = None) -> None:
+    """See `ddp_compile.kernels.minmax_u8_decompress`; ``device`` is for tests."""
+    device = kernel_device(values.device) if device is None else device
+    arguments, num_blocks = _codec_arguments(values, rows, device)
+    device.launch(f"read_codes_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
+
+
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, device: KernelDevice | None = None) -> None:
+    """See `ddp_compile.kernels.average_into`; ``device`` is for tests."""
+    device = kernel_device(x.device) if device is None else device
+    num_packets = -(-x.numel() * x.element_size() // 16)
+    num_blocks = min(-(-num_packets // BLOCK_THREADS), BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors)
+    if num_blocks:
+        arguments = AverageArguments(x.data_ptr(), total.data_ptr(), copy.data_ptr(), x.numel(), count)
+        device.launch(f"average_{FORMAT_OF[x.dtype]}", num_blocks, Arguments(arguments))
+
+
+def _codec_arguments(values: Tensor, rows: Tensor, device: KernelDevice) -> tuple[Arguments, int]:
+    """The arguments without partials, and the number of blocks: one for each slice of each chunk."""
+    if rows.data_ptr() % ROW_ALIGNMENT:
+        raise ValueError(
+            f"rows begin at address {rows.data_ptr():#x}, which is no multiple of {ROW_ALIGNMENT}; pass a tensor that"
+            " owns its memory, or a view at a multiple"
+        )
+    num_chunks, row_bytes = rows.shape
+    num_codes = row_bytes - HEADER_BYTES
+    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors // num_chunks)
+    slice_numel = max(-(-num_codes // wanted), _MIN_SLICE_CODES)
+    slice_numel = -(-slice_numel // _PACKET_CODES) * _PACKET_CODES
+    num_slices = -(-num_codes // slice_numel)
+    chunk_numel = -(-values.numel() // num_chunks)
+    arguments = CodecArguments(
+        values.data_ptr(), rows.data_ptr(), 0, values.numel(), chunk_numel, row_bytes, slice_numel, num_slices
+    )
+    return Arguments(arguments), num_chunks * num_slices

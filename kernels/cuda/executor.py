@@ -1,0 +1,109 @@
+"""Flatten and unflatten on a CUDA device: the addresses of a bucket's tensors, as arguments of a few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddp_compile.kernels.cuda.arguments import (
+    BLOCKS_PER_MULTIPROCESSOR,
+    Arguments,
+    Pack,
+    StatsArguments,
+    packs_of,
+)
+from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
+from ddp_compile.kernels.cuda.programs import FORMAT_OF, FORMATS, PACK_SIZES, STATS_KERNEL, move_kernel
+from ddp_compile.kernels.cuda.tensor_table import OTHER_CODE, table_of
+
+_PARTIAL_BYTES = 16
+
+
+class CudaExecutor:
+    """Moves the tensors of one bucket with CUDA kernels; see `FlattenExecutor`.
+
+    Note [Everything is in the arguments]
+    Sizes, places and addresses travel by value with each launch: 24 bytes a tensor, at most 32 KiB a launch. A block
+    finds its tensor by a binary search that costs no more than the read of a table in device memory would. In return
+    nothing is uploaded and nothing waits for an upload, a plan that is thrown away at once is as good as one that is
+    kept, and a captured CUDA graph owns all it needs. The graph replays the addresses that it was captured with.
+
+    Args:
+        tensors: Of the bucket.
+        flat: The flat buffer.
+        offsets: Of the places, in elements; packed when None.
+        device: For tests; that of ``flat`` when None.
+
+    Raises:
+        ValueError: The tensors do not fit into ``flat``.
+        KernelUnavailableError: The kernels cannot be used on this device.
+    """
+
+    implementation: Literal["cuda"] = "cuda"
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        flat: Tensor,
+        offsets: Sequence[int] | None,
+        device: KernelDevice | None = None,
+    ) -> None:
+        self._device = kernel_device(flat.device) if device is None else device
+        self._table = table_of(tensors, flat, offsets)
+        self._packs = packs_of(self._table.numels, self._table.offsets)
+        self._num_blocks = [self._blocks_of(pack) for pack in self._packs]
+        self._codes = b""
+        self._present: tuple[int, ...] = ()
+        self._stats = Arguments(StatsArguments())
+        # With all kernels of their programs, now rather than in the first step or in the capture of a graph.
+        here = FORMAT_OF[flat.dtype]
+        for there in {tensor.dtype for tensor in tensors} & FORMAT_OF.keys():
+            self._device.prepare(move_kernel(FORMAT_OF[there], here, PACK_SIZES[0]))
+            self._device.prepare(move_kernel(here, FORMAT_OF[there], PACK_SIZES[0]))
+
+    def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
+        others = self._table.read(tensors, flat, written)
+        self._codes = self._table.dtype_codes()
+        is_uniform = self._codes.count(self._codes[:1]) == len(self._codes)
+        found = self._codes[:1] if is_uniform else sorted(set(self._codes))
+        self._present = tuple(code for code in found if code != OTHER_CODE)
+        return others
+
+    def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
+        partials = None
+        if stats is not None:
+            # Of this call alone, so that one plan may be at work on several streams.
+            num_partials = len(self._present) * sum(self._num_blocks)
+            partials = torch.empty(num_partials * _PARTIAL_BYTES, dtype=torch.uint8, device=flat.device)
+        address = 0 if partials is None else partials.data_ptr()
+        # A launch reads one dtype. Mostly there is only one.
+        codes = self._codes if len(self._present) != 1 or OTHER_CODE in self._codes else None
+        for code in self._present:
+            source, destination = FORMATS[code], FORMAT_OF[flat.dtype]
+            if not to_flat:
+                source, destination = destination, source
+            for pack, num_blocks in zip(self._packs, self._num_blocks, strict=True):
+                pack.point_at(self._table.addresses, codes, code)
+                arguments = pack.structure
+                arguments.flat = flat.data_ptr()
+                arguments.partials = address
+                arguments.scale = scale
+                arguments.to_flat = to_flat
+                self._device.launch(move_kernel(source, destination, pack.size), num_blocks, pack)
+                if partials is not None:
+                    address += num_blocks * _PARTIAL_BYTES
+        if stats is not None and partials is not None:
+            arguments = self._stats.structure
+            arguments.partials = partials.data_ptr()
+            arguments.stats = stats.data_ptr()
+            arguments.num_partials = len(partials) // _PARTIAL_BYTES
+            self._device.launch(STATS_KERNEL, 1, self._stats)
+
+    def offset(self, index: int) -> int:
+        return self._table.offset(index)
+
+    def _blocks_of(self, pack: Pack) -> int:
+        return min(pack.num_chunks, BLOCKS_PER_MULTIPROCESSOR * self._device.num_multiprocessors)

@@ -1,0 +1,86 @@
+"""What is compiled: which instances of the templates in source/ there are, and which kernel is in which program.
+
+A program is compiled when one of its kernels is first asked for. It takes a quarter of a second, all of them together
+ten times as long, and a job needs one to three.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+SOURCE_FOLDER = Path(__file__).parent / "source"
+
+# The numbers of native/library.py, and the names in source/device.cuh.
+FORMATS = {0: "Float32", 1: "BFloat16", 2: "Float16"}
+FORMAT_OF = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+
+# Tensors that fit into one launch; longer arguments take longer to launch. The first size is for small buckets, the
+# second fills the 4 KiB of arguments that every CUDA version takes, the third the 32764 bytes of CUDA 12.1 and newer.
+PACK_SIZES = (32, 168, 1360)
+
+
+class Program(NamedTuple):
+    """One unit of compilation.
+
+    Args:
+        name: For messages.
+        header: The file in source/ that has the templates.
+        instances: Macros of that file, with their arguments.
+        kernels: Names of the kernels that they define.
+    """
+
+    name: str
+    header: str
+    instances: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+    def text(self) -> str:
+        """The source, which includes `header`."""
+        lines = [f'#include "{self.header}"', "namespace ddp_compile {", *self.instances, "}  // namespace ddp_compile"]
+        return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def headers() -> dict[str, str]:
+    """All files of source/ by name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(SOURCE_FOLDER.glob("*.cuh"))}
+
+
+def move_kernel(source: str, destination: str, pack_size: int) -> str:
+    """The kernel between tensors and flat buffer for two of ``FORMATS`` and one of ``PACK_SIZES``."""
+    return f"move_{source}_{destination}_{pack_size}"
+
+
+STATS_KERNEL = "add_partials_of_move"
+
+
+def _move_program(source: str, destination: str) -> Program:
+    return Program(
+        f"move {source} to {destination}",
+        "move.cuh",
+        tuple(f"DDP_COMPILE_MOVE({source}, {destination}, {size})" for size in PACK_SIZES),
+        tuple(move_kernel(source, destination, size) for size in PACK_SIZES),
+    )
+
+
+def _codec_program(name: str) -> Program:
+    kernels = tuple(f"{kernel}_{name}" for kernel in ("find_minmax", "write_codes", "read_codes"))
+    return Program(f"codec of {name}", "codec.cuh", (f"DDP_COMPILE_CODEC({name})",), kernels)
+
+
+def _average_program(name: str) -> Program:
+    return Program(f"average of {name}", "average.cuh", (f"DDP_COMPILE_AVERAGE({name})",), (f"average_{name}",))
+
+
+PROGRAMS: tuple[Program, ...] = (
+    Program("statistics", "stats.cuh", ("DDP_COMPILE_STATS()",), (STATS_KERNEL,)),
+    *(_move_program(source, destination) for source in FORMATS.values() for destination in FORMATS.values()),
+    *(_codec_program(name) for name in FORMATS.values()),
+    *(_average_program(name) for name in FORMATS.values()),
+)
+
+PROGRAM_OF = {kernel: program for program in PROGRAMS for kernel in program.kernels}

@@ -1,0 +1,138 @@
+// Between the tensors of a bucket and its flat buffer, with a factor, a cast, and on request what was written.
+#pragma once
+
+#include "packet.cuh"
+
+namespace ddp_compile {
+
+// Elements of a tensor that a block moves at a time: 32 KiB of float32. kernels/cuda/arguments.py has the same number.
+constexpr int kChunk = 8192;
+
+// What the caller wants to know; the 16 bytes of Stats in native/csrc/formats.h.
+struct Stats {
+  double sum_of_squares;
+  u64 non_finite;
+};
+
+struct Move {
+  u8* flat;
+  Stats* partials;  // one for each block; null if nobody asks
+  u32 num_chunks;
+  u32 num_tensors;
+  float scale;
+  u32 to_flat;  // whether the flat buffer is written, or the tensors
+};
+
+// Chunks are numbered over all tensors; those of tensor i end before end_chunks[i], and the last one of them has
+// last_counts[i] elements. Empty tensors have no chunks.
+template <int kTensors>
+struct MoveArguments {
+  Move move;
+  u8* addresses[kTensors];  // null for a tensor that is not to be moved
+  u64 offsets[kTensors];    // in elements of the flat buffer
+  u32 end_chunks[kTensors];
+  u32 last_counts[kTensors];
+};
+
+struct Sums {
+  double squares;
+  float largest;  // magnitude, NaN if there is one
+
+  template <int kWidth>
+  DDP_COMPILE_INLINE void add(const float (&values)[kWidth]) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      // In double the square of a float is exact, and neither overflows nor vanishes.
+      squares = __fma_rn(double(values[e]), double(values[e]), squares);
+      largest = max_or_nan(largest, fabsf(values[e]));
+    }
+  }
+  DDP_COMPILE_INLINE void add(const Sums& other) {
+    squares = __dadd_rn(squares, other.squares);
+    largest = max_or_nan(largest, other.largest);
+  }
+};
+
+// Packets of kWidth elements, one after another except for a gap of `gap` elements at element `gap_at`.
+template <class Source, class Destination, int kWidth>
+DDP_COMPILE_INLINE void move_packets(
+    const u8* from, u8* to, int num_packets, int gap_at, int gap, const Move& move, Sums& sums) {
+  // Enough loads before the first use to keep the memory busy: 64 bytes of each thread, or eight single elements.
+  constexpr int kUnroll = kWidth == 1 ? 8 : 64 / (kWidth * kBytes<Source>);
+  for (int first = int(threadIdx.x); first < num_packets; first += kUnroll * kThreads) {
+    Packet<Source, kWidth> packets[kUnroll];
+    int elements[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = first + u * kThreads;
+      elements[u] = i * kWidth < gap_at ? i * kWidth : i * kWidth + gap;
+      if (i < num_packets) packets[u].load(from + elements[u] * kBytes<Source>);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads >= num_packets) continue;
+      float values[kWidth];
+      packets[u].decode(values);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) values[e] = __fmul_rn(values[e], move.scale);
+      if (move.partials != nullptr) sums.add(values);
+      Packet<Destination, kWidth> written;
+      written.encode(values);
+      written.store(to + elements[u] * kBytes<Destination>);
+    }
+  }
+}
+
+// Single elements up to the destination's first 16-byte boundary, packets from there on if the source has one there
+// too, single elements at the end.
+template <class Source, class Destination>
+DDP_COMPILE_INLINE void move_run(const u8* from, u8* to, int count, const Move& move, Sums& sums) {
+  constexpr int kWidth = 16 / (kBytes<Source> < kBytes<Destination> ? kBytes<Source> : kBytes<Destination>);
+  int head = int((16 - reinterpret_cast<u64>(to) % 16) % 16) / kBytes<Destination>;
+  if (head > count || !is_aligned(from + head * kBytes<Source>)) head = count;
+  const int num_packets = (count - head) / kWidth;
+  const int body = num_packets * kWidth;
+  move_packets<Source, Destination, kWidth>(from, to, num_packets, 0, head, move, sums);
+  move_packets<Source, Destination, 1>(from, to, count - body, head, body, move, sums);
+}
+
+template <class Source, class Destination, int kTensors>
+DDP_COMPILE_INLINE void move_chunks(const MoveArguments<kTensors>& arguments) {
+  const Move& move = arguments.move;
+  Sums sums = {0, 0};
+  for (u32 chunk = blockIdx.x; chunk < move.num_chunks; chunk += gridDim.x) {
+    // The first tensor that ends behind the chunk.
+    u32 tensor = 0;
+    for (u32 end = move.num_tensors - 1; tensor < end;) {
+      const u32 middle = (tensor + end) / 2;
+      if (arguments.end_chunks[middle] <= chunk) {
+        tensor = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    u8* const address = arguments.addresses[tensor];
+    if (address == nullptr) continue;
+    const u32 begin_chunk = tensor == 0 ? 0 : arguments.end_chunks[tensor - 1];
+    const u64 first = u64(chunk - begin_chunk) * kChunk;
+    const u64 place = arguments.offsets[tensor] + first;
+    const int count = chunk + 1 == arguments.end_chunks[tensor] ? int(arguments.last_counts[tensor]) : kChunk;
+    const u8* from = move.to_flat ? address + first * kBytes<Source> : move.flat + place * kBytes<Source>;
+    u8* to = move.to_flat ? move.flat + place * kBytes<Destination> : address + first * kBytes<Destination>;
+    // A tensor that is its own place already.
+    if (from == to && move.scale == 1.0f && move.partials == nullptr) continue;
+    move_run<Source, Destination>(from, to, count, move, sums);
+  }
+  if (move.partials == nullptr) return;
+  const Sums total = combine_block(sums);
+  if (threadIdx.x == 0) {
+    const bool non_finite = !(total.largest < as_float(Destination::kInfiniteFrom));
+    move.partials[blockIdx.x] = {total.squares, non_finite};
+  }
+}
+
+#define DDP_COMPILE_MOVE(Source, Destination, kTensors)                                            \
+  DDP_COMPILE_KERNEL(move_##Source##_##Destination##_##kTensors, MoveArguments<kTensors>,          \
+                     move_chunks<Source, Destination>(arguments))
+
+}  // namespace ddp_compile

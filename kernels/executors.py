@@ -1,0 +1,157 @@
+"""Which implementation moves the tensors of a bucket, and why."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels import layout
+from ddp_compile.kernels.cuda import executor as cuda_executor
+from ddp_compile.kernels.cuda import module as cuda_module
+from ddp_compile.kernels.native import executor as native_executor
+from ddp_compile.kernels.native import library as native_library
+
+log = logging.getLogger(__name__)
+
+ImplementationName = Literal["native", "cuda", "reference"]
+
+#: What "native" and "cuda" can read and write; all other floating dtypes are the reference's.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+OPS = ("flatten_scale", "unflatten", "minmax_u8_compress", "minmax_u8_decompress", "average_into")
+
+
+class FlattenExecutor(Protocol):
+    """Moves the tensors of one bucket into and out of its flat buffer; made once for a bucket, used every step."""
+
+    @property
+    def implementation(self) -> str:
+        """Its name, as `choose` gives it."""
+
+    def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> Sequence[int]:
+        """Look where the tensors lie, without writing anything.
+
+        Returns:
+            Indices of the tensors that `move` will leave to the reference.
+
+        Raises:
+            ValueError: They do not fit the plan, or share memory; with ``written``, the tensors are what is written.
+        """
+
+    def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
+        """Move the tensors that were read last.
+
+        Args:
+            flat: The flat buffer.
+            to_flat: Whether to write the flat buffer, or the tensors.
+            scale: Factor for every element.
+            stats: 16 bytes on the device of ``flat`` to be written: a float64 sum of squares, a bool non-finite flag.
+        """
+
+    def offset(self, index: int) -> int:
+        """Where tensor ``index`` begins, in elements of ``flat``."""
+
+
+class ReferenceExecutor:
+    """Leaves every tensor to the reference."""
+
+    implementation = "reference"
+
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
+        layout.check_fit(tensors, flat, offsets)
+        self._offsets = layout.packed_offsets(tensors) if offsets is None else list(offsets)
+        self._shapes = [tensor.shape for tensor in tensors]
+
+    def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> Sequence[int]:
+        if len(tensors) != len(self._shapes):
+            raise ValueError(f"{len(tensors)} tensors were given to a plan for {len(self._shapes)}")
+        for i, (tensor, shape) in enumerate(zip(tensors, self._shapes, strict=True)):
+            layout.check_tensor(i, tensor, shape, flat)
+        return range(len(tensors))
+
+    def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
+        if stats is not None:
+            stats.zero_()
+
+    def offset(self, index: int) -> int:
+        return self._offsets[index]
+
+
+_EXECUTORS: dict[str, Callable[[Sequence[Tensor], Tensor, Sequence[int] | None], FlattenExecutor]] = {
+    "native": native_executor.NativeExecutor,
+    "cuda": cuda_executor.CudaExecutor,
+    "reference": ReferenceExecutor,
+}
+
+
+class OpStatus(NamedTuple):
+    """What runs one op on one kind of device."""
+
+    op: str
+    device_type: str
+    implementation: ImplementationName
+    reason: str
+
+
+def status() -> list[OpStatus]:
+    """Which implementation of each op runs on each kind of device, and why; raises nothing."""
+    return [OpStatus(op, device_type, *available(device_type)) for device_type in ("cpu", "cuda") for op in OPS]
+
+
+def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | None) -> ImplementationName:
+    """The implementation for tensors of these dtypes.
+
+    Raises:
+        ValueError: ``forced`` is no implementation, or not one for this device or these dtypes.
+        KernelUnavailableError: ``forced`` is not available here.
+    """
+    if forced == "reference":
+        return "reference"
+    if forced is not None:
+        _check_forced(device, dtypes, forced)
+    if any(dtype not in KERNEL_DTYPES for dtype in dtypes):
+        return "reference"
+    implementation, reason = available(device.type)
+    if forced not in (None, implementation):
+        raise KernelUnavailableError(f"implementation={forced!r} is not available: {reason}")
+    return implementation
+
+
+def executor_for(
+    tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None, forced: str | None
+) -> FlattenExecutor:
+    """The executor of the chosen implementation; raises what `choose` and the layout's checks raise."""
+    layout.check_flat(flat)
+    return _EXECUTORS[choose(flat.device, [flat.dtype], forced)](tensors, flat, offsets)
+
+
+@functools.cache
+def available(device_type: str) -> tuple[ImplementationName, str]:
+    """The best implementation for a kind of device, and the reason; where there should be a better one, warns once."""
+    try:
+        if device_type == "cpu":
+            core = native_library.load()
+            return "native", f"{core.path.name} with {core.instruction_set().decode()} instructions"
+        if device_type == "cuda":
+            return "cuda", cuda_module.description()
+    except KernelUnavailableError as error:
+        if device_type == "cpu" or torch.cuda.is_available():
+            log.warning("gradients on %s are moved by torch's own operations: %s", device_type, error)
+        return "reference", str(error)
+    return "reference", f"there are no kernels for devices of type {device_type}"
+
+
+def _check_forced(device: torch.device, dtypes: Sequence[torch.dtype], forced: str) -> None:
+    if forced not in get_args(ImplementationName):
+        raise ValueError(f"implementation={forced!r} is none of {', '.join(get_args(ImplementationName))}")
+    if device.type != {"native": "cpu", "cuda": "cuda"}[forced]:
+        raise ValueError(f"implementation={forced!r} cannot work on {device}; pass implementation=None")
+    for dtype in dtypes:
+        if dtype not in KERNEL_DTYPES:
+            raise ValueError(f"implementation={forced!r} has no kernels for {dtype}; pass implementation=None")

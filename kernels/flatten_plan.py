@@ -1,0 +1,157 @@
+"""Fused flatten-and-scale between the tensors of one bucket and its flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ddp_compile.kernels import layout, reference
+from ddp_compile.kernels.executors import executor_for
+
+# sizeof(Stats) in native/csrc/formats.h and in the device code: a float64, a bool, padding.
+_STATS_BYTES = 16
+
+
+class FlattenStats(NamedTuple):
+    """What was written, found on the way; it lies on the device of the flat buffer, so that nothing waits for it.
+
+    Args:
+        sum_of_squares: Of the scaled values before they were rounded to the destination's dtype; float64, shape ().
+        non_finite: Whether a written value is infinite or NaN; bool, shape ().
+    """
+
+    sum_of_squares: Tensor
+    non_finite: Tensor
+
+
+class FlattenPlan:
+    """Where each tensor of one bucket lies in its flat buffer; made once, used every step.
+
+    A step reads the tensors' addresses and moves them in one call. Tensors that lie in the memory order of their place
+    and are of a dtype with kernels (float32, bfloat16, float16) are moved by the kernels; others one by one by torch.
+
+    Args:
+        tensors: Tensors of any shape on the device of ``flat``. Only shape and strides matter, not the values.
+        flat: One-dimensional contiguous buffer of a floating dtype. The plan keeps it alive, the caller owns it. On a
+            CUDA device it is written and read on the current stream.
+        offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
+        implementation: "native", "cuda" or "reference", and nothing else then; the best one there is when None.
+
+    Raises:
+        ValueError: Devices differ, ``flat`` is not one-dimensional, contiguous and floating, a tensor does not fit,
+            places overlap, or the implementation is not one for this device and dtype.
+        KernelUnavailableError: The implementation is not available here.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        flat: Tensor,
+        offsets: Sequence[int] | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> None:
+        self.flat = flat
+        self._executor = executor_for(tensors, flat, offsets, implementation)
+        self._is_forced = implementation in ("native", "cuda")
+        # Shapes and strides of the places are needed for views, and for what the kernels do not move: on demand.
+        self._examples = tuple(tensors)
+        self._views: tuple[Tensor, ...] | None = None
+
+    @classmethod
+    def for_bucket(
+        cls,
+        tensors: Sequence[Tensor],
+        flat: Tensor,
+        offsets: Sequence[int] | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> FlattenPlan:
+        """A plan that outlives the tensors it is made from; arguments and errors as those of the class."""
+        plan = cls(tensors, flat, offsets, implementation=implementation)
+        plan._make_views()
+        return plan
+
+    @property
+    def implementation(self) -> str:
+        """What moves the tensors: "native", "cuda" or "reference"."""
+        return self._executor.implementation
+
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        """One view into ``flat`` for each tensor, of the tensor's shape and, if those leave no gaps, strides."""
+        return self._views if self._views is not None else self._make_views()
+
+    def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
+        """Write each tensor times ``scale`` to its place; a tensor that lies there already is scaled in place.
+
+        Args:
+            tensors: One for each view, of its shape, on its device, of any floating dtype.
+            scale: Factor for every element.
+            with_stats: Whether to return `FlattenStats`.
+
+        Raises:
+            ValueError: A tensor has another shape or device, is not floating, or shares memory with ``flat`` outside
+                of its place; ``flat`` is unchanged then.
+        """
+        stats = self._move(tensors, scale, with_stats, to_flat=True)
+        increment_version([self.flat])
+        return stats
+
+    def unflatten(
+        self, tensors: Sequence[Tensor], scale: float = 1.0, *, with_stats: bool = False
+    ) -> FlattenStats | None:
+        """Write each tensor's place in the flat buffer, times ``scale``, into the tensor.
+
+        Args:
+            tensors: As for `flatten`.
+            scale: Factor for every element.
+            with_stats: Whether to return `FlattenStats`.
+
+        Raises:
+            ValueError: As `flatten`, or two tensors share memory; no tensor is changed then.
+        """
+        stats = self._move(tensors, scale, with_stats, to_flat=False)
+        increment_version(tensors)
+        return stats
+
+    def _move(self, tensors: Sequence[Tensor], scale: float, with_stats: bool, to_flat: bool) -> FlattenStats | None:
+        others = self._executor.read(tensors, self.flat, written=not to_flat)
+        for i in others:
+            self._check_other(i, tensors[i])
+        stats = torch.empty(_STATS_BYTES, dtype=torch.uint8, device=self.flat.device) if with_stats else None
+        if others:
+            # Before anything is written: these too may share memory.
+            layout.check_memory(tensors, self.views, self.flat, written=not to_flat)
+            places = [self.views[i] for i in others]
+            moved = [tensors[i] for i in others]
+            sources, destinations = (moved, places) if to_flat else (places, moved)
+            of_others = reference.stats_of(sources, destinations, scale) if with_stats else None
+        self._executor.move(self.flat, to_flat, scale, stats)
+        if others:
+            reference.scale_into(sources, destinations, scale)
+        if stats is None:
+            return None
+        result = FlattenStats(stats[:8].view(torch.float64)[0], stats[8:9].view(torch.bool)[0])
+        if others and of_others is not None:
+            result = FlattenStats(result.sum_of_squares + of_others[0], result.non_finite | of_others[1])
+        return result
+
+    def _check_other(self, index: int, tensor: Tensor) -> None:
+        layout.check_tensor(index, tensor, self.views[index].shape, self.flat)
+        if self._is_forced:
+            raise ValueError(
+                f"implementation={self.implementation!r} cannot move tensor {index} of {tensor.dtype} with strides"
+                f" {tensor.stride()}, in the place of strides {self.views[index].stride()}; pass implementation=None"
+            )
+
+    def _make_views(self) -> tuple[Tensor, ...]:
+        self._views = tuple(
+            layout.place_of(tensor, self.flat, self._executor.offset(i)) for i, tensor in enumerate(self._examples)
+        )
+        self._examples = ()
+        return self._views

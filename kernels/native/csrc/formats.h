@@ -1,0 +1,30 @@
+// The number formats that gradients come in, and their conversion to and from float.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace ddp_compile {
+
+// The numbers of kernels/tensor_table.py, NATIVE_DTYPES.
+enum Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kOther = 255 };
+
+struct Float32 {
+  float value;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// What the caller wants to know about the values that were written; kernels/flatten_plan.py reads these 16 bytes.
+struct Stats {
+  double sum_of_squares = 0;  // of the scaled values, before they were rounded to the destination's format
+  uint8_t non_finite = 0;     // whether a written value is infinite or NaN
+  uint8_t padding[7] = {};
+};
+static_assert(sizeof(Stats) == 16, "16 bytes");
+
+}  // namespace ddp_compile

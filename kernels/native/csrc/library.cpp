@@ -1,0 +1,194 @@
+// What Python calls, through ctypes; kernels/native/library.py declares the same signatures.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "simd.h"
+#include "tensor_table.h"
+
+#if defined(_WIN32)
+#define DDP_COMPILE_EXPORT extern "C" __declspec(dllexport)
+#else
+#define DDP_COMPILE_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+using namespace ddp_compile;
+
+namespace {
+
+// Threads are started for every call, so that no pool has to survive a fork, and not for less work than this.
+constexpr int64_t kMinElementsPerThread = 1 << 19;
+
+// Calls work(begin, end, part) on consecutive parts of 0..count, each on a thread of its own.
+template <class Work>
+void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
+  const int64_t parts = std::max<int64_t>(1, std::min(num_threads, count / kMinElementsPerThread));
+  std::vector<std::thread> threads;
+  int64_t begin = count / parts;
+  try {
+    for (int64_t part = 1; part < parts; ++part) {
+      const int64_t end = count * (part + 1) / parts;
+      threads.emplace_back(work, begin, end, part);
+      begin = end;
+    }
+  } catch (const std::system_error&) {
+    // No more threads are to be had: what has not been given away is done here.
+    work(begin, count, 0);
+  }
+  work(0, count / parts, 0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// From this size on, what is written would push other things out of the caches before anybody reads it, and fetching
+// the old contents first costs a third of the time. Smaller buckets are still there when the collective reads them.
+constexpr int64_t kStreamingBytes = 8 << 20;
+
+// One direction of a plan: elements begin..end, counted over all tensors one after another.
+struct Copy {
+  const TensorTable& table;
+  char* flat;
+  Dtype flat_dtype;
+  bool to_flat;
+  float scale;
+  bool streaming;
+
+  void operator()(int64_t begin, int64_t end, Stats* stats) const {
+    const std::vector<int64_t>& ends = table.ends;
+    size_t i = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+    while (begin < end) {
+      const int64_t start = i == 0 ? 0 : ends[i - 1];
+      const int64_t stop = std::min(end, ends[i]);
+      if (table.dtypes[i] != kOther && stop > begin) copy_part(i, begin - start, stop - begin, stats);
+      begin = stop;
+      ++i;
+    }
+  }
+
+  void copy_part(size_t i, int64_t first, int64_t count, Stats* stats) const {
+    const Dtype dtype = table.dtypes[i];
+    char* tensor = reinterpret_cast<char*>(uintptr_t(table.addresses[i])) + first * element_bytes(dtype);
+    char* place = flat + (table.offsets[i] + first) * element_bytes(flat_dtype);
+    const Dtype from = to_flat ? dtype : flat_dtype;
+    const Dtype to = to_flat ? flat_dtype : dtype;
+    const char* source = to_flat ? tensor : place;
+    char* destination = to_flat ? place : tensor;
+    if (scale == 1.0f && source == destination && stats == nullptr) return;
+    loops().scale(from, to, source, destination, count, scale, streaming, stats);
+  }
+};
+
+}  // namespace
+
+// Changes with every change of a signature below; library.py asks for the number it was written for.
+DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 1; }
+
+DDP_COMPILE_EXPORT const char* ddp_compile_instruction_set() { return instruction_set(); }
+
+// The next three need Python's lock: they are called through ctypes.PyDLL.
+
+DDP_COMPILE_EXPORT TensorTable* ddp_compile_table_new(const DLPackExchangeAPI* api, void* tuple, int64_t* fit) {
+  TensorTable* table = new TensorTable;
+  *fit = table->describe(api, tuple);
+  if (*fit != kPythonError) return table;
+  delete table;  // ctypes raises the exception and drops the result
+  return nullptr;
+}
+
+DDP_COMPILE_EXPORT void ddp_compile_table_free(TensorTable* table) { delete table; }
+
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_read(TensorTable* table, const DLPackExchangeAPI* api, void* tuple) {
+  return table->read(api, tuple);
+}
+
+// The rest is called without Python's lock.
+
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_place_at(TensorTable* table, const int64_t* offsets, int64_t flat_numel) {
+  return table->place_at(offsets, flat_numel);
+}
+
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_any_overlap(TensorTable* table) { return table->any_overlap(); }
+
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_first_astray(
+    const TensorTable* table, uint64_t flat, int64_t flat_dtype, int64_t flat_numel) {
+  return table->first_astray(flat, Dtype(flat_dtype), flat_numel);
+}
+
+DDP_COMPILE_EXPORT const int64_t* ddp_compile_table_sizes(const TensorTable* table, int64_t index, int64_t* num_dims) {
+  return table->sizes(index, num_dims);
+}
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_size(const TensorTable* table) { return table->size(); }
+DDP_COMPILE_EXPORT const int64_t* ddp_compile_table_numels(const TensorTable* table) { return table->numels.data(); }
+DDP_COMPILE_EXPORT const int64_t* ddp_compile_table_offsets(const TensorTable* table) { return table->offsets.data(); }
+DDP_COMPILE_EXPORT const uint64_t* ddp_compile_table_addresses(const TensorTable* table) {
+  return table->addresses.data();
+}
+DDP_COMPILE_EXPORT const Dtype* ddp_compile_table_dtypes(const TensorTable* table) { return table->dtypes.data(); }
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_num_others(const TensorTable* table) {
+  return int64_t(table->others.size());
+}
+DDP_COMPILE_EXPORT const int64_t* ddp_compile_table_others(const TensorTable* table) { return table->others.data(); }
+
+// Between the tensors that were last read and their places; without those listed as others.
+DDP_COMPILE_EXPORT void ddp_compile_copy(const TensorTable* table, void* flat, int64_t flat_dtype, int64_t to_flat,
+                                         float scale, int64_t num_threads, Stats* stats) {
+  const int64_t count = table->ends.empty() ? 0 : table->ends.back();
+  const bool streaming = count * element_bytes(Dtype(flat_dtype)) >= kStreamingBytes;
+  const Copy copy = {*table, static_cast<char*>(flat), Dtype(flat_dtype), to_flat != 0, scale, streaming};
+  // Added up in the order of the parts, so that the sum depends on the number of threads but not on their timing.
+  std::vector<Stats> of_parts(size_t(std::max<int64_t>(1, num_threads)));
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t part) {
+    copy(begin, end, stats == nullptr ? nullptr : &of_parts[size_t(part)]);
+  });
+  if (stats == nullptr) return;
+  *stats = Stats();
+  for (const Stats& part : of_parts) {
+    stats->sum_of_squares += part.sum_of_squares;
+    stats->non_finite |= part.non_finite;
+  }
+}
+
+DDP_COMPILE_EXPORT void ddp_compile_average(int64_t dtype, void* x, const void* sum, const void* copy, int64_t count,
+                                            float world_size, int64_t num_threads) {
+  const int64_t bytes = element_bytes(Dtype(dtype));
+  in_parallel(count, num_threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops().average(Dtype(dtype), static_cast<char*>(x) + begin * bytes, static_cast<const char*>(sum) + begin * bytes,
+                    static_cast<const char*>(copy) + begin * bytes, end - begin, world_size);
+  });
+}
+
+// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as there are any; it goes to row j: two floats,
+// codes, zeros up to row_bytes.
+DDP_COMPILE_EXPORT void ddp_compile_minmax_u8_compress(int64_t dtype, const void* values, int64_t count,
+                                                       int64_t num_chunks, int64_t chunk_numel, int64_t row_bytes,
+                                                       uint8_t* rows) {
+  for (int64_t j = 0; j < num_chunks; ++j) {
+    const int64_t begin = std::min(count, j * chunk_numel);
+    const int64_t numel = std::min(count - begin, chunk_numel);
+    uint8_t* row = rows + j * row_bytes;
+    float header[2] = {0, 0};
+    if (numel > 0) {
+      const void* chunk = static_cast<const char*>(values) + begin * element_bytes(Dtype(dtype));
+      loops().compress(Dtype(dtype), chunk, numel, header, row + sizeof header);
+    }
+    memcpy(row, header, sizeof header);
+    memset(row + sizeof header + numel, 0, size_t(row_bytes - int64_t(sizeof header) - numel));
+  }
+}
+
+DDP_COMPILE_EXPORT void ddp_compile_minmax_u8_decompress(int64_t dtype, const uint8_t* rows, int64_t count,
+                                                         int64_t num_chunks, int64_t chunk_numel, int64_t row_bytes,
+                                                         void* values) {
+  for (int64_t j = 0; j < num_chunks; ++j) {
+    const int64_t begin = std::min(count, j * chunk_numel);
+    const int64_t numel = std::min(count - begin, chunk_numel);
+    if (numel <= 0) return;
+    float header[2];
+    memcpy(header, rows + j * row_bytes, sizeof header);
+    loops().decompress(Dtype(dtype), header, rows + j * row_bytes + sizeof header, numel,
+                       static_cast<char*>(values) + begin * element_bytes(Dtype(dtype)));
+  }
+}

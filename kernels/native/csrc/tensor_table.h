@@ -1,0 +1,65 @@
+// Where the tensors of one bucket lie in memory, and where they belong in the bucket's flat buffer.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "dlpack_abi.h"
+#include "formats.h"
+
+namespace ddp_compile {
+
+// What one look at a tensor finds; kernels/native/library.py has the same numbers.
+enum Fit : int64_t {
+  kFits = 0,           // its memory can be copied as one run
+  kOtherLayout = 1,    // other strides than its place has, a dtype that has no loops here, or no memory of its own
+  kMismatch = 2,       // another shape or device than its place has
+  kPythonError = 3,    // a Python exception is set
+};
+
+class TensorTable {
+ public:
+  // Reads the shapes and strides of a tuple of tensors. A place has its tensor's strides where those fill its elements
+  // without gaps, else those of a contiguous tensor. Both functions need Python's lock.
+  Fit describe(const DLPackExchangeAPI* api, void* tuple);
+
+  // Reads where a tuple of tensors of the same shapes lies now. Tensors that do not fit are listed in `others`; the
+  // first mismatch ends the reading, and is the last of `others`.
+  Fit read(const DLPackExchangeAPI* api, void* tuple);
+
+  // Gives every place an offset. Returns the first tensor that would not fit into a flat buffer of that many elements,
+  // or whose place would overlap another one, else -1.
+  int64_t place_at(const int64_t* offsets, int64_t flat_numel);
+
+  // Whether two tensors that have just been read share memory. Costs a sort where the addresses have changed.
+  bool any_overlap();
+
+  // The first tensor that shares memory with the flat buffer without lying exactly in its place, else -1.
+  int64_t first_astray(uint64_t flat, Dtype flat_dtype, int64_t flat_numel) const;
+
+  // The sizes of one tensor; writes how many there are.
+  const int64_t* sizes(int64_t index, int64_t* num_dims) const;
+
+  int64_t size() const { return int64_t(numels.size()); }
+
+  std::vector<int64_t> numels;
+  std::vector<int64_t> ends;     // of each tensor, in elements of all tensors one after another
+  std::vector<int64_t> offsets;  // in elements of the flat buffer
+  std::vector<uint64_t> addresses;
+  std::vector<Dtype> dtypes;     // as last read; kOther for what is in `others`
+  std::vector<int64_t> others;
+
+ private:
+  Fit fit(int64_t index, const DLTensor& tensor, void* object);
+
+  int32_t device_type_ = 0;
+  int32_t device_id_ = 0;
+  std::vector<int64_t> dim_ends_;  // in sizes_ and strides_, of each tensor
+  std::vector<int64_t> sizes_;
+  std::vector<int64_t> strides_;
+  std::vector<uint64_t> disjoint_;  // the addresses that any_overlap has found disjoint
+};
+
+int64_t element_bytes(Dtype dtype);
+
+}  // namespace ddp_compile

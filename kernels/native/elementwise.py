@@ -1,0 +1,49 @@
+"""The kernels on single tensors, on the CPU; callers have checked dtypes, sizes and contiguity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddp_compile.kernels.native import library
+from ddp_compile.kernels.native.library import DTYPE_CODES
+
+
+def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
+    """See `ddp_compile.kernels.minmax_u8_compress`."""
+    chunk_numel = -(-values.numel() // len(rows))
+    library.load().minmax_u8_compress(
+        DTYPE_CODES[values.dtype],
+        values.data_ptr(),
+        values.numel(),
+        len(rows),
+        chunk_numel,
+        rows.shape[1],
+        rows.data_ptr(),
+    )
+
+
+def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
+    """See `ddp_compile.kernels.minmax_u8_decompress`."""
+    library.load().minmax_u8_decompress(
+        DTYPE_CODES[values.dtype],
+        rows.data_ptr(),
+        values.numel(),
+        len(rows),
+        -(-values.numel() // len(rows)),
+        rows.shape[1],
+        values.data_ptr(),
+    )
+
+
+def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+    """See `ddp_compile.kernels.average_into`."""
+    library.load().average(
+        DTYPE_CODES[x.dtype],
+        x.data_ptr(),
+        total.data_ptr(),
+        copy.data_ptr(),
+        x.numel(),
+        count,
+        torch.get_num_threads(),
+    )

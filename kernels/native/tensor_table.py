@@ -1,0 +1,98 @@
+"""The addresses of a bucket's tensors, read by the library in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ddp_compile.kernels import layout
+from ddp_compile.kernels.native.library import DTYPE_CODES, FITS, MISMATCH, NativeLibrary
+
+
+class NativeTensorTable:
+    """Shapes, strides and places of tensors, and where they were found last; see csrc/tensor_table.h.
+
+    Args:
+        library: The loaded library.
+        tensors: What the table is made for. Only shapes, strides and device are kept.
+        flat: The flat buffer that the places are in.
+        offsets: Of the places, in elements; packed when None.
+
+    Raises:
+        ValueError: The tensors do not fit into ``flat``.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None
+    ) -> None:
+        self._library = library
+        fit = ctypes.c_int64()
+        try:
+            self.handle = library.table_new(library.exchange_api, tuple(tensors), ctypes.byref(fit))
+        except RuntimeError:  # what torch says of a tensor without an address, of the meta device for example
+            layout.check_fit(tensors, flat, offsets)
+            raise
+        placed = None if offsets is None else (ctypes.c_int64 * len(offsets))(*offsets)
+        wrong_number = offsets is not None and len(offsets) != len(tensors)
+        wrong_device = len(tensors) > 0 and tensors[0].device != flat.device
+        if (
+            fit.value != FITS
+            or wrong_number
+            or wrong_device
+            or library.table_place_at(self.handle, placed, flat.numel()) >= 0
+        ):
+            # The library says that something is wrong, the check in Python says what.
+            layout.check_fit(tensors, flat, offsets)
+            raise AssertionError("the library refused tensors that fit")
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._library.table_free(handle)
+
+    def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
+        """Look where tensors of the table's shapes lie now.
+
+        Args:
+            tensors: In the order of the table.
+            flat: The flat buffer that they are about to be copied to or from, of a dtype in ``DTYPE_CODES``.
+            written: Whether the tensors will be written.
+
+        Returns:
+            Indices of tensors that cannot be copied as one run of memory: of other strides or dtypes.
+
+        Raises:
+            ValueError: Another number of tensors, shape or device than the table's, or memory that is shared.
+        """
+        library = self._library
+        if len(tensors) != library.table_size(self.handle):
+            raise ValueError(f"{len(tensors)} tensors were given to a plan for {library.table_size(self.handle)}")
+        try:
+            fit = library.table_read(self.handle, library.exchange_api, tuple(tensors))
+        except RuntimeError:
+            for i, tensor in enumerate(tensors):
+                layout.check_tensor(i, tensor, self.shape(i), flat)
+            raise
+        others = library.table_others(self.handle)[: library.table_num_others(self.handle)]
+        if fit == MISMATCH:
+            layout.check_tensor(others[-1], tensors[others[-1]], self.shape(others[-1]), flat)
+            raise AssertionError("the library refused a tensor that fits")
+        astray = library.table_first_astray(self.handle, flat.data_ptr(), DTYPE_CODES[flat.dtype], flat.numel())
+        if astray >= 0:
+            raise layout.astray_error(astray)
+        if written and library.table_any_overlap(self.handle):
+            places = [layout.place_of(tensor, flat, self.offset(i)) for i, tensor in enumerate(tensors)]
+            layout.check_memory(tensors, places, flat, written=True)
+            raise AssertionError("the library found an overlap that is none")
+        return list(others)
+
+    def shape(self, index: int) -> list[int]:
+        """The shape that tensor ``index`` has to have."""
+        num_dims = ctypes.c_int64()
+        sizes = self._library.table_sizes(self.handle, index, ctypes.byref(num_dims))
+        return list(sizes[: num_dims.value])
+
+    def offset(self, index: int) -> int:
+        """Where the place of tensor ``index`` begins, in elements of the flat buffer."""
+        return int(self._library.table_offsets(self.handle)[index])

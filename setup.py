@@ -1,0 +1,57 @@
+"""Builds the C++ library of the CPU kernels; everything else about the package is in pyproject.toml.
+
+The library is optional: without a compiler the package installs, and its kernels run in torch's own operations.
+DDP_COMPILE_NATIVE=1 makes a failed build an error, DDP_COMPILE_NATIVE=0 leaves the library out.
+"""
+
+import os
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = "ddp_compile/kernels/native/csrc"
+
+
+class BuildCore(build_ext):
+    """Gives each compiler the flags it knows."""
+
+    def build_extensions(self) -> None:
+        is_msvc = self.compiler.compiler_type == "msvc"
+        for extension in self.extensions:
+            # No contraction: fused multiply-adds would make processors disagree in the last bit of compressed values.
+            extension.extra_compile_args = (
+                ["/std:c++17", "/O2", "/fp:precise", "/EHsc"]
+                if is_msvc
+                else ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"]
+            )
+            extension.extra_link_args = [] if is_msvc else ["-pthread"]
+        super().build_extensions()
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every version of Python: the library is called through ctypes and uses the stable ABI alone."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _python, _abi, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+wanted = os.environ.get("DDP_COMPILE_NATIVE", "")
+if wanted not in ("", "0", "1"):
+    sys.exit(f"DDP_COMPILE_NATIVE={wanted!r} must be 1 (fail without the C++ library), 0 (leave it out) or unset")
+
+core = Extension(
+    "ddp_compile.kernels.native._core",
+    sources=[f"{SOURCES}/{name}.cpp" for name in ("library", "simd", "tensor_table")],
+    depends=[f"{SOURCES}/{name}.h" for name in ("dlpack_abi", "formats", "loops", "simd", "tensor_table")],
+    language="c++",
+    py_limited_api=True,
+    optional=wanted != "1",
+)
+
+setup(
+    ext_modules=[] if wanted == "0" else [core],
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": PlatformWheel},
+)

@@ -1,0 +1,73 @@
+"""Every CUDA kernel on small tensors of all alignments: what ``make gpu-check`` also runs under compute-sanitizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_tensors import DTYPES, NON_FINITE, POISON, on_gpu, rounded_product, same_bits, values_of
+
+from ddp_compile import kernels
+from ddp_compile.kernels import reference
+
+pytestmark = on_gpu
+
+NUMELS = [1, 0, 8192 + 5, 7, 1031]
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_places_of_all_alignments_and_nothing_around_them(dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
+    for start in (0, 1, 3, 8):
+        tensors = [values_of(n, dtype, i, start if i % 2 else 0) for i, n in enumerate(NUMELS)]
+        offsets, end = [], start
+        for numel in NUMELS:
+            offsets.append(end)
+            end += numel + start
+        flat = torch.full((end + 9,), POISON, dtype=flat_dtype, device="cuda")
+        expected = flat.clone()
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            expected[offset : offset + len(tensor)] = rounded_product(tensor, 1 / 3, flat_dtype)
+        plan = kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation="cuda")
+        stats = plan.flatten(tensors, 1 / 3, with_stats=True)
+        assert same_bits(flat, expected)
+        assert stats is not None and stats.non_finite.item() == (not flat.isfinite().all().item())
+        out = [torch.full((n + 2 * start,), POISON, dtype=dtype, device="cuda") for n in NUMELS]
+        plan.unflatten([o[start : start + n] for o, n in zip(out, NUMELS, strict=True)], 3.0)
+        for o, place, n in zip(out, plan.views, NUMELS, strict=True):
+            assert same_bits(o[start : start + n], rounded_product(place, 3.0, dtype))
+            assert (o[:start] == POISON).all() and (o[start + n :] == POISON).all()
+
+
+@pytest.mark.parametrize("num_tensors", [0, 1, 33, 169, 1361])
+def test_any_number_of_tensors(num_tensors: int) -> None:
+    numels = [i % 11 for i in range(num_tensors)]
+    tensors = list(values_of(sum(numels), torch.float32).split(numels)) if num_tensors else []
+    flat = torch.full((sum(numels) + 1,), POISON, device="cuda")
+    kernels.flatten_scale(tensors, flat, 0.5, implementation="cuda", with_stats=True)
+    assert same_bits(flat, torch.cat([*(tensor * 0.5 for tensor in tensors), torch.full((1,), POISON, device="cuda")]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("numel", "num_chunks"), [(0, 2), (5, 4), (4099, 2), (70_001, 3), (200_000, 1)])
+def test_codec_writes_the_bits_that_a_cpu_writes(dtype: torch.dtype, numel: int, num_chunks: int) -> None:
+    for special in ([1.0], NON_FINITE if numel == 4099 else [-0.0, 3.0e4]):
+        values = values_of(numel, dtype, misaligned_by=numel % 2, special=special)
+        rows = kernels.minmax_u8_compress(values, num_chunks, implementation="cuda")
+        on_cpu = kernels.minmax_u8_compress(values.cpu(), num_chunks)
+        assert torch.equal(rows.cpu(), on_cpu)
+        out = torch.full((numel + 3,), POISON, dtype=dtype, device="cuda")
+        kernels.minmax_u8_decompress(rows, out[2 : 2 + numel], implementation="cuda")
+        out_on_cpu = torch.empty(numel, dtype=dtype)
+        kernels.minmax_u8_decompress(on_cpu, out_on_cpu)
+        assert same_bits(out[2 : 2 + numel].cpu(), out_on_cpu)
+        assert out[0] == out[1] == out[-1] == POISON
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("numel", "misaligned_by"), [(0, 0), (1, 0), (1003, 1), (60_001, 0)])
+def test_average_adds_what_others_have_changed(dtype: torch.dtype, numel: int, misaligned_by: int) -> None:
+    x, total, copy = (values_of(numel, dtype, seed, misaligned_by) for seed in range(3))
+    expected = x.cpu()
+    reference.average_into(expected, total.cpu(), copy.cpu(), 3)
+    kernels.average_into(x, total, copy, 3, implementation="cuda")
+    assert same_bits(x.cpu(), expected)

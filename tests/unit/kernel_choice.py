@@ -1,0 +1,38 @@
+"""What the tests of the kernels run on: the C++ library with what it leaves to torch, or torch's operations alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ddp_compile import kernels
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The kernels with one ``implementation``, as a caller would ask for it."""
+
+    implementation: str | None
+
+    def flatten_scale(self, tensors: Sequence[Tensor], flat: Tensor, scale: float, **options: Any) -> Any:
+        return kernels.flatten_scale(tensors, flat, scale, implementation=self.implementation, **options)
+
+    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0, **options: Any) -> Any:
+        return kernels.unflatten(flat, tensors, scale, implementation=self.implementation, **options)
+
+    def plan(
+        self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None
+    ) -> kernels.FlattenPlan:
+        return kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation=self.implementation)
+
+    def compress(self, values: Tensor, num_chunks: int = 1) -> Tensor:
+        return kernels.minmax_u8_compress(values, num_chunks, implementation=self.implementation)
+
+    def decompress(self, compressed: Tensor, out: Tensor) -> None:
+        kernels.minmax_u8_decompress(compressed, out, implementation=self.implementation)
+
+    def average_into(self, x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+        kernels.average_into(x, total, copy, count, implementation=self.implementation)

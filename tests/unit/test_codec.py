@@ -1,0 +1,165 @@
+"""The min-max codec and the averaging update: error bounds, edges of the float range, bit equality."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_choice import Asked
+from torch import Tensor
+
+from ddp_compile import kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def round_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
+    out = torch.full_like(values, 7.0)
+    asked.decompress(asked.compress(values, num_chunks), out)
+    return out
+
+
+@pytest.mark.parametrize("exponent", [*range(-38, 38, 4), 38])
+def test_the_error_is_half_a_step_at_every_scale(asked: Asked, exponent: int) -> None:
+    values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 2 - 1) * 10.0**exponent
+    error = (round_trip(asked, values).double() - values.double()).abs()
+    step = (values.max().double() - values.min().double()) / 255
+    rounding = values.double().abs() * 2.0**-24 + 1.5e-45
+    assert (error <= step / 2 * (1 + 1e-9) + rounding).all()
+
+
+def test_the_largest_range_does_not_overflow(asked: Asked) -> None:
+    values = torch.tensor([-3e38, 3e38, 0.0, 1e38])
+    step = 6e38 / 255
+    assert ((round_trip(asked, values).double() - values.double()).abs() <= step / 2 * 1.000001).all()
+
+
+def test_what_wrapped_round_in_the_origin_is_clamped(asked: Asked) -> None:
+    assert round_trip(asked, torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
+
+
+@pytest.mark.parametrize("constant", [0.0, -0.0, 1e30, -3.4e38, 1e-45, 1.0])
+def test_a_constant_comes_back_exactly(asked: Asked, constant: float) -> None:
+    assert round_trip(asked, torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("position", [0, 40, 66])
+def test_a_chunk_with_a_bad_value_becomes_nan_and_no_other_chunk_does(asked: Asked, bad: float, position: int) -> None:
+    values = torch.linspace(0, 1, 201)
+    values[67 + position] = bad
+    out = round_trip(asked, values, num_chunks=3)
+    assert out[67:134].isnan().all()
+    assert out[:67].isfinite().all() and out[134:].isfinite().all()
+
+
+def test_the_last_chunks_may_be_short_or_empty(asked: Asked) -> None:
+    values = torch.arange(1.0, 6.0)
+    rows = asked.compress(values, num_chunks=4)  # chunks of 2, 2, 1 and 0
+    assert rows.shape == (4, 16)
+    headers = rows[:, :8].contiguous().view(torch.float32)
+    assert headers.tolist() == [[1, 2], [3, 4], [5, 5], [0, 0]]
+    assert rows[:, 8:].tolist() == [[0, 255] + [0] * 6, [0, 255] + [0] * 6, [0] * 8, [0] * 8]
+    assert round_trip(asked, values, num_chunks=4).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_nothing_is_compressed_to_headers(asked: Asked, num_chunks: int) -> None:
+    rows = asked.compress(torch.empty(0), num_chunks)
+    assert rows.shape == (num_chunks, 16) and not rows.any()
+    asked.decompress(rows, torch.empty(0))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    numel=st.integers(0, 300),
+    num_chunks=st.integers(1, 9),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-44, 38),
+    seed=st.integers(0, 99),
+    out_dtype=st.sampled_from(DTYPES),
+)
+def test_every_bit_is_the_references(
+    numel: int, num_chunks: int, dtype: torch.dtype, exponent: int, seed: int, out_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.randn(numel, generator=generator) * 10.0**exponent).to(dtype)
+    ours = kernels.minmax_u8_compress(values, num_chunks, implementation="native")
+    expected = kernels.minmax_u8_compress(values, num_chunks, implementation="reference")
+    assert torch.equal(ours, expected)
+    outs = [torch.full((numel,), 7.0, dtype=out_dtype) for _ in range(2)]
+    for out, implementation in zip(outs, ("native", "reference"), strict=True):
+        kernels.minmax_u8_decompress(ours, out, implementation=implementation)
+    torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_values_halfway_between_two_codes_get_the_references(seed: int) -> None:
+    """Values of few bits often lie there, where one rounding too many shows."""
+    values = torch.randn(70_001, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    ours = kernels.minmax_u8_compress(values, 3, implementation="native")
+    assert torch.equal(ours, kernels.minmax_u8_compress(values, 3, implementation="reference"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000])
+def test_the_averaging_update(asked: Asked, dtype: torch.dtype, numel: int) -> None:
+    x, total, copy = (torch.randn(numel, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
+    expected = (x.float() + (total.float() / 3 - copy.float())).to(dtype)
+    asked.average_into(x, total, copy, 3)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_chunks", "message"),
+    [
+        (torch.ones(2, 2), 1, r"values has shape \(2, 2\).*contiguous 1-d"),
+        (torch.ones(8)[::2], 1, r"values has shape \(4,\), strides \(2,\)"),
+        (torch.ones(4).double(), 1, "values is of torch.float64; float32, bfloat16 and float16 are supported"),
+        (torch.ones(4), 0, "num_chunks=0 must be at least 1"),
+    ],
+)
+def test_compress_refuses(asked: Asked, values: Tensor, num_chunks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        asked.compress(values, num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "message"),
+    [
+        (torch.zeros(1, 16), torch.ones(4), "compressed is of torch.float32"),
+        (torch.zeros(16, dtype=torch.uint8), torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
+        (
+            torch.zeros(1, 16, dtype=torch.uint8),
+            torch.ones(9),
+            "1 rows of 16 bytes, but out with 9 elements needs.* 32",
+        ),
+        (torch.zeros(1, 16, dtype=torch.uint8), torch.ones(2, 2), "out has shape"),
+        (
+            torch.zeros(1, 16, dtype=torch.uint8, device="meta"),
+            torch.ones(2),
+            "compressed is on meta but out is on cpu",
+        ),
+    ],
+)
+def test_decompress_refuses(asked: Asked, rows: Tensor, out: Tensor, message: str) -> None:
+    before = out.clone()
+    with pytest.raises(ValueError, match=message):
+        asked.decompress(rows, out)
+    assert torch.equal(out, before)
+
+
+def test_the_averaging_update_refuses(asked: Asked) -> None:
+    x = torch.ones(4)
+    for total, copy, count, message in (
+        (torch.ones(3), torch.ones(4), 2, "total has 3 elements.*x has 4"),
+        (torch.ones(4), torch.ones(4).half(), 2, "copy has 4 elements of torch.float16"),
+        (torch.ones(4), torch.ones(4), 0, r"count=0\.0 must be positive"),
+        (x[:], torch.ones(4), 2, "total shares memory with x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asked.average_into(x, total, copy, count)
+    assert x.tolist() == [1, 1, 1, 1]

@@ -1,0 +1,388 @@
+"""The CUDA kernels and their launches, run on the CPU from the very bytes a launch would hand to the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, EmulatedDevice
+from torch import Tensor
+
+from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels import layout, reference
+from ddp_compile.kernels.cuda import arguments, elementwise, programs, tensor_table
+from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR, CHUNK_NUMEL
+from ddp_compile.kernels.cuda.executor import CudaExecutor
+from ddp_compile.kernels.cuda.programs import PACK_SIZES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+POISON = 77.0
+
+# Subnormals of each format, values that overflow in half precision, ties, signed zeros; no values that are not finite.
+SPECIAL = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 1.00390625, 2.0**-25, -3e4]
+
+
+@pytest.fixture(scope="module")
+def shared_device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    return EmulatedDevice(tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture
+def device(shared_device: EmulatedDevice) -> EmulatedDevice:
+    shared_device.driver.launches.clear()
+    return shared_device
+
+
+def values_of(numel: int, dtype: torch.dtype, seed: int = 0, misaligned_by: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    numel += misaligned_by
+    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 4, (numel,), generator=generator)
+    special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.1, special, values).to(dtype)[misaligned_by:]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in every bit, signs of zeros included; any NaN equals any other."""
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}[a.dtype]
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+def stats_values(stats: Tensor) -> tuple[float, bool]:
+    assert stats[8] in (0, 1) and not stats[9:].any()
+    return stats[:8].view(torch.float64).item(), bool(stats[8])
+
+
+def check_both_ways(
+    device: EmulatedDevice,
+    tensors: Sequence[Tensor],
+    flat: Tensor,
+    offsets: list[int] | None = None,
+    scale: float = 1 / 3,
+    with_stats: bool = True,
+) -> None:
+    """Move tensors that the kernels can move, and compare with the reference, also around the places."""
+    executor = CudaExecutor(tensors, flat, offsets, device)
+    places = [layout.place_of(tensor, flat, executor.offset(i)) for i, tensor in enumerate(tensors)]
+    expected = flat.clone()
+    expected_places = [layout.place_of(tensor, expected, executor.offset(i)) for i, tensor in enumerate(tensors)]
+    for to_flat in (True, False):
+        sources, destinations = (tensors, expected_places) if to_flat else (places, [t.clone() for t in tensors])
+        stats = torch.full((16,), 255, dtype=torch.uint8) if with_stats else None
+        of_reference = reference.stats_of(sources, destinations, scale)
+        reference.scale_into(sources, destinations, scale)
+        assert list(executor.read(tensors, flat, written=not to_flat)) == []
+        executor.move(flat, to_flat, scale, stats)
+        if to_flat:
+            assert same_bits(flat, expected)
+        else:
+            assert all(same_bits(t.reshape(-1), d.reshape(-1)) for t, d in zip(tensors, destinations, strict=True))
+        if stats is not None:
+            sum_of_squares, non_finite = stats_values(stats)
+            assert sum_of_squares == pytest.approx(of_reference[0].item(), rel=1e-12)
+            assert non_finite == of_reference[1].item()
+
+
+def test_arguments_have_the_same_size_on_both_sides(device: EmulatedDevice) -> None:
+    numels = [torch.ones(size, dtype=torch.int64) for size in PACK_SIZES]
+    structures = {
+        programs.STATS_KERNEL: arguments.StatsArguments(),
+        "find_minmax_Float32": arguments.CodecArguments(),
+        "average_Float32": arguments.AverageArguments(),
+        **{
+            programs.move_kernel("Float32", "Float32", len(ones)): arguments.Pack(0, ones, ones).structure
+            for ones in numels
+        },
+    }
+    for kernel, structure in structures.items():
+        assert device.argument_bytes(kernel) == ctypes.sizeof(structure), kernel
+    sizes = [ctypes.sizeof(structures[programs.move_kernel("Float32", "Float32", size)]) for size in PACK_SIZES]
+    # What a launch took before CUDA 12.1, and what it takes now.
+    assert sizes[1] <= 4096 and sizes[2] <= 32764
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_pairs_of_dtypes_both_ways(device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
+    numels = [1, 0, 2 * CHUNK_NUMEL + 5, 7, CHUNK_NUMEL, 1031]
+    tensors = [values_of(numel, dtype, seed=i) for i, numel in enumerate(numels)]
+    check_both_ways(device, tensors, torch.full((sum(numels) + 3,), POISON, dtype=flat_dtype))
+
+
+@pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("misaligned_by", [0, 1, 3])
+def test_every_alignment_of_tensor_and_place(
+    device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype, misaligned_by: int
+) -> None:
+    numels = [37, 64, 5, 2, 999]
+    tensors = [values_of(n, dtype, i, misaligned_by if i % 2 else 0) for i, n in enumerate(numels)]
+    # The gaps between them, which nothing may write to, have all remainders of eight.
+    for start in range(9):
+        offsets = [start, start + 40, start + 120, start + 127, start + 130]
+        flat = torch.full((2000,), POISON, dtype=flat_dtype)
+        check_both_ways(device, tensors, flat, offsets, with_stats=start == 0)
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+@pytest.mark.parametrize("num_tensors", [0, 1, PACK_SIZES[0], PACK_SIZES[0] + 1, PACK_SIZES[1] + 1, PACK_SIZES[2] + 70])
+def test_tensors_are_dealt_to_as_few_launches_as_they_fit_into(
+    device: EmulatedDevice, num_tensors: int, with_stats: bool
+) -> None:
+    numels = [i % 11 for i in range(num_tensors)]
+    tensors = [values_of(numel, torch.float32, i) for i, numel in enumerate(numels)]
+    check_both_ways(device, tensors, torch.full((sum(numels) + 1,), POISON), with_stats=with_stats)
+    moves = [launch for launch in device.driver.launches if launch.kernel.startswith("move")]
+    # A single tensor here is empty.
+    expected = 0 if num_tensors < 2 else 1 if num_tensors <= PACK_SIZES[2] else 2
+    assert len(moves) == 2 * expected  # there and back
+    for launch in device.driver.launches:
+        assert launch.stream == STREAM and launch.num_threads == BLOCK_THREADS
+        assert launch.num_blocks <= BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS
+    assert len(device.driver.launches) - len(moves) == 2 * with_stats
+
+
+def test_each_launch_takes_the_smallest_arguments_that_fit(device: EmulatedDevice) -> None:
+    for num_tensors, size in ((32, 32), (33, 168), (168, 168), (169, 1360), (1360, 1360)):
+        tensors = [torch.ones(1)] * num_tensors
+        flat = torch.zeros(num_tensors)
+        executor = CudaExecutor(tensors, flat, None, device)
+        executor.read(tensors, flat, written=False)
+        executor.move(flat, True, 2.0, None)
+        assert device.driver.launches[-1].kernel == f"move_Float32_Float32_{size}"
+        assert flat.tolist() == [2.0] * num_tensors
+
+
+def test_a_tensor_with_more_chunks_than_there_are_blocks(device: EmulatedDevice) -> None:
+    numel = CHUNK_NUMEL * (BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS + 3) + 11
+    tensors = [values_of(numel, torch.float32), values_of(3, torch.float32)]
+    check_both_ways(device, tensors, torch.full((numel + 3,), POISON, dtype=torch.bfloat16))
+    assert device.driver.launches[0].num_blocks == BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS
+
+
+def test_mixed_dtypes_take_one_launch_each(device: EmulatedDevice) -> None:
+    tensors = [values_of(50 + i, DTYPES[i % 3], i) for i in range(10)]
+    check_both_ways(device, tensors, torch.full((sum(t.numel() for t in tensors),), POISON, dtype=torch.bfloat16))
+    kernels = [launch.kernel for launch in device.driver.launches[:3]]
+    assert kernels == [f"move_{name}_BFloat16_32" for name in ("Float32", "BFloat16", "Float16")]
+
+
+def test_what_the_kernels_cannot_move_is_named_and_left_alone(device: EmulatedDevice) -> None:
+    tensors = [torch.ones(6), torch.ones(2, 3), torch.ones(4, dtype=torch.float64), torch.ones(5)]
+    flat = torch.full((21,), POISON)
+    executor = CudaExecutor(tensors, flat, None, device)
+    given = [tensors[0], torch.ones(3, 2).t(), tensors[2], tensors[3]]
+    assert list(executor.read(given, flat, written=False)) == [1, 2]
+    stats = torch.full((16,), 255, dtype=torch.uint8)
+    executor.move(flat, True, 2.0, stats)
+    assert flat.tolist() == [2.0] * 6 + [POISON] * 10 + [2.0] * 5
+    assert stats_values(stats) == (44.0, False)
+    # The next step may bring what fits again.
+    assert list(executor.read(tensors[:2] + given[2:], flat, written=False)) == [2]
+    executor.move(flat, True, 3.0, None)
+    assert flat.tolist() == [3.0] * 12 + [POISON] * 4 + [3.0] * 5
+
+
+def test_addresses_are_read_again_in_every_step(device: EmulatedDevice) -> None:
+    flat = torch.zeros(40 * 100)
+    executor = CudaExecutor([torch.empty(100)] * 40, flat, None, device)
+    for step in range(3):
+        tensors = [torch.full((100,), float(step * 40 + i)) for i in range(40)]
+        executor.read(tensors, flat, written=False)
+        executor.move(flat, True, 1.0, None)
+        assert torch.equal(flat, torch.cat(tensors))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_tensors_in_their_places_are_scaled_there(device: EmulatedDevice, scale: float, with_stats: bool) -> None:
+    flat = values_of(20000, torch.bfloat16)
+    before = flat.clone()
+    tensors = [flat[:9001], torch.full((5,), 10.0, dtype=torch.bfloat16), flat[9006:]]
+    executor = CudaExecutor(tensors, flat, None, device)
+    executor.read(tensors, flat, written=False)
+    stats = torch.empty(16, dtype=torch.uint8) if with_stats else None
+    executor.move(flat, True, scale, stats)
+    before[9001:9006] = 10
+    assert same_bits(flat, (before.float() * scale).bfloat16())
+    if stats is not None:
+        assert stats_values(stats)[0] == pytest.approx((before.double() * scale).square().sum().item())
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("value", "non_finite_in"),
+    [
+        (math.nan, DTYPES),
+        (math.inf, DTYPES),
+        (-math.inf, DTYPES),
+        (65519.0, []),
+        (65520.0, [torch.float16]),
+        (-3.3895e38, [torch.float16]),
+        (3.3961775e38, [torch.bfloat16, torch.float16]),
+    ],
+)
+def test_the_flag_is_about_what_is_written(
+    device: EmulatedDevice, flat_dtype: torch.dtype, value: float, non_finite_in: list[torch.dtype]
+) -> None:
+    tensors = [torch.ones(CHUNK_NUMEL), torch.ones(CHUNK_NUMEL + 3)]
+    tensors[1][CHUNK_NUMEL + 1] = value
+    flat = torch.zeros(2 * CHUNK_NUMEL + 3, dtype=flat_dtype)
+    executor = CudaExecutor(tensors, flat, None, device)
+    executor.read(tensors, flat, written=False)
+    stats = torch.empty(16, dtype=torch.uint8)
+    executor.move(flat, True, 1.0, stats)
+    sum_of_squares, non_finite = stats_values(stats)
+    assert non_finite == (flat_dtype in non_finite_in) == (not flat.isfinite().all().item())
+    # In double, squares of large numbers do not overflow.
+    expected = sum(tensor.double().square().sum().item() for tensor in tensors)
+    assert sum_of_squares == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_sum_is_the_same_every_time(device: EmulatedDevice) -> None:
+    tensors = [values_of(3 * CHUNK_NUMEL + i, torch.float32, i) for i in range(5)]
+    flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
+    found = set()
+    for _ in range(3):
+        executor = CudaExecutor(tensors, flat, None, device)
+        executor.read(tensors, flat, written=False)
+        stats = torch.empty(16, dtype=torch.uint8)
+        executor.move(flat, True, 0.7, stats)
+        found.add(stats_values(stats))
+    assert len(found) == 1
+
+
+def test_statistics_of_more_blocks_than_one_block_has_threads(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "num_multiprocessors", 132)
+    tensors = [values_of(1, torch.float32, i) for i in range(3 * BLOCK_THREADS)]
+    check_both_ways(device, tensors, torch.zeros(3 * BLOCK_THREADS))
+    assert device.driver.launches[0].num_blocks == 3 * BLOCK_THREADS
+
+
+def test_wrong_tensors_are_refused_before_anything_is_launched(device: EmulatedDevice) -> None:
+    flat = torch.zeros(10)
+    executor = CudaExecutor([torch.ones(4), torch.ones(6)], flat, None, device)
+    shared = torch.ones(8)
+    for tensors, message in (
+        ([torch.ones(4)], "1 tensors were given to a plan for 2"),
+        ([torch.ones(4), torch.ones(5)], r"tensor 1 has shape \(5,\) but its place in flat was made for \(6,\)"),
+        ([flat[1:5], torch.ones(6)], "tensor 0 shares memory with flat but does not lie in its place"),
+        ([shared[:4], shared[2:]], "tensors 0 and 1 share memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            executor.read(tensors, flat, written=True)
+    with pytest.raises(ValueError, match="tensor 1 with 6 elements at offset 2 does not fit into flat with 7"):
+        CudaExecutor([torch.ones(2), torch.ones(6)], flat[:7], None, device)
+    assert device.driver.launches == []
+
+
+def test_without_the_library_addresses_are_read_in_python(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise KernelUnavailableError("not built")
+
+    monkeypatch.setattr(tensor_table.library, "load", refuse)
+    assert isinstance(tensor_table.table_of([torch.ones(1)], torch.ones(1), None), tensor_table.PythonTable)
+    test_wrong_tensors_are_refused_before_anything_is_launched(device)
+    test_mixed_dtypes_take_one_launch_each(device)
+    test_all_pairs_of_dtypes_both_ways(device, torch.float32, torch.bfloat16)
+    test_what_the_kernels_cannot_move_is_named_and_left_alone(device)
+    test_tensors_in_their_places_are_scaled_there(device, 0.5, True)
+
+
+def test_another_default_device_changes_nothing(device: EmulatedDevice) -> None:
+    tensors, flat = [torch.ones(3), torch.ones(4)], torch.zeros(7)
+    with torch.device("meta"):
+        executor = CudaExecutor(tensors, flat, None, device)
+        executor.read(tensors, flat, written=False)
+        executor.move(flat, True, 2.0, None)
+    assert flat.tolist() == [2.0] * 7
+
+
+def compressed(values: Tensor, num_chunks: int) -> Tensor:
+    row_bytes = reference.row_bytes(-(-values.numel() // num_chunks))
+    return torch.full((num_chunks, row_bytes), 255, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("numel", "num_chunks"),
+    [(0, 1), (0, 3), (1, 1), (5, 4), (4096, 1), (4099, 2), (70001, 3), (200_000, 1), (200_000, 4)],
+)
+def test_codec_writes_the_bits_of_the_reference(
+    device: EmulatedDevice, dtype: torch.dtype, numel: int, num_chunks: int
+) -> None:
+    values = values_of(numel, dtype, misaligned_by=numel % 2)
+    values *= torch.linspace(0.1, 1, numel)  # each slice has another minimum and maximum
+    rows, expected_rows = compressed(values, num_chunks), compressed(values, num_chunks)
+    reference.minmax_u8_compress(values, expected_rows)
+    elementwise.minmax_u8_compress(values, rows, device=device)
+    assert torch.equal(rows, expected_rows)
+    out, expected = values_of(numel, dtype, seed=1, misaligned_by=numel % 3), torch.empty(numel, dtype=dtype)
+    reference.minmax_u8_decompress(rows, expected)
+    elementwise.minmax_u8_decompress(rows, out, device=device)
+    assert same_bits(out, expected)
+
+
+def test_a_large_chunk_occupies_the_whole_device(device: EmulatedDevice) -> None:
+    values = values_of(200_000, torch.float32)
+    elementwise.minmax_u8_compress(values, compressed(values, 1), device=device)
+    assert [launch.num_blocks for launch in device.driver.launches] == [24, 24]
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        [math.nan],
+        [math.inf],
+        [-math.inf],
+        [math.inf, -math.inf],
+        [3.4e38, -3.4e38],
+        [1e-45, 0.0],
+        [-0.0] * 4500,
+        [0.0] + [-0.0] * 4499,
+    ],
+    ids=lambda special: str(special[:2]),
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codec_at_the_edges_of_the_float_range(
+    device: EmulatedDevice, special: list[float], dtype: torch.dtype
+) -> None:
+    values = torch.zeros(9000, dtype=dtype)
+    values[4500 : 4500 + len(special)] = torch.tensor(special, dtype=dtype)
+    rows, expected = compressed(values, 2), compressed(values, 2)
+    reference.minmax_u8_compress(values, expected)
+    elementwise.minmax_u8_compress(values, rows, device=device)
+    assert torch.equal(rows, expected)
+    out, expected_out = torch.full_like(values, POISON), torch.full_like(values, POISON)
+    reference.minmax_u8_decompress(rows, expected_out)
+    elementwise.minmax_u8_decompress(rows, out, device=device)
+    assert same_bits(out, expected_out)
+    # The C++ library writes the same NaN.
+    nan_bits = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
+    bits = out.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    assert (bits[out.isnan()] == nan_bits).all()
+
+
+def test_rows_that_are_not_aligned_are_refused(device: EmulatedDevice) -> None:
+    rows = torch.zeros(100, dtype=torch.uint8)[4:20].view(1, 16)
+    with pytest.raises(ValueError, match=r"rows begin at address 0x[0-9a-f]*4, which is no multiple of 16"):
+        elementwise.minmax_u8_compress(torch.ones(3), rows, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 1003, 60_001])
+@pytest.mark.parametrize("misaligned_by", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
+def test_average_adds_what_others_have_changed(
+    device: EmulatedDevice, dtype: torch.dtype, numel: int, misaligned_by: tuple[int, int, int]
+) -> None:
+    x, total, copy = (values_of(numel, dtype, seed, by) for seed, by in enumerate(misaligned_by))
+    expected = x.clone()
+    reference.average_into(expected, total, copy, 3)
+    elementwise.average_into(x, total, copy, 3, device=device)
+    assert same_bits(x, expected)

@@ -1,0 +1,163 @@
+"""What the CUDA kernels do where something that they need is missing, and how they are compiled and loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_compile import kernels
+from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels.cuda import binary_cache, module
+from ddp_compile.kernels.cuda.module import KernelDevice
+from ddp_compile.kernels.cuda.programs import PROGRAMS, STATS_KERNEL, Program
+
+NO_DEVICE = "torch sees no CUDA device|was built without CUDA"
+
+
+class CountingDriver:
+    """Loads and launches nothing, and remembers what it was asked for."""
+
+    def __init__(self, *_: Any) -> None:
+        self.loaded: list[bytes] = []
+
+    def load(self, binary: bytes) -> bytes:
+        self.loaded.append(binary)
+        return binary
+
+    def function(self, module: bytes, name: str) -> tuple[bytes, str]:
+        return module, name
+
+    def launch(self, *_: Any) -> None:
+        raise AssertionError("nothing is launched here")
+
+
+class FakeCompiler:
+    """Stands in for NVRTC; its binaries say what they are of."""
+
+    version = "13.0"
+    compiled: list[str]
+
+    def target(self, capability: tuple[int, int]) -> str:
+        return "sm_{}{}".format(*capability)
+
+    def compile(self, program: Program, target: str) -> bytes:
+        self.compiled.append(program.name)
+        return f"{program.name} for {target}".encode()
+
+
+@pytest.fixture
+def cuda_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeCompiler]:
+    """A machine on which torch sees a device; with a compiler and a driver that only pretend."""
+    properties = SimpleNamespace(name="Device X", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: properties)
+    compiler = type("OneFakeCompiler", (FakeCompiler,), {"compiled": []})
+    monkeypatch.setattr(module, "Compiler", compiler)
+    monkeypatch.setattr(module, "CudaDriver", CountingDriver)
+    monkeypatch.setattr(module, "_devices", {})
+    monkeypatch.setenv(binary_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
+    return compiler
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_reason_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KernelUnavailableError, match=NO_DEVICE):
+        module.description()
+    for entry in kernels.status():
+        if entry.device_type == "cuda":
+            assert entry.implementation == "reference"
+    assert caplog.text == ""  # nobody asked for CUDA
+
+
+def test_looking_at_the_status_loads_no_bindings_where_there_is_no_device() -> None:
+    program = (
+        "import sys, torch\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "bindings = lambda: {name for name in sys.modules if name.split('.')[0] == 'cuda'}\n"
+        "before = bindings()\n"  # torch may have imported some itself
+        "from ddp_compile import kernels\n"
+        "kernels.status()\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert bindings() == before\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+def test_the_description_names_what_runs(cuda_machine: type[FakeCompiler], tmp_path: Path) -> None:
+    assert module.description() == f"Device X, sm_90, NVRTC 13.0, first kernel compiled into {tmp_path / 'cuda'}"
+    assert cuda_machine.compiled == ["statistics"]
+    module._devices.clear()
+    assert module.description() == f"Device X, sm_90, NVRTC 13.0, first kernel read from {tmp_path / 'cuda'}"
+    assert cuda_machine.compiled == ["statistics"]
+
+
+def test_another_source_nvrtc_or_architecture_is_another_binary(
+    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reopen() -> bytes:
+        module._devices.clear()
+        device = module.kernel_device()
+        (binary,) = device._driver.loaded  # type: ignore[attr-defined]
+        return bytes(binary)
+
+    reopen()
+    assert len(cuda_machine.compiled) == 1
+    monkeypatch.setattr(module, "headers", lambda: {"stats.cuh": "changed"})
+    reopen()
+    assert len(cuda_machine.compiled) == 2
+    monkeypatch.setattr(cuda_machine, "version", "13.1")
+    reopen()
+    assert len(cuda_machine.compiled) == 3
+    monkeypatch.setattr(cuda_machine, "target", lambda self, capability: "sm_100")
+    assert reopen() == b"statistics for sm_100"
+    assert len(cuda_machine.compiled) == 4
+    reopen()
+    assert len(cuda_machine.compiled) == 4
+
+
+def test_a_device_that_cannot_be_used_is_not_tried_again(
+    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def fail(self: FakeCompiler, program: Program, target: str) -> bytes:
+        attempts.append(program.name)
+        raise KernelUnavailableError("NVRTC 13.0 cannot compile statistics: error")
+
+    monkeypatch.setattr(cuda_machine, "compile", fail)
+    for _ in range(2):
+        with pytest.raises(KernelUnavailableError, match=r"^NVRTC 13\.0 cannot compile statistics: error$"):
+            module.description()
+    assert attempts == ["statistics"]
+
+
+def test_devices_are_apart(cuda_machine: type[FakeCompiler]) -> None:
+    first, second = (module.kernel_device(torch.device("cuda", ordinal)) for ordinal in (0, 1))
+    assert first is not second
+    assert first is module.kernel_device(torch.device("cuda", 0)) is module.kernel_device()
+    assert cuda_machine.compiled == ["statistics"]  # the second one found it on disk
+
+
+def test_a_program_is_loaded_once_by_all_threads() -> None:
+    compiled: list[str] = []
+    driver = CountingDriver()
+    device = KernelDevice(driver, lambda program: compiled.append(program.name) or b"", lambda: 0, 1, "x")  # type: ignore[func-returns-value]
+    kernel = PROGRAMS[1].kernels[0]
+    threads = [threading.Thread(target=device.prepare, args=(kernel,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    device.prepare(PROGRAMS[1].kernels[1])
+    assert compiled == [PROGRAMS[1].name] and len(driver.loaded) == 1
+    device.prepare(STATS_KERNEL)
+    assert len(driver.loaded) == 2

@@ -1,0 +1,292 @@
+"""Moving tensors into and out of a flat buffer, against arithmetic in double precision: each implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_choice import Asked
+from torch import Tensor
+
+from ddp_compile.kernels.layout import is_non_overlapping_and_dense
+
+SHAPES = [(3, 4), (), (5,), (0,), (2, 1, 3), (1,)]
+
+
+def random_tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def num_elements(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def packed_double(tensors: list[Tensor], scale: float) -> Tensor:
+    return torch.cat([tensor.double().reshape(-1) for tensor in tensors]) * scale
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 0.0, -2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_flatten_writes_every_element_times_the_scale(asked: Asked, dtype: torch.dtype, scale: float) -> None:
+    tensors = random_tensors(dtype)
+    flat = torch.full((num_elements(tensors),), float("nan"), dtype=dtype)
+    asked.flatten_scale(tensors, flat, scale)
+    torch.testing.assert_close(flat.double(), packed_double(tensors, scale), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unflatten_brings_back_what_flatten_wrote(asked: Asked, dtype: torch.dtype, scale: float) -> None:
+    tensors = random_tensors(dtype)
+    flat = torch.empty(num_elements(tensors), dtype=dtype)
+    asked.flatten_scale(tensors, flat, scale)
+    back = [torch.full_like(tensor, float("nan")) for tensor in tensors]
+    asked.unflatten(flat, back, 1 / scale)  # a power of two, so scaling is exact
+    assert all(torch.equal(a, b) for a, b in zip(tensors, back, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.half)],
+)
+def test_both_ways_cast_to_the_dtype_they_write(
+    asked: Asked, source: torch.dtype, target: torch.dtype, scale: float
+) -> None:
+    tensors = random_tensors(source)
+    flat = torch.empty(num_elements(tensors), dtype=target)
+    asked.flatten_scale(tensors, flat, scale)
+    eps = max(torch.finfo(source).eps, torch.finfo(target).eps)
+    torch.testing.assert_close(flat.double(), packed_double(tensors, scale), rtol=eps, atol=0)
+    back = [torch.empty_like(tensor) for tensor in tensors]
+    asked.unflatten(flat, back)
+    torch.testing.assert_close(packed_double(back, 1.0), flat.double(), rtol=eps, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_gaps_between_offsets_are_left_alone(asked: Asked, scale: float) -> None:
+    tensors = [torch.ones(3), torch.ones(2)]
+    flat = torch.full((16,), 7.0)
+    asked.flatten_scale(tensors, flat, scale, offsets=[2, 9])
+    s = scale
+    assert flat.tolist() == [7, 7, s, s, s, 7, 7, 7, 7, s, s, 7, 7, 7, 7, 7]
+    flat[[0, 1, 5, 8, 11]] = float("nan")
+    back = [torch.zeros(3), torch.zeros(2)]
+    asked.unflatten(flat, back, offsets=[2, 9])
+    assert torch.cat(back).tolist() == [s] * 5
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_tensor_that_lies_in_its_place_already_is_only_scaled(asked: Asked, scale: float) -> None:
+    flat = torch.arange(8.0)
+    placed, other = flat[:3], torch.full((5,), 10.0)
+    asked.flatten_scale([placed, other], flat, scale)
+    assert flat.tolist() == [0, scale, 2 * scale] + [10 * scale] * 5
+
+
+def test_a_channels_last_weight_gets_a_view_of_its_own_strides(asked: Asked) -> None:
+    weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    flat = torch.zeros(50)
+    plan = asked.plan([weight], flat, offsets=[2])
+    assert plan.views[0].stride() == weight.stride() and plan.views[0].storage_offset() == 2
+    plan.flatten([weight], 0.5)
+    assert torch.equal(plan.views[0], weight * 0.5)
+    # In memory order, so that a copy into the buffer is one run.
+    assert torch.equal(flat[2:], weight.permute(0, 2, 3, 1).reshape(-1) * 0.5)
+
+
+def test_a_tensor_with_gaps_gets_a_contiguous_view(asked: Asked) -> None:
+    sliced = torch.arange(12.0).view(3, 4)[:, :2]
+    flat = torch.zeros(6)
+    plan = asked.plan([sliced], flat)
+    assert plan.views[0].is_contiguous()
+    plan.flatten([sliced], 1.0)
+    assert flat.tolist() == [0, 1, 4, 5, 8, 9]
+    plan.unflatten([sliced], 2.0)
+    assert sliced.tolist() == [[0, 2], [8, 10], [16, 18]]
+
+
+def test_gradients_of_other_strides_than_the_plans_are_taken(asked: Asked) -> None:
+    weight = torch.randn(3, 4)
+    plan = asked.plan([weight], torch.zeros(12))
+    for scale in (1.0, 0.5):
+        plan.flatten([weight.t().contiguous().t()], scale)
+        assert torch.equal(plan.views[0], weight * scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_neither_way_records_gradients(asked: Asked, scale: float) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    flat = torch.zeros(4)
+    asked.flatten_scale([parameter], flat, scale)
+    assert not flat.requires_grad and flat.tolist() == [scale] * 4
+    asked.unflatten(flat, [parameter], scale)
+    assert parameter.is_leaf and parameter.tolist() == [scale * scale] * 4
+
+
+def test_infinities_and_nans_pass_through(asked: Asked) -> None:
+    flat = torch.zeros(3)
+    asked.flatten_scale([torch.tensor([float("inf"), -float("inf"), float("nan")])], flat, 0.5)
+    assert flat[0] == float("inf") and flat[1] == -float("inf") and flat[2].isnan()
+
+
+def test_no_tensors_write_nothing(asked: Asked) -> None:
+    flat = torch.ones(2)
+    asked.flatten_scale([], flat, 0.5)
+    asked.unflatten(flat, [])
+    assert flat.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "flat", "offsets", "message"),
+    [
+        (
+            [torch.ones(2)],
+            torch.ones(2, 2),
+            None,
+            r"flat has shape \(2, 2\).* strides \(2, 1\); pass a contiguous 1-d",
+        ),
+        ([torch.ones(2)], torch.ones(8)[::2], None, r"flat has shape \(4,\).* strides \(2,\)"),
+        ([torch.ones(2)], torch.ones(2), [0, 2], "2 offsets were given for 1 tensors; give one for each"),
+        (
+            [torch.ones(2, device="meta")],
+            torch.ones(2),
+            None,
+            "tensor 0 is on meta but flat is on cpu; move one of them",
+        ),
+        (
+            [torch.ones(2), torch.ones(3)],
+            torch.ones(4),
+            None,
+            "tensor 1 with 3 elements at offset 2 does not fit into flat",
+        ),
+        ([torch.ones(2)], torch.ones(4), [3], "tensor 0 with 2 elements at offset 3 does not fit into flat with 4"),
+        ([torch.ones(2)], torch.ones(4), [-1], "tensor 0 with 2 elements at offset -1 does not fit"),
+        (
+            [torch.ones(3), torch.ones(2)],
+            torch.ones(8),
+            [3, 2],
+            "places of tensors 1 and 0 overlap: 2 elements at offset 2 and 3 at offset 3",
+        ),
+        ([torch.ones(2)], torch.ones(2, dtype=torch.int64), None, "flat is of torch.int64; gradients need a floating"),
+        ([torch.ones(2).int()], torch.ones(2), None, "tensor 0 is of torch.int32; gradients need a floating dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_values(
+    asked: Asked, tensors: list[Tensor], flat: Tensor, offsets: list[int] | None, message: str
+) -> None:
+    before = flat.clone()
+    with pytest.raises(ValueError, match=message):
+        asked.flatten_scale(tensors, flat, 1.0, offsets=offsets)
+    with pytest.raises(ValueError, match=message):
+        asked.unflatten(flat, tensors, offsets=offsets)
+    assert torch.equal(flat, before)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.ones(3, 4), True),
+        (torch.ones(3, 4).t(), True),
+        (torch.ones(2, 3, 4).permute(1, 2, 0), True),
+        (torch.ones(()), True),
+        (torch.ones(3, 1, 4)[:, :, :], True),
+        (torch.ones(3, 4)[:, :2], False),
+        (torch.ones(3, 4)[::2], False),
+        (torch.ones(3, 1).expand(3, 4), False),
+    ],
+)
+def test_dense_tensors_are_those_without_gaps_or_overlap(tensor: Tensor, expected: bool) -> None:
+    assert is_non_overlapping_and_dense(tensor) is expected
+
+
+def test_a_plan_says_what_moves_its_tensors(asked: Asked) -> None:
+    plan = asked.plan([torch.ones(2)], torch.ones(2))
+    assert plan.implementation == ("reference" if asked.implementation == "reference" else "native")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([torch.ones(2)], "1 tensors were given to a plan for 2"),
+        ([torch.ones(2), torch.ones(3)], r"tensor 1 has shape \(3,\) but its place in flat was made for \(2, 2\)"),
+        ([torch.ones(2), torch.ones(4)], r"tensor 1 has shape \(4,\) but its place"),
+        ([torch.ones(2), torch.ones(2, 2, device="meta")], "tensor 1 is on meta but flat is on cpu"),
+        ([torch.ones(2), torch.ones(2, 2).int()], "tensor 1 is of torch.int32"),
+    ],
+)
+def test_a_plan_refuses_tensors_it_was_not_made_for(asked: Asked, tensors: list[Tensor], message: str) -> None:
+    flat = torch.full((6,), 7.0)
+    plan = asked.plan([torch.ones(2), torch.ones(2, 2)], flat)
+    with pytest.raises(ValueError, match=message):
+        plan.flatten(tensors, 0.5)
+    with pytest.raises(ValueError, match=message):
+        plan.unflatten(tensors)
+    assert flat.tolist() == [7.0] * 6
+
+
+def test_memory_that_is_shared_with_the_flat_buffer_outside_of_the_place_is_refused(asked: Asked) -> None:
+    flat = torch.arange(6.0)
+    for tensors in ([flat[1:3], torch.ones(4)], [torch.ones(2), flat[:4]]):
+        with pytest.raises(ValueError, match=r"tensor \d shares memory with flat but does not lie in its place"):
+            asked.flatten_scale(tensors, flat, 0.5)
+        with pytest.raises(ValueError, match=r"tensor \d shares memory with flat but does not lie in its place"):
+            asked.unflatten(flat, tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_tensors_that_share_memory_are_read_but_not_written(asked: Asked) -> None:
+    memory = torch.arange(5.0)
+    shared, flat = [memory[:3], memory[2:]], torch.zeros(6)
+    asked.flatten_scale(shared, flat, 2.0)
+    assert flat.tolist() == [0, 2, 4, 4, 6, 8]
+    plan = asked.plan(shared, flat)
+    plan.unflatten([torch.zeros(3), torch.zeros(3)])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="tensors 0 and 1 share memory"):
+            plan.unflatten(shared)
+    assert memory.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_written_tensor_has_a_new_version(asked: Asked) -> None:
+    """Autograd has to notice that a tensor which it saved for a backward has been written."""
+    flat, tensor = torch.ones(2), torch.ones(2)
+    weight = torch.ones(2, requires_grad=True)
+    product = weight * tensor
+    asked.plan([tensor], flat).unflatten([tensor])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stats_are_those_of_what_was_written(asked: Asked, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
+    tensors = [*random_tensors(dtype), torch.randn(9001).to(dtype), torch.randn(3, 4).t().to(dtype)[:, :2]]
+    flat = torch.empty(num_elements(tensors), dtype=flat_dtype)
+    plan = asked.plan(tensors, flat)
+    stats = plan.flatten(tensors, 0.5, with_stats=True)
+    assert stats is not None
+    expected = packed_double(tensors, 0.5).square().sum()
+    torch.testing.assert_close(stats.sum_of_squares, expected, rtol=1e-6, atol=0)
+    assert not stats.non_finite
+    back = plan.unflatten([torch.empty_like(tensor) for tensor in tensors], 3.0, with_stats=True)
+    assert back is not None and not back.non_finite
+    torch.testing.assert_close(back.sum_of_squares, (flat.double() * 3).square().sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("position", [0, 70, 129])
+def test_one_bad_value_anywhere_is_noticed(asked: Asked, bad: float, position: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.ones(130, dtype=dtype)
+        tensor[position] = bad
+        stats = asked.flatten_scale([torch.ones(3), tensor], torch.empty(133, dtype=dtype), 0.5, with_stats=True)
+        assert stats.non_finite.item() is True
+
+
+def test_a_value_that_overflows_in_the_flat_buffers_dtype_is_not_finite(asked: Asked) -> None:
+    flat = torch.empty(100, dtype=torch.float16)
+    assert asked.flatten_scale([torch.full((100,), 65519.0)], flat, 1.0, with_stats=True).non_finite.item() is False
+    stats = asked.flatten_scale([torch.full((100,), 65520.0)], flat, 1.0, with_stats=True)
+    assert stats.non_finite.item() is True and flat.isinf().all()
+    assert stats.sum_of_squares.item() == pytest.approx(100 * 65520.0**2)

@@ -1,0 +1,155 @@
+"""The kernels as operators: opcheck, torch.compile, and which implementation runs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_compile import KernelUnavailableError, kernels
+from ddp_compile.kernels import executors
+from ddp_compile.kernels.native import library
+
+OPS = torch.ops.ddp_compile
+
+
+def tensors_and_flat() -> tuple[list[Tensor], Tensor]:
+    return [torch.randn(3, 4), torch.randn(5)], torch.zeros(20)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (OPS.flatten_scale, (*tensors_and_flat(), 0.5, None, None)),
+        (OPS.flatten_scale, (*tensors_and_flat(), 0.5, [0, 15], None)),
+        (OPS.flatten_scale_stats, (*tensors_and_flat(), 0.5, None, None)),
+        (OPS.unflatten, (*tensors_and_flat()[::-1], 0.5, None, None)),
+        (OPS.unflatten_stats, (*tensors_and_flat()[::-1], 0.5, [1, 14], None)),
+        (OPS.minmax_u8_compress, (torch.randn(33), 2, None)),
+        (OPS.minmax_u8_decompress, (torch.zeros(2, 32, dtype=torch.uint8), torch.randn(33), None)),
+        (OPS.average_into, (torch.randn(5), torch.randn(5), torch.randn(5), 2.0, None)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_opcheck(op: Any, arguments: tuple) -> None:
+    results = torch.library.opcheck(op.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def step(tensors: list[Tensor], flat: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stats = kernels.flatten_scale(tensors, flat, 0.5, offsets=[0, 14], with_stats=True)
+    assert stats is not None
+    back = [torch.zeros_like(tensor) for tensor in tensors]
+    kernels.unflatten(flat, back, 2.0, offsets=[0, 14])
+    rows = kernels.minmax_u8_compress(flat * 2, num_chunks=3)
+    kernels.minmax_u8_decompress(rows, x)
+    kernels.average_into(x, flat + 1, flat, 2.0)
+    return stats.sum_of_squares, stats.non_finite, torch.cat([tensor.reshape(-1) for tensor in back]), x + 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_they_compile_without_a_graph_break(backend: str) -> None:
+    torch._dynamo.reset()
+    tensors, flat = tensors_and_flat()
+    other_flat, x, other_x = flat.clone(), torch.randn(20), torch.empty(20)
+    other_x.copy_(x)
+    expected = step(tensors, flat, x)
+    results = torch.compile(step, backend=backend, fullgraph=True)(tensors, other_flat, other_x)
+    for a, b in zip((*expected, flat, x), (*results, other_flat, other_x), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_status_names_every_op_and_says_why() -> None:
+    rows = {(row.op, row.device_type): row for row in kernels.status()}
+    for op in ("flatten_scale", "unflatten", "minmax_u8_compress", "minmax_u8_decompress", "average_into"):
+        assert rows[op, "cpu"].implementation == "native"
+        assert "_core" in rows[op, "cpu"].reason
+        assert (rows[op, "cuda"].implementation == "cuda") == torch.cuda.is_available()
+        assert rows[op, "cuda"].reason
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An installation without a compiler."""
+    library.load.cache_clear()
+    executors.available.cache_clear()
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    yield
+    library.load.cache_clear()
+    executors.available.cache_clear()
+
+
+def test_without_the_library_torch_does_the_work_and_a_warning_says_so(
+    no_library: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors, flat = tensors_and_flat()
+    with caplog.at_level(logging.WARNING, "ddp_compile"):
+        for _ in range(3):
+            plan = kernels.FlattenPlan.for_bucket(tensors, flat)
+            plan.flatten(tensors, 1.0)
+    assert plan.implementation == "reference"
+    assert torch.equal(flat[:12], tensors[0].reshape(-1))
+    assert len(caplog.records) == 1 and "was installed without a C++ compiler" in caplog.text
+    assert {row.implementation for row in kernels.status() if row.device_type == "cpu"} == {"reference"}
+    with pytest.raises(
+        KernelUnavailableError, match=r"implementation='native' is not available: .*DDP_COMPILE_NATIVE=1"
+    ):
+        kernels.flatten_scale(tensors, flat, 1.0, implementation="native")
+
+
+def test_a_library_that_does_not_load_is_named(no_library: None, tmp_path: Path) -> None:
+    (tmp_path / "_core.abi3.so").write_bytes(b"not a library")
+    with pytest.raises(KernelUnavailableError, match=r"_core.abi3.so cannot be used, install ddp_compile again"):
+        library.load()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "error", "message"),
+    [
+        ("fast", ValueError, "implementation='fast' is none of native, cuda, reference"),
+        ("cuda", ValueError, "implementation='cuda' cannot work on cpu; pass implementation=None"),
+    ],
+)
+def test_an_implementation_that_cannot_be_is_refused(implementation: str, error: type[Exception], message: str) -> None:
+    tensors, flat = tensors_and_flat()
+    for call in (
+        lambda: kernels.flatten_scale(tensors, flat, 1.0, implementation=implementation),
+        lambda: kernels.FlattenPlan.for_bucket(tensors, flat, implementation=implementation),
+        lambda: kernels.minmax_u8_compress(flat, implementation=implementation),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(4, dtype=torch.float64), "cannot move tensor 1 of torch.float64"),
+        (torch.ones(2, 4)[:, :2], r"cannot move tensor 1 of torch.float32 with strides \(4, 1\)"),
+    ],
+)
+def test_what_is_asked_for_by_name_leaves_nothing_to_others(tensor: Tensor, message: str) -> None:
+    flat = torch.full((7,), 7.0)
+    with pytest.raises(ValueError, match=message):
+        kernels.flatten_scale([torch.ones(3), tensor], flat, 1.0, implementation="native")
+    assert flat.tolist() == [7.0] * 7
+
+
+def test_numbers_that_torch_only_marks_as_negated_are_negated() -> None:
+    """The imaginary part of a conjugate has its sign in a bit of the tensor, not in memory."""
+    for numel in (1, 3):
+        negated = torch.complex(torch.ones(numel), torch.full((numel,), 2.0)).conj().imag
+        assert negated.is_neg()
+        flat = torch.empty(numel)
+        kernels.flatten_scale([negated], flat, 1.0)
+        assert flat.tolist() == [-2.0] * numel
+
+
+def test_zeros_without_memory_are_zeros() -> None:
+    flat = torch.ones(4)
+    kernels.flatten_scale([torch._efficientzerotensor(3)], flat, 0.5)
+    assert flat.tolist() == [0, 0, 0, 1]
