@@ -84,4 +84,6 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     """See `ddp_compile.kernels.average_into`."""
     with torch.no_grad():
         wide = torch.promote_types(x.dtype, torch.float32)
-        x.copy_(x.to(wide) + (total.to(wide) / count - copy.to(wide)))
+        # By a tensor: on CUDA, torch divides by a number as it multiplies by its reciprocal.
+        divisor = torch.tensor(count, dtype=wide, device=x.device)
+        x.copy_(x.to(wide) + (total.to(wide) / divisor - copy.to(wide)))

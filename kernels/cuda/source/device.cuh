@@ -1,5 +1,5 @@
 // What only the device has: number formats, vector loads and stores, how a kernel is declared. No header is included,
-// so that NVRTC, which has none, and nvcc compile the same text. tests/unit/emulated_device.cuh takes its place on a CPU.
+// so that NVRTC, which has none, and nvcc compile the same text. On a CPU tests/unit/emulated_device.cuh stands for it.
 #pragma once
 
 namespace ddp_compile {
@@ -25,7 +25,7 @@ DDP_COMPILE_INLINE float as_float(u32 bits) { return __uint_as_float(bits); }
 DDP_COMPILE_INLINE u32 as_bits(float value) { return __float_as_uint(value); }
 
 // One format of an element: its bits, and its conversions, which round to nearest even and keep infinities and NaNs.
-// kInfiniteFrom are the bits of the smallest float that becomes infinite; kNan is the NaN that all implementations write.
+// kInfiniteFrom are the bits of the smallest float that becomes infinite; kNan is the NaN that the codec writes.
 struct Float32 {
   using Bits = u32;
   static constexpr u32 kInfiniteFrom = 0x7f800000u;
