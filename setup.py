@@ -6,6 +6,7 @@ DDP_COMPILE_NATIVE=1 makes a failed build an error, DDP_COMPILE_NATIVE=0 leaves 
 
 import os
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -24,9 +25,11 @@ class BuildCore(build_ext):
             extension.extra_compile_args = (
                 ["/std:c++17", "/O2", "/fp:precise", "/EHsc"]
                 if is_msvc
-                else ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi"]
+                else ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi", "-g0"]
             )
             extension.extra_link_args = [] if is_msvc else ["-pthread"]
+            # If this build fails, what an earlier one left must not take its place.
+            Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
         super().build_extensions()
 
 
@@ -50,6 +53,10 @@ core = Extension(
     py_limited_api=True,
     optional=wanted != "1",
 )
+
+if wanted == "0":
+    for left_over in Path("ddp_compile/kernels/native").glob("_core*"):
+        left_over.unlink()
 
 setup(
     ext_modules=[] if wanted == "0" else [core],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,12 +23,14 @@ def ddp_compile(
     *,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    bucket_cap_mb: float | Sequence[float] | None = 25.0,
+    bucket_cap_mb: float | Sequence[float] | None = None,
     first_bucket_cap_mb: float = 1.0,
     split: SplitMode = "auto",
     broadcast_buffers: bool = True,
     init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
     parameters_to_ignore: Iterable[str] = (),
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
@@ -39,14 +42,15 @@ def ddp_compile(
     """Make ``module`` train data-parallel and compiled, in place.
 
     Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the
-    same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()`` and
-    ``unwrap()``. After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
+    same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()``,
+    ``register_comm_hook()`` and ``unwrap()``. After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
 
     Args:
         module: The module, on its device, built alike on every rank.
         process_group: Ranks to average over; the default group when None.
         device_mesh: A one-dimensional mesh, in place of ``process_group``.
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one for each bucket in launch order.
+            None means 5 for a module on a CPU and 25 for one on a GPU.
         first_bucket_cap_mb: Capacity in MiB of the first bucket to leave; cut down to ``bucket_cap_mb``.
         split: Where compiled graphs are cut so that buckets leave while the backward goes on. "forward" cuts at bucket
             boundaries, "none" leaves graphs whole, "auto" chooses ("forward" in this version).
@@ -54,6 +58,11 @@ def ddp_compile(
         init_sync: Broadcast rank 0's parameters and buffers now.
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False
             copies the result into the gradients that autograd made.
+        find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
+            The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
+        static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
+            checkpoints that run over a weight several times, and for unused parameters that are always the same. The
+            first iteration's gradients leave at its end. Takes the place of ``find_unused_parameters``.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
         mode: As in ``torch.compile``.
@@ -75,13 +84,21 @@ def ddp_compile(
     ignored = names_to_ignore(parameters_to_ignore)
     check_module(module, ignored)
     config = ReplicateConfig(
-        caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb),
+        caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type),
         split=split,
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        find_unused_parameters=find_unused_parameters,
+        static_graph=static_graph,
         parameters_to_ignore=ignored,
     )
+    if find_unused_parameters and static_graph:
+        warnings.warn(
+            "find_unused_parameters=True has no effect beside static_graph=True, which learns from the first iteration"
+            " what is unused; drop one of them",
+            stacklevel=2,
+        )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     group = resolve_process_group(process_group, device_mesh)
     replicate(module, group, config, compile_settings)

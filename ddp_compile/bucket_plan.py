@@ -338,6 +338,14 @@ class PlanBuilder:
         compiled = [bucket for frame in reversed(self._frames) for bucket in frame]
         return BucketPlan(_renumbered(compiled + _pack(tail, self.caps_bytes, self.layout, frame=None)))
 
+    def leave_no_gaps(self) -> None:
+        """Give every bucket the layout "ddp", those of a sealed plan as well; the gradients in it stay the same."""
+        self.layout = "ddp"
+        self._frames = [[replace(bucket, layout="ddp") for bucket in frame] for frame in self._frames]
+        if self.sealed is not None:
+            gapless = tuple(replace(bucket, layout="ddp") for bucket in self.sealed.buckets)
+            self.sealed = replace(self.sealed, buckets=gapless)
+
     def seal(self, plan: BucketPlan) -> None:
         """Fix the plan all ranks agreed on; frames compiled from now on are cut at its boundaries."""
         assert set(plan.bucket_of_parameter) == {gradient.index for gradient in self.gradients}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import nn
 
 from ddp_compile.backend import GraphReport
 from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.replicate_state import ReplicateState
+from ddp_compile.runtime.comm_hooks import CommHook
 
 _STATE = "_ddp_compile_state"
 
@@ -48,6 +50,31 @@ class ReplicatedModule(nn.Module):
             yield
         finally:
             state.requires_sync = before
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
+
+        Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` and of `ddp_compile.comm_hooks` can be given, and
+        functions of your own. Register the same one on every rank, at any time but inside a backward.
+
+        Args:
+            state: Passed to the hook with every bucket; for most hooks a process group, None being the default one.
+            hook: ``hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]``. It is called with each
+                bucket in plan order, outside of ``no_sync`` only, at world size 1 too. ``bucket.buffer()`` is the sum
+                of this rank's gradients, which nothing has been divided by, of shape (n,) and the gradients' dtype; for
+                an embedding with ``sparse=True``, its sparse gradient. The future holds the reduced gradients: the
+                buffer itself or another floating tensor of its shape. Or a ``torch.distributed.BuiltinCommHookType``,
+                which reduces over the module's own process group unless ``state`` is another.
+
+        Raises:
+            TypeError: The hook is not callable, or not with a state and a bucket.
+            ValueError: The annotation of the bucket or of the result is of another type.
+            RuntimeError: A hook is registered already, or a backward has not been completed.
+        """
+        reducer = _state_of(self).reducer
+        if (builtin := builtin_hook(hook)) is not None:
+            hook, state = builtin, reducer.process_group if state is None else state
+        reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
 
     @property
     def bucket_plan(self) -> BucketPlan:

@@ -17,7 +17,8 @@ from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
-from ddp_compile.runtime.reducer import Reducer, ReducerSettings
+from ddp_compile.runtime.reducer import Reducer
+from ddp_compile.runtime.reducer_state import ReducerSettings
 
 log = logging.getLogger(__name__)
 
@@ -66,19 +67,27 @@ class ReplicateState:
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         settings = ReducerSettings(
-            gradient_as_bucket_view=config.gradient_as_bucket_view, on_plan_sealed=self._warn_without_overlap
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the module."""
-        if torch.is_grad_enabled():
-            self.reducer.prepare_for_backward(self.requires_sync)
-            if module.training:
-                if self.requires_sync and self.config.broadcast_buffers:
-                    self._broadcast_buffers()
-                return self._call_training(module, *args, **kwargs)
-        return self._call_evaluation(module, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._call_evaluation(module, *args, **kwargs)
+        self.reducer.prepare_for_backward(self.requires_sync)
+        if module.training:
+            if self.requires_sync and self.config.broadcast_buffers:
+                self._broadcast_buffers()
+            outputs = self._call_training(module, *args, **kwargs)
+        else:
+            outputs = self._call_evaluation(module, *args, **kwargs)
+        if self.requires_sync:
+            self.reducer.search_unused_parameters(outputs)
+        return outputs
 
     def _buffers(self) -> list[Tensor]:
         buffers = (owner._buffers[name] for owner, name in self._buffer_places if name in owner._buffers)
@@ -157,7 +166,8 @@ def _describe(module: nn.Module, config: ReplicateConfig) -> list[str]:
     """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
     ignored = config.parameters_to_ignore
     sparse_ids = _with_sparse_gradients(module)
-    lines = [f"broadcast_buffers={config.broadcast_buffers}", f"init_sync={config.init_sync}"]
+    settings = ("broadcast_buffers", "init_sync", "find_unused_parameters", "static_graph")
+    lines = [f"{name}={getattr(config, name)}" for name in settings]
     for name, parameter in module.named_parameters():
         if name not in ignored:
             strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"

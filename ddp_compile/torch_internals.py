@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -140,11 +141,25 @@ def is_inside_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def run_last(parameter: Tensor, hook: Any) -> None:
-    """Let a post-accumulate-grad hook run after those that were registered later."""
+def post_accumulate_grad_hooks(parameter: Tensor) -> OrderedDict[int, Any]:
+    """The hooks of a parameter that has had one, by number, in the order in which they run: torch's own dict."""
     hooks: Any = parameter._post_accumulate_grad_hooks
-    if next(reversed(hooks)) != hook.id:
-        hooks[hook.id] = hooks.pop(hook.id)
+    return hooks
+
+
+def run_last(hooks: Sequence[OrderedDict[int, Any]], ours: Sequence[Any]) -> None:
+    """Let our hook run after those that were registered later.
+
+    Args:
+        hooks: What `post_accumulate_grad_hooks` gave for each parameter.
+        ours: The handle of our hook on each parameter.
+    """
+    if max(map(len, hooks), default=0) <= 1:
+        return  # nobody has hooks but we
+    for present, hook in zip(hooks, ours, strict=True):
+        if next(reversed(present)) != hook.id:
+            # Not move_to_end: torch reads the order of the dict underneath, which that leaves as it is.
+            present[hook.id] = present.pop(hook.id)
 
 
 def profiled_range(name: str) -> AbstractContextManager[Any]:

@@ -32,6 +32,7 @@ def compressed_like(values: Tensor, num_chunks: int) -> Tensor:
 def compress(values: Tensor, num_chunks: int, implementation: str | None) -> Tensor:
     """See `ddp_compile.kernels.minmax_u8_compress`."""
     _check_values("values", values)
+    _check_memory(values=values)
     rows = compressed_like(values, num_chunks)
     _module_for(values, implementation).minmax_u8_compress(values, rows)
     return rows
@@ -58,6 +59,9 @@ def check_rows(rows: Tensor, values: Tensor) -> None:
 def decompress(rows: Tensor, values: Tensor, implementation: str | None) -> None:
     """See `ddp_compile.kernels.minmax_u8_decompress`."""
     check_rows(rows, values)
+    _check_memory(compressed=rows, out=values)
+    if _overlap(rows, values):
+        raise ValueError("out shares memory with compressed, which is read; pass other memory")
     _module_for(values, implementation).minmax_u8_decompress(rows, values)
     increment_version([values])
 
@@ -79,6 +83,7 @@ def check_average(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, implementation: str | None) -> None:
     """See `ddp_compile.kernels.average_into`."""
     check_average(x, total, copy, count)
+    _check_memory(x=x, total=total, copy=copy)
     for name, tensor in (("total", total), ("copy", copy)):
         if _overlap(tensor, x):
             raise ValueError(f"{name} shares memory with x, which is written; clone it first")
@@ -93,6 +98,12 @@ def _check_values(name: str, values: Tensor) -> None:
         )
     if values.dtype not in KERNEL_DTYPES:
         raise ValueError(f"{name} is of {values.dtype}; float32, bfloat16 and float16 are supported")
+
+
+def _check_memory(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.data_ptr():
+            raise ValueError(f"{name} with {tensor.numel()} elements has no memory: its storage has been freed")
 
 
 def _module_for(values: Tensor, implementation: str | None) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,11 @@ class FlattenPlan:
         implementation: str | None = None,
     ) -> None:
         self.flat = flat
+        self._flat_identity = _identity(flat)
+        # Reading the addresses and moving what is there belong together.
+        self._lock = threading.Lock()
+        if flat.numel() and not flat.data_ptr():
+            raise ValueError(f"flat with {flat.numel()} elements has no memory: its storage has been freed")
         self._executor = executor_for(tensors, flat, offsets, implementation)
         self._is_forced = implementation in ("native", "cuda")
         # Shapes and strides of the places are needed for views, and for what the kernels do not move: on demand.
@@ -98,7 +104,7 @@ class FlattenPlan:
             ValueError: A tensor has another shape or device, is not floating, or shares memory with ``flat`` outside
                 of its place; ``flat`` is unchanged then.
         """
-        stats = self._move(tensors, scale, with_stats, to_flat=True)
+        stats = self._move(tuple(tensors), scale, with_stats, to_flat=True)
         increment_version([self.flat])
         return stats
 
@@ -115,31 +121,42 @@ class FlattenPlan:
         Raises:
             ValueError: As `flatten`, or two tensors share memory; no tensor is changed then.
         """
+        tensors = tuple(tensors)
         stats = self._move(tensors, scale, with_stats, to_flat=False)
         increment_version(tensors)
         return stats
 
-    def _move(self, tensors: Sequence[Tensor], scale: float, with_stats: bool, to_flat: bool) -> FlattenStats | None:
-        others = self._executor.read(tensors, self.flat, written=not to_flat)
-        for i in others:
-            self._check_other(i, tensors[i])
+    def _move(self, tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool) -> FlattenStats | None:
+        if _identity(self.flat) != self._flat_identity:
+            raise ValueError("flat has another size, dtype or memory than when the plan was made; make a new plan")
         stats = torch.empty(_STATS_BYTES, dtype=torch.uint8, device=self.flat.device) if with_stats else None
-        if others:
-            # Before anything is written: these too may share memory.
-            layout.check_memory(tensors, self.views, self.flat, written=not to_flat)
-            places = [self.views[i] for i in others]
-            moved = [tensors[i] for i in others]
-            sources, destinations = (moved, places) if to_flat else (places, moved)
-            of_others = reference.stats_of(sources, destinations, scale) if with_stats else None
-        self._executor.move(self.flat, to_flat, scale, stats)
-        if others:
-            reference.scale_into(sources, destinations, scale)
+        with self._lock:
+            others = self._executor.read(tensors, self.flat, written=not to_flat)
+            # First what torch may refuse, so that nothing is written if it does.
+            of_others = self._move_others(others, tensors, scale, with_stats, to_flat) if others else None
+            self._executor.move(self.flat, to_flat, scale, stats)
         if stats is None:
             return None
         result = FlattenStats(stats[:8].view(torch.float64)[0], stats[8:9].view(torch.bool)[0])
-        if others and of_others is not None:
-            result = FlattenStats(result.sum_of_squares + of_others[0], result.non_finite | of_others[1])
-        return result
+        if of_others is None:
+            return result
+        return FlattenStats(result.sum_of_squares + of_others[0], result.non_finite | of_others[1])
+
+    def _move_others(
+        self, others: Sequence[int], tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        for i in others:
+            self._check_other(i, tensors[i])
+        places, moved = [self.views[i] for i in others], [tensors[i] for i in others]
+        if to_flat:
+            layout.check_memory(moved, places, self.flat, written=False)
+            sources, destinations = moved, places
+        else:
+            layout.check_memory(tensors, self.views, self.flat, written=True)
+            sources, destinations = places, moved
+        stats = reference.stats_of(sources, destinations, scale) if with_stats else None
+        reference.scale_into(sources, destinations, scale)
+        return stats
 
     def _check_other(self, index: int, tensor: Tensor) -> None:
         layout.check_tensor(index, tensor, self.views[index].shape, self.flat)
@@ -155,3 +172,7 @@ class FlattenPlan:
         )
         self._examples = ()
         return self._views
+
+
+def _identity(flat: Tensor) -> tuple[int, int, torch.dtype, bool]:
+    return flat.data_ptr(), flat.numel(), flat.dtype, flat.is_contiguous()

@@ -72,6 +72,8 @@ def check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | 
 
 def check_tensor(index: int, tensor: Tensor, shape: Sequence[int], flat: Tensor) -> None:
     """Raise ValueError unless a tensor has its place's shape and device, and a floating dtype."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor {index} is of type {type(tensor).__name__}; pass torch tensors")
     if tensor.device != flat.device:
         raise ValueError(f"tensor {index} is on {tensor.device} but flat is on {flat.device}; move one of them")
     if tuple(tensor.shape) != tuple(shape):
@@ -88,10 +90,14 @@ def check_memory(tensors: Sequence[Tensor], places: Sequence[Tensor], flat: Tens
     flat_begin, flat_end = _memory(flat)
     ranges = []
     for i, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
-        if not tensor.numel() or tensor.untyped_storage().nbytes() == 0:
+        if not tensor.numel() or tensor.data_ptr() == 0:
             continue
+        if written and _overlaps_itself(tensor):
+            raise ValueError(
+                f"tensor {i} with strides {tensor.stride()} has elements that share memory and cannot be written"
+            )
         begin, end = _memory(tensor)
-        in_place = begin == place.data_ptr() and tensor.dtype == place.dtype
+        in_place = begin == place.data_ptr() and tensor.dtype == place.dtype and _same_layout(tensor, place)
         if begin < flat_end and end > flat_begin and not in_place:
             raise astray_error(i)
         ranges.append((begin, end, i))
@@ -107,6 +113,21 @@ def astray_error(index: int) -> ValueError:
         f"tensor {index} shares memory with flat but does not lie in its place there: writing one would change the"
         " other; clone it first"
     )
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    return all(size == 1 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may lie at one address: a stride does not step over all that smaller ones span."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += (size - 1) * stride
+    return False
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale:
         for source, destination in zip(sources, destinations, strict=True):
             if scale != 1.0:
                 if source.dtype != destination.dtype:
-                    source = source.to(torch.promote_types(source.dtype, torch.float32))
+                    source = _widened(source)
                 # One pass over memory, where copying and then scaling the flat buffer would take two.
                 torch.mul(source, scale, out=destination)
             elif source.data_ptr() != destination.data_ptr() or source.is_neg():
@@ -41,10 +41,15 @@ def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: f
     non_finite = torch.zeros((), dtype=torch.bool, device=device)
     with torch.no_grad():
         for source, destination in zip(sources, destinations, strict=True):
-            scaled = source.to(torch.promote_types(source.dtype, torch.float32)) * scale
+            scaled = _widened(source) * scale
             sum_of_squares += scaled.double().square().sum()
             non_finite |= ~scaled.to(destination.dtype).isfinite().all()
     return sum_of_squares, non_finite
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    # Formats of eight bits promote to nothing.
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def row_bytes(chunk_numel: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum, auto
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from ddp_compile.bucket_plan import BucketSpec
 from ddp_compile.kernels import FlattenPlan
+from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
 
 
 class BucketState(Enum):
@@ -32,7 +33,7 @@ class BucketBuffer:
             back into the gradients the engine made.
 
     The buffer owns ``flat``. On a CUDA device the stream on which the last gradient arrived writes it, then the process
-    group's; ``work`` keeps it alive until it has been waited for. Sparse gradients have no flat buffer.
+    group's; ``work`` keeps it alive until it has been waited for. A sparse gradient is its own buffer.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter], gradient_as_bucket_view: bool) -> None:
@@ -40,10 +41,12 @@ class BucketBuffer:
         self.parameters = tuple(parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.state = BucketState.COLLECTING
-        self.missing = {gradient.index for gradient in spec.gradients}
-        self.work: dist.Work | None = None
+        self._all = frozenset(gradient.index for gradient in spec.gradients)
+        self.missing = set(self._all)
+        self.work: dist.Work | HookWork | None = None
         self._has_waited = False
         self.flat: Tensor | None = None
+        self._kept: dict[int, Tensor] = {}
         self._flatten_plan: FlattenPlan | None = None
 
     def arrive(self, parameter: int) -> bool:
@@ -58,49 +61,119 @@ class BucketBuffer:
         """
         if self.spec.is_sparse:
             with torch.no_grad():
-                gradients[0].mul_(scale)
+                self.flat = gradients[0].mul_(scale)
             return
         # A functional embedding can give a sparse gradient that no module announced.
         gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
         self._plan().flatten(gradients, scale)
 
-    def launch(self, process_group: dist.ProcessGroup) -> None:
-        """Start the all-reduce of the flattened gradients."""
-        payload = self.parameters[0].grad if self.spec.is_sparse else self.flat
-        assert payload is not None
-        self.work = dist.all_reduce(payload, group=process_group, async_op=True)
+    def contribution_of_unused(self, position: int) -> Tensor:
+        """What a parameter contributes that got no gradient in this round: what it holds from before, else zeros.
+
+        A gradient that lies in the flat buffer is kept aside, to be put back if no other rank has one to add.
+        """
+        parameter = self.parameters[position]
+        if self.spec.is_sparse:
+            if parameter.grad is not None:
+                return parameter.grad.clone()
+            # No rows, as embeddings give them: one sparse dimension, which ranks have to agree on.
+            rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+            return torch.sparse_coo_tensor(rows, values, parameter.shape)
+        view = self._plan().views[position]
+        if parameter.grad is None:
+            return view.zero_()
+        if parameter.grad.data_ptr() == view.data_ptr():
+            self._kept[position] = view.clone()
+        return parameter.grad
+
+    def launch(
+        self, process_group: dist.ProcessGroup, comm_hook: CommHook | None = None, is_last: bool = False
+    ) -> None:
+        """Start the reduction of the flattened gradients.
+
+        Args:
+            process_group: The ranks of the all-reduce.
+            comm_hook: What reduces them in place of the all-reduce.
+            is_last: Whether no bucket leaves after this one.
+
+        Raises:
+            ReductionError: The comm hook raised.
+        """
+        assert self.flat is not None
+        if comm_hook is None:
+            self.work = dist.all_reduce(self.flat, group=process_group, async_op=True)
+            return
+        # Hooks may resize what they are given, as batched PowerSGD does; the buffer itself keeps its shape.
+        handed_out = self.flat if self.spec.is_sparse else self.flat.view(-1)
+        bucket = GradBucket(self.spec.index, is_last, handed_out, self.parameters)
+        self.work = comm_hook.launch(bucket, self.flat, self.describe())
 
     def wait(self) -> None:
-        """Wait for the all-reduce, once; raises RuntimeError if it failed or timed out."""
+        """Wait for the reduction, once; raises RuntimeError if it failed or timed out."""
         if self.work is not None and not self._has_waited:
             self.work.wait()
             self._has_waited = True
 
-    def hand_over(self) -> None:
-        """Let every parameter's ``.grad`` be the reduced gradient; the all-reduce must have been waited for."""
+    def hand_over(self, untouched: Container[int] = ()) -> None:
+        """Let every parameter's ``.grad`` be the reduced gradient; the all-reduce must have been waited for.
+
+        Args:
+            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+        """
+        left_alone = [position for position, spec in enumerate(self.spec.gradients) if spec.index in untouched]
         if self.spec.is_sparse:
             # A sparse sum has other indices than the sparse tensor it started from, so it is a new tensor.
             assert self.work is not None
-            (self.parameters[0].grad,) = self.work.result()
+            if not left_alone:
+                (self.parameters[0].grad,) = self.work.result()
             return
+        for position in left_alone:
+            if position in self._kept:
+                self._plan().views[position].copy_(self._kept[position])
         if self.gradient_as_bucket_view:
-            self.point_gradients_at_views()
+            self.point_gradients_at_views(untouched)
         else:
-            gradients = [parameter.grad for parameter in self.parameters]
-            self._plan().unflatten([gradient for gradient in gradients if gradient is not None])
+            self._copy_back(left_alone)
 
-    def point_gradients_at_views(self) -> None:
-        """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made."""
-        for parameter, view in zip(self.parameters, self._plan().views, strict=True):
-            if parameter.grad is not view:
+    def point_gradients_at_views(self, untouched: Container[int] = ()) -> None:
+        """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
+
+        Args:
+            untouched: Numbers of parameters whose ``.grad`` stays what it is.
+        """
+        for parameter, view, spec in zip(self.parameters, self._plan().views, self.spec.gradients, strict=True):
+            if parameter.grad is not view and spec.index not in untouched:
                 parameter.grad = view
+
+    def _copy_back(self, left_alone: Sequence[int]) -> None:
+        gradients = []
+        for position, (parameter, view) in enumerate(zip(self.parameters, self._plan().views, strict=True)):
+            if position in left_alone:
+                gradients.append(torch.empty_like(view))  # thrown away
+                continue
+            if parameter.grad is None:  # other ranks have used it
+                parameter.grad = torch.empty_like(view)
+            gradients.append(parameter.grad)
+        self._plan().unflatten(gradients)
 
     def reset(self) -> None:
         """Be ready for the next backward."""
         self.state = BucketState.COLLECTING
-        self.missing = {gradient.index for gradient in self.spec.gradients}
+        self.missing.update(self._all)
         self.work = None
         self._has_waited = False
+        self._kept.clear()
+
+    def lay_out_as(self, spec: BucketSpec) -> None:
+        """Give the gradients their places in a new flat buffer, between two backwards.
+
+        Args:
+            spec: The same bucket with another layout. Each ``.grad`` stays where it is until the next flatten.
+        """
+        self.spec = spec
+        self.flat = None
+        self._flatten_plan = None
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""

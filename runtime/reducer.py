@@ -9,59 +9,24 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
-from ddp_compile.errors import GradientArrivalError, MissingGradientError, ReductionError
+from ddp_compile.bucket_plan import PlanBuilder
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import refusals
 from ddp_compile.runtime.agreement import agree_on_plan
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
+from ddp_compile.runtime.comm_hooks import CommHook, verify_hooks_agree
+from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
+from ddp_compile.runtime.reducer_state import ReducerSettings, ReducerState
 
 log = logging.getLogger(__name__)
-
-
-class ReducerState(Enum):
-    """What the reducer makes of the next gradient.
-
-    ========== ================================================= ==========
-    from       on                                                to
-    ========== ================================================= ==========
-    ARMED      a forward inside no_sync, no other one before it  LOCAL
-    LOCAL      a forward outside of no_sync                      ARMED
-    ARMED      the first gradient of a backward                  REDUCING
-    REDUCING   the end of a backward, all buckets have left      ARMED
-    REDUCING   the end of a backward, some gradients missing     INCOMPLETE
-    INCOMPLETE the first gradient of another backward            REDUCING
-    INCOMPLETE a forward: MissingGradientError                   ARMED
-    REDUCING   a forward: the backward had raised                FAILED
-    ========== ================================================= ==========
-    """
-
-    ARMED = auto()  #: it starts a round
-    LOCAL = auto()  #: it stays on this rank
-    REDUCING = auto()  #: it belongs to the round that has started
-    INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
-    FAILED = auto()  #: a backward has raised in the middle of a round: this rank may be out of step with the others
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReducerSettings:
-    """What a reducer needs to know beside its parameters.
-
-    Args:
-        gradient_as_bucket_view: See `BucketBuffer`.
-        on_plan_sealed: Called once, on every rank, with the plan all ranks agreed on.
-    """
-
-    gradient_as_bucket_view: bool
-    on_plan_sealed: Callable[[BucketPlan], None]
 
 
 class Reducer:
@@ -99,10 +64,33 @@ class Reducer:
         self._forward_since_round = False
         self._arrived_before_plan: set[int] = set()
         self._handed_over: dict[int, Tensor] = {}
+        self._comm_hook: CommHook | None = None
+        self._optional: OptionalGradients | None = None
+        if settings.static_graph or settings.find_unused_parameters:
+            names = [gradient.fqn for gradient in builder.gradients]
+            kind = StaticGraph if settings.static_graph else OptionalGradients
+            self._optional = kind(self.parameters, names, process_group)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook_for(weakref.ref(self), index))
             for index, parameter in enumerate(self.parameters)
         ]
+        self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in self.parameters]
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Let a hook reduce the buckets, and divide, from the next backward on.
+
+        Raises:
+            RuntimeError: A hook is registered already, or a backward has not been completed.
+        """
+        if self._comm_hook is not None:
+            raise refusals.second_comm_hook(self.rank, hook.name, self._comm_hook.name)
+        if self.state not in (ReducerState.ARMED, ReducerState.LOCAL):
+            raise refusals.comm_hook_in_backward(self.rank, hook.name)
+        self._comm_hook = hook
+        self.builder.leave_no_gaps()
+        if self.builder.sealed is not None:
+            for bucket, spec in zip(self.buckets, self.builder.sealed.buckets, strict=True):
+                bucket.lay_out_as(spec)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
         """Say before a forward whether a backward that follows it is to be reduced.
@@ -118,9 +106,8 @@ class Reducer:
             self._refuse_after_an_exception()
         if self.state is ReducerState.INCOMPLETE:
             self._refuse_missing_gradients()
-        for parameter, hook in zip(self.parameters, self._hooks, strict=True):
-            # A hook of the user's, on the gradient of this rank, has to have run before the bucket leaves.
-            torch_internals.run_last(parameter, hook)
+        # A hook of the user's, on the gradient of this rank, has to have run before the bucket leaves.
+        torch_internals.run_last(self._all_hooks, self._hooks)
         if synchronize:
             self.state = ReducerState.ARMED
             self._forward_since_round = True
@@ -129,29 +116,40 @@ class Reducer:
             # The backward of a synchronised forward that is still to come is not called off by this one.
             self.state = ReducerState.LOCAL
 
+    def search_unused_parameters(self, outputs: Any) -> None:
+        """After a synchronised forward, find the parameters that no backward from its outputs can reach.
+
+        Args:
+            outputs: What the forward returned.
+        """
+        if self._optional is not None:
+            self._optional.search(outputs)
+
     def mark_parameter_ready(self, index: int) -> None:
         """Note that a parameter's gradient has been accumulated into ``.grad`` for this backward.
 
         Raises:
-            GradientArrivalError: It had arrived before in the same round.
+            GradientArrivalError: It had arrived before in the same round, or was taken for unused.
         """
+        if self._is_one_of_many(index):
+            return
+        if self._optional is not None:
+            self._optional.note(index)
         if self.state is ReducerState.LOCAL:
             return
         if not self.buckets and not self._forward_since_round:
             self._arrived_before_plan.add(index)
             self._call_back_at_the_end(self._finalize_backward_without_plan)
             return
-        self._enter_backward()
+        self._enter_backward(index)
         bucket = self._bucket_of_parameter[index]
+        if self._optional is not None and self._optional.settles(index, bucket.state is not BucketState.COLLECTING):
+            return
         if index in self._handed_over:
             self._check_single_contributor(index)
             return
         if index not in bucket.missing:
-            raise GradientArrivalError(
-                f"rank {self.rank}: the gradient of {self._fqn(index)} arrived twice before all others had arrived."
-                " Either a reentrant checkpoint runs over shared weights: use use_reentrant=False; or one of several"
-                " backwards does not reach every parameter: add the losses up, or put all but the last into no_sync()"
-            )
+            raise refusals.arrived_twice(self.rank, self._fqn(index))
         if bucket.arrive(index):
             self._complete_with_what_is_there(bucket)
 
@@ -177,7 +175,10 @@ class Reducer:
         if bucket.spec.is_sparse:
             raise ValueError(f"{bucket.describe()} is sparse; only its parameter's own hook can hand it over")
         if len(bucket.missing) != len(bucket.parameters):
-            raise GradientArrivalError(f"rank {self.rank}: {bucket.describe()} was handed over after a part of it")
+            raise refusals.bucket_in_parts(self.rank, bucket.describe())
+        if self._optional is not None:
+            for spec in bucket.spec.gradients:
+                self._optional.note(spec.index)
         accumulated = [parameter.grad for parameter in bucket.parameters]
         gradients = [g if old is None else old + g for g, old in zip(gradients, accumulated, strict=True)]
         for gradient, parameter, spec in zip(gradients, bucket.parameters, bucket.spec.gradients, strict=True):
@@ -201,17 +202,17 @@ class Reducer:
         if self._num_launched < len(self.buckets):
             if torch_internals.is_inside_backward():
                 return
-            if self._forward_since_round:
+            if not self._complete_without_the_missing():
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._wait_for_launched()
                 self.state = ReducerState.INCOMPLETE
                 return
-            self._complete_with_means()
         self._wait_for_launched()
-        if self.world_size > 1:
+        untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
+        if self._sends:
             for bucket in self.buckets:
                 if bucket.state is BucketState.LAUNCHED:
-                    bucket.hand_over()
+                    bucket.hand_over(untouched)
         self._reset()
 
     def remove_hooks(self) -> None:
@@ -221,13 +222,32 @@ class Reducer:
 
     # What follows is private.
 
-    def _enter_backward(self) -> None:
+    def _is_one_of_many(self, index: int) -> bool:
+        """Count a gradient that neither begins a round nor completes a bucket, as most do, in few steps."""
+        if self.state is not ReducerState.REDUCING or self._optional is not None:
+            return False
+        missing = self._bucket_of_parameter[index].missing
+        if index not in missing or len(missing) == 1:
+            return False
+        if torch_internals.current_graph_task_id() not in self._tasks_with_callback:
+            return False
+        missing.discard(index)
+        return True
+
+    @property
+    def _sends(self) -> bool:
+        # A comm hook is called on a single rank as well, as DistributedDataParallel's is.
+        return self.world_size > 1 or self._comm_hook is not None
+
+    def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
         if not self.buckets:
             self._seal_plan()
         self.state = ReducerState.REDUCING
         self._call_back_at_the_end(self.finalize_backward)
+        if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
+            self._go_on_without(absent)
 
     def _call_back_at_the_end(self, callback: Callable[[], None]) -> None:
         task = torch_internals.current_graph_task_id()
@@ -249,6 +269,9 @@ class Reducer:
         if len(arrived) == len(self.parameters):
             self._seal_plan()
             self.state = ReducerState.REDUCING
+            if self._optional is not None:
+                for index in arrived:
+                    self._optional.settles(index, has_left=False)
             for bucket in self.buckets:
                 self._complete_with_what_is_there(bucket)
             self.finalize_backward()
@@ -260,11 +283,8 @@ class Reducer:
             plan = agree_on_plan(proposed, self.process_group, device)
         except RuntimeError as error:
             first = proposed.buckets[0].gradients
-            raise ReductionError(
-                f"rank {self.rank}: no rank 0 to agree on the bucket plan with, before bucket 0 ({first[0].fqn}, ...,"
-                f" {first[-1].fqn}) could leave. Another rank has raised, exited, or not come to its backward within"
-                f" the process group's timeout; look for its error. ({error})"
-            ) from error
+            raise refusals.no_plan_to_agree_on(self.rank, first, error) from error
+        verify_hooks_agree(plan, self._comm_hook, self.rank)
         self.builder.seal(plan)
         as_view = self.settings.gradient_as_bucket_view
         self.buckets = [
@@ -275,27 +295,66 @@ class Reducer:
         self.settings.on_plan_sealed(plan)
 
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
-        if self.world_size > 1:
+        if self._sends:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
-                bucket.flatten(gradients, scale=1.0 / self.world_size)
+                bucket.flatten(gradients, scale=1.0 if self._comm_hook else 1.0 / self.world_size)
                 if self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
-                    bucket.point_gradients_at_views()
+                    bucket.point_gradients_at_views(self._unused())
         bucket.state = BucketState.READY
         self._launch_ready_buckets()
 
     def _launch_ready_buckets(self, skip: bool = False) -> None:
         """Launch what can leave in plan order; with ``skip``, the next bucket will not leave in this round."""
         if skip:
-            self._num_launched += 1
+            self._count_launch()
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             if bucket.state is not BucketState.READY:
                 return
-            if self.world_size > 1:
+            if self._sends:
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-                    bucket.launch(self.process_group)
+                    bucket.launch(self.process_group, self._comm_hook, is_last=bucket is self.buckets[-1])
             bucket.state = BucketState.LAUNCHED
-            self._num_launched += 1
+            self._count_launch()
+
+    def _count_launch(self) -> None:
+        self._num_launched += 1
+        if self._num_launched == len(self.buckets) and self._optional is not None:
+            if self._comm_hook is not None:
+                self._comm_hook.settle()
+            self._optional.exchange()
+
+    def _complete_without_the_missing(self) -> bool:
+        """At the end of a backward, complete the buckets that may leave without the gradients they miss.
+
+        Returns:
+            Whether the round is over: False if it has to wait for another backward.
+        """
+        if self._optional is not None:
+            missing = {index for bucket in self.buckets for index in bucket.missing}
+            absent = self._optional.absent_at_the_end(missing)
+            if absent is not None:
+                self._go_on_without(absent)
+                for bucket in self.buckets:
+                    if bucket.state is BucketState.COLLECTING:  # what came to it was not counted
+                        self._complete_with_what_is_there(bucket)
+                return True
+        if self._forward_since_round:
+            return False
+        self._complete_with_means()
+        return True
+
+    def _go_on_without(self, absent: Iterable[int]) -> None:
+        """Let buckets no longer wait for these parameters, which contribute what they hold, or zeros."""
+        assert self._optional is not None
+        waiting = sorted(index for index in absent if index in self._bucket_of_parameter[index].missing)
+        self._optional.unused.update(waiting)
+        for index in waiting:
+            if self._bucket_of_parameter[index].arrive(index):
+                self._complete_with_what_is_there(self._bucket_of_parameter[index])
+
+    def _unused(self) -> Set[int]:
+        return frozenset() if self._optional is None else self._optional.unused
 
     def _complete_with_means(self) -> None:
         """Complete the round of a backward without a forward before it, of a regulariser for example.
@@ -310,29 +369,34 @@ class Reducer:
 
     def _complete_with_what_is_there(self, bucket: BucketBuffer) -> None:
         bucket.missing.clear()
-        self._complete(bucket, [self._gradient_of(gradient.index) for gradient in bucket.spec.gradients])
+        self._complete(bucket, self._contributions(bucket))
+
+    def _contributions(self, bucket: BucketBuffer) -> list[Tensor]:
+        unused = self._unused()
+        gradients = []
+        for position, parameter in enumerate(bucket.parameters):
+            gradient = parameter.grad
+            if unused and bucket.spec.gradients[position].index in unused:
+                gradient = bucket.contribution_of_unused(position) if self._sends else parameter
+            elif gradient is None:
+                raise refusals.gradient_gone(self.rank, bucket.spec.gradients[position].fqn)
+            gradients.append(gradient)
+        return gradients
 
     def _wait_for_launched(self) -> None:
         for bucket in self.buckets:
             try:
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
                     bucket.wait()
+            except ReductionError:
+                raise  # a comm hook's own
             except RuntimeError as error:
-                raise ReductionError(
-                    f"rank {self.rank}: the all-reduce of {bucket.describe()} failed. Another rank has raised, exited,"
-                    " or not come to its backward within the process group's timeout; look for its error."
-                    f" ({error})"
-                ) from error
+                raise refusals.all_reduce_failed(self.rank, bucket.describe(), error) from error
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
         self.state = ReducerState.FAILED
-        raise ReductionError(
-            f"rank {self.rank}: the last backward raised after its reduction had started, so the ranks may be out of"
-            " step, and going on could average gradients of different steps. Start again from a checkpoint; or, if"
-            " every rank has caught the error, let every rank go on in a new group:"
-            " model = ddp_compile(model.unwrap(), process_group=torch.distributed.new_group(), ...)"
-        )
+        raise refusals.out_of_step(self.rank)
 
     def _refuse_missing_gradients(self) -> NoReturn:
         missing = [self._fqn(index) for bucket in self.buckets for index in sorted(bucket.missing)]
@@ -340,12 +404,7 @@ class Reducer:
             self._wait_for_launched()
         finally:
             self._reset()
-        raise MissingGradientError(
-            f"rank {self.rank}: {len(missing)} of {len(self.parameters)} parameters got no gradient in the last"
-            f" backward: {', '.join(missing)}. Their buckets never left, and .grad is not averaged. Let every"
-            " parameter take part in the loss, freeze unused ones with requires_grad_(False) before ddp_compile, or"
-            " name them in parameters_to_ignore"
-        )
+        raise refusals.missing_gradients(self.rank, missing, len(self.parameters), self.settings.static_graph)
 
     def _reset(self) -> None:
         for bucket in self.buckets:
@@ -355,25 +414,15 @@ class Reducer:
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         self._handed_over.clear()
+        if self._optional is not None:
+            self._optional.begin_round()
 
     def _check_single_contributor(self, index: int) -> None:
         """A gradient that a graph handed over must be the only one; see docs/architecture.md, "Handing over early"."""
         handed_over, stored = self._handed_over[index], self.parameters[index].grad
         if stored is not None and stored.data_ptr() == handed_over.data_ptr():
             return
-        raise GradientArrivalError(
-            f"rank {self.rank}: {self._fqn(index)} got another gradient after the compiled backward had handed its"
-            " bucket over, for example from a regulariser outside the model; the reduced gradient lacks it"
-        )
-
-    def _gradient_of(self, index: int) -> Tensor:
-        gradient = self.parameters[index].grad
-        if gradient is None:
-            raise GradientArrivalError(
-                f"rank {self.rank}: the gradient of {self._fqn(index)} was set to None before it was averaged, perhaps"
-                " by a hook that steps an optimizer inside the backward; step after the backward"
-            )
-        return gradient
+        raise refusals.contributor_after_launch(self.rank, self._fqn(index))
 
     def _fqn(self, index: int) -> str:
         return self.builder.gradients[index].fqn

@@ -121,7 +121,7 @@ def bucket_bytes(model: torch.nn.Module, cap_mb: float) -> list[int]:
         )
         for i, (name, p) in reversed(list(enumerate(parameters)))
     ]
-    return [bucket.num_bytes for bucket in plan_buckets(gradients, caps_from_mib(cap_mb, 1.0)).buckets]
+    return [bucket.num_bytes for bucket in plan_buckets(gradients, caps_from_mib(cap_mb, 1.0, "cpu")).buckets]
 
 
 def serve(context: RankContext, connection: Connection, connection_of_host: Connection) -> None:

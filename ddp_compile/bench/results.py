@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -109,21 +109,26 @@ def ideal_step_s(local: CaseResult, communication: CaseResult, link: str, on_cpu
 
 
 def median_ratio(rounds: Sequence[list[StepRecord]], others: Sequence[list[StepRecord]]) -> tuple[float, float, float]:
-    """Median over rounds of the ratio of the rounds' median steps, and its 95 % interval.
-
-    The interval lies between order statistics, whatever the distribution: each ratio lies above the true median with
-    probability one half. With fewer than six rounds it is the whole range, which covers less than 95 %.
-    """
-    ratios = sorted(
+    """Median over rounds of the ratio of the rounds' median steps, and its 95 % interval."""
+    return median_and_interval(
         statistics.median(step.step_s for step in ours) / statistics.median(step.step_s for step in theirs)
         for ours, theirs in zip(rounds, others, strict=True)
     )
-    n = len(ratios)
+
+
+def median_and_interval(values: Iterable[float]) -> tuple[float, float, float]:
+    """The median, and a 95 % interval for the median of what the values are drawn from.
+
+    The interval lies between order statistics, whatever the distribution: each value lies above the true median with
+    probability one half. With fewer than six values it is the whole range, which covers less than 95 %.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
     below, tail = 0, 0.5**n
     while tail + math.comb(n, below + 1) * 0.5**n <= 0.025 and below + 1 < n // 2:
         below += 1
         tail += math.comb(n, below) * 0.5**n
-    return statistics.median(ratios), ratios[below], ratios[n - 1 - below]
+    return statistics.median(ordered), ordered[below], ordered[n - 1 - below]
 
 
 def summarize(

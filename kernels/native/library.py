@@ -15,13 +15,13 @@ from ddp_compile.errors import KernelUnavailableError
 FOLDER = Path(__file__).parent
 
 # What ddp_compile_interface() of a library that fits this file returns.
-INTERFACE = 1
+INTERFACE = 2
 
 # Numbers of formats.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Numbers of Fit in tensor_table.h.
-FITS, OTHER_LAYOUT, MISMATCH = range(3)
+FITS, OTHER_LAYOUT, MISMATCH, PYTHON_ERROR, OUT_OF_MEMORY = range(5)
 
 _HANDLE = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -107,8 +107,9 @@ def _exchange_api() -> int:
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         raise KernelUnavailableError(f"torch {torch.__version__} has no DLPack exchange API; use torch 2.11 or newer")
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    # A prototype of its own: ctypes.pythonapi is shared by everybody in the process.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    get_pointer = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
     address = get_pointer(capsule, b"dlpack_exchange_api")
     major = ctypes.c_uint32.from_address(address).value
     if major != 1:

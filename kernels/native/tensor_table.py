@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ddp_compile.kernels import layout
-from ddp_compile.kernels.native.library import DTYPE_CODES, FITS, MISMATCH, NativeLibrary
+from ddp_compile.kernels.native.library import DTYPE_CODES, FITS, MISMATCH, OUT_OF_MEMORY, NativeLibrary
 
 
 class NativeTensorTable:
@@ -34,8 +34,12 @@ class NativeTensorTable:
         except RuntimeError:  # what torch says of a tensor without an address, of the meta device for example
             layout.check_fit(tensors, flat, offsets)
             raise
-        placed = None if offsets is None else (ctypes.c_int64 * len(offsets))(*offsets)
+        if fit.value == OUT_OF_MEMORY:
+            raise MemoryError(f"no memory for a plan of {len(tensors)} tensors")
         wrong_number = offsets is not None and len(offsets) != len(tensors)
+        if offsets and (wrong_number or min(offsets) < 0 or max(offsets) > flat.numel()):
+            layout.check_fit(tensors, flat, offsets)  # ctypes would cut too large integers off
+        placed = None if offsets is None else (ctypes.c_int64 * len(offsets))(*offsets)
         wrong_device = len(tensors) > 0 and tensors[0].device != flat.device
         if (
             fit.value != FITS
@@ -74,6 +78,8 @@ class NativeTensorTable:
             for i, tensor in enumerate(tensors):
                 layout.check_tensor(i, tensor, self.shape(i), flat)
             raise
+        if fit == OUT_OF_MEMORY:
+            raise MemoryError(f"no memory to read {len(tensors)} tensors")
         others = library.table_others(self.handle)[: library.table_num_others(self.handle)]
         if fit == MISMATCH:
             layout.check_tensor(others[-1], tensors[others[-1]], self.shape(others[-1]), flat)

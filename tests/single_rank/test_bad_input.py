@@ -40,7 +40,8 @@ from ddp_compile import ddp_compile
         ({"parameters_to_ignore": "weight"}, TypeError, "pass a list of names: ['weight']"),
         ({"process_group": -100}, ValueError, "process_group=-100 is not a process group this rank belongs to"),
         ({"device_ids": [0]}, TypeError, "device_ids=[0]; move the module to its device first"),
-        ({"find_unused_parameters": True}, TypeError, "find_unused_parameters=True"),
+        ({"find_unused_parameters": 1}, ValueError, "find_unused_parameters=1 is neither True nor False"),
+        ({"static_graph": "yes"}, ValueError, "static_graph='yes' is neither True nor False"),
         ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'"),
     ],
 )

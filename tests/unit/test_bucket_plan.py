@@ -404,3 +404,16 @@ def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
 def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
     two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
     assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
+
+
+def test_gaps_can_be_closed_before_and_after_the_plan_is_sealed() -> None:
+    gradients = [GradientSpec(i, f"layer_{i}", 3, "float32", "cpu") for i in range(3)]
+    early, late = PlanBuilder(gradients, [8]), PlanBuilder(gradients, [8])
+    early.add_frame([1])
+    early.leave_no_gaps()
+    late.add_frame([1])
+    late.seal(late.propose())
+    assert late.sealed is not None and late.sealed.num_bytes == 3 * 128
+    late.leave_no_gaps()
+    assert late.sealed == early.propose()
+    assert late.sealed.num_bytes == 3 * 12

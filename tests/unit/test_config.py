@@ -28,35 +28,36 @@ MIB = 2**20
     ],
 )
 def test_capacities_come_out_in_bytes(bucket_cap_mb: float, first_bucket_cap_mb: float, expected: tuple) -> None:
-    assert caps_from_mib(bucket_cap_mb, first_bucket_cap_mb) == expected
+    assert caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, "cpu") == expected
 
 
 @pytest.mark.parametrize("value", [0, -1, 0.0, float("inf"), float("nan"), "auto", "25", True, 1j])
 def test_a_capacity_that_is_no_positive_number_is_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError) as error:
-        caps_from_mib(value, 1.0)  # type: ignore[arg-type]
+        caps_from_mib(value, 1.0, "cpu")  # type: ignore[arg-type]
     assert str(error.value) == (
         f"bucket_cap_mb={value!r} must be a positive number of MiB; pass for example bucket_cap_mb=25"
     )
 
 
-def test_no_capacity_is_the_default_one_as_in_ddp() -> None:
-    assert caps_from_mib(None, 1.0) == caps_from_mib(25.0, 1.0)
+def test_no_capacity_is_the_default_for_the_kind_of_device() -> None:
+    assert caps_from_mib(None, 1.0, "cpu") == (MIB, 5 * MIB)
+    assert caps_from_mib(None, 1.0, "cuda") == (MIB, 25 * MIB)
 
 
 def test_a_first_capacity_that_is_not_positive_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^first_bucket_cap_mb=0 must be .* pass for example first_bucket_cap_mb=1$"):
-        caps_from_mib(25, 0)
+        caps_from_mib(25, 0, "cpu")
 
 
 def test_the_bad_entry_of_a_list_is_named() -> None:
     with pytest.raises(ValueError, match=r"^bucket_cap_mb\[1\]=-3 must be a positive number of MiB"):
-        caps_from_mib([25, -3], 1)
+        caps_from_mib([25, -3], 1, "cpu")
 
 
 def test_an_empty_list_of_capacities_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bucket_cap_mb=\[\] holds no capacity; pass bucket_cap_mb=25"):
-        caps_from_mib([], 1)
+        caps_from_mib([], 1, "cpu")
 
 
 @pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -28,6 +29,7 @@ template <class Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
   const int64_t parts = std::max<int64_t>(1, std::min(num_threads, count / kMinElementsPerThread));
   std::vector<std::thread> threads;
+  threads.reserve(size_t(parts));
   int64_t begin = count / parts;
   try {
     for (int64_t part = 1; part < parts; ++part) {
@@ -81,27 +83,37 @@ struct Copy {
   }
 };
 
+// No exception may leave the library.
+template <class Function>
+int64_t unless_out_of_memory(const Function& function) {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
 }  // namespace
 
 // Changes with every change of a signature below; library.py asks for the number it was written for.
-DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 1; }
+DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 2; }
 
 DDP_COMPILE_EXPORT const char* ddp_compile_instruction_set() { return instruction_set(); }
 
 // The next three need Python's lock: they are called through ctypes.PyDLL.
 
 DDP_COMPILE_EXPORT TensorTable* ddp_compile_table_new(const DLPackExchangeAPI* api, void* tuple, int64_t* fit) {
-  TensorTable* table = new TensorTable;
-  *fit = table->describe(api, tuple);
-  if (*fit != kPythonError) return table;
-  delete table;  // ctypes raises the exception and drops the result
+  TensorTable* table = new (std::nothrow) TensorTable;
+  *fit = table == nullptr ? kOutOfMemory : unless_out_of_memory([&] { return table->describe(api, tuple); });
+  if (*fit != kPythonError && *fit != kOutOfMemory) return table;
+  delete table;  // ctypes raises Python's exception and drops the result
   return nullptr;
 }
 
 DDP_COMPILE_EXPORT void ddp_compile_table_free(TensorTable* table) { delete table; }
 
 DDP_COMPILE_EXPORT int64_t ddp_compile_table_read(TensorTable* table, const DLPackExchangeAPI* api, void* tuple) {
-  return table->read(api, tuple);
+  return unless_out_of_memory([&] { return table->read(api, tuple); });
 }
 
 // The rest is called without Python's lock.
@@ -110,7 +122,9 @@ DDP_COMPILE_EXPORT int64_t ddp_compile_table_place_at(TensorTable* table, const 
   return table->place_at(offsets, flat_numel);
 }
 
-DDP_COMPILE_EXPORT int64_t ddp_compile_table_any_overlap(TensorTable* table) { return table->any_overlap(); }
+DDP_COMPILE_EXPORT int64_t ddp_compile_table_any_overlap(TensorTable* table) {
+  return unless_out_of_memory([&] { return int64_t(table->any_overlap()); });
+}
 
 DDP_COMPILE_EXPORT int64_t ddp_compile_table_first_astray(
     const TensorTable* table, uint64_t flat, int64_t flat_dtype, int64_t flat_numel) {

@@ -83,9 +83,11 @@ inline U float16_bits(F value) {
 template <class U, class F>
 inline F float16_value(U half) {
   const U magnitude = (half & 0x7fffu) << 13;
-  // 2^112 moves the bias from 15 to 127, for subnormals as well; infinities and NaNs need their exponent restored.
-  const F scale = bit_cast<F>((half & 0u) + (239u << 23));
-  const U finite = bit_cast<U>(bit_cast<F>(magnitude) * scale);
+  // The bias goes from 15 to 127. A subnormal is what it adds to 2^-14; as a float32 it would be subnormal as well, which
+  // threads that flush those take for zero.
+  const F smallest_normal = bit_cast<F>((half & 0u) + (113u << 23));
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude + (113u << 23)) - smallest_normal);
+  const U finite = magnitude < (1u << 23) ? subnormal : magnitude + (112u << 23);
   const U special = magnitude | 0x7f800000u;
   const U bits = magnitude >= (31u << 23) ? special : finite;
   return bit_cast<F>(bits | ((half & 0x8000u) << 16));
@@ -213,8 +215,9 @@ template <class S, class D>
 void scale_elements(const void* source, void* destination, int64_t count, float scale, bool streaming, Stats* stats) {
   const S* from = static_cast<const S*>(source);
   D* to = static_cast<D*>(destination);
-  // Scaling in place has fetched what it writes.
-  if (!streaming || source == destination) return scale_elements<S, D, false>(from, to, count, scale, stats);
+  // Scaling in place has fetched what it writes; memory that is not even aligned to its elements never gets aligned.
+  const bool is_odd = reinterpret_cast<uintptr_t>(to) % sizeof(D) != 0;
+  if (!streaming || source == destination || is_odd) return scale_elements<S, D, false>(from, to, count, scale, stats);
   const int64_t misaligned = int64_t(-reinterpret_cast<intptr_t>(to) & 63) / int64_t(sizeof(D));
   const int64_t head = misaligned < count ? misaligned : count;
   scale_elements<S, D, false>(from, to, head, scale, stats);

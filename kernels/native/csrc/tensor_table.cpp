@@ -103,6 +103,7 @@ Fit TensorTable::describe(const DLPackExchangeAPI* api, void* tuple) {
   }
   addresses.resize(size_t(count));
   dtypes.resize(size_t(count));
+  places_.reserve(size_t(count));  // so that place_at needs no memory
   return kFits;
 }
 
@@ -150,7 +151,8 @@ Fit TensorTable::read(const DLPackExchangeAPI* api, void* tuple) {
 }
 
 int64_t TensorTable::place_at(const int64_t* new_offsets, int64_t flat_numel) {
-  std::vector<std::pair<int64_t, int64_t>> places;  // of what is not empty: offset, tensor
+  std::vector<std::pair<int64_t, int64_t>>& places = places_;  // of what is not empty: offset, tensor
+  places.clear();
   for (int64_t i = 0; i < size(); ++i) {
     const size_t at = size_t(i);
     if (new_offsets != nullptr) offsets[at] = new_offsets[i];
@@ -178,7 +180,7 @@ int64_t TensorTable::first_astray(uint64_t flat, Dtype flat_dtype, int64_t flat_
 }
 
 bool TensorTable::any_overlap() {
-  if (addresses == disjoint_) return false;
+  if (addresses == disjoint_ && dtypes == disjoint_dtypes_) return false;
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
   ranges.reserve(addresses.size());
   for (int64_t i = 0; i < size(); ++i) {
@@ -191,6 +193,7 @@ bool TensorTable::any_overlap() {
     if (ranges[i].first < ranges[i - 1].second) return true;
   }
   disjoint_ = addresses;
+  disjoint_dtypes_ = dtypes;
   return false;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "dlpack_abi.h"
@@ -15,6 +16,7 @@ enum Fit : int64_t {
   kOtherLayout = 1,    // other strides than its place has, a dtype that has no loops here, or no memory of its own
   kMismatch = 2,       // another shape or device than its place has
   kPythonError = 3,    // a Python exception is set
+  kOutOfMemory = 4,
 };
 
 class TensorTable {
@@ -57,7 +59,10 @@ class TensorTable {
   std::vector<int64_t> dim_ends_;  // in sizes_ and strides_, of each tensor
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;
-  std::vector<uint64_t> disjoint_;  // the addresses that any_overlap has found disjoint
+  std::vector<std::pair<int64_t, int64_t>> places_;  // of place_at
+  // What any_overlap has found disjoint.
+  std::vector<uint64_t> disjoint_;
+  std::vector<Dtype> disjoint_dtypes_;
 };
 
 int64_t element_bytes(Dtype dtype);

@@ -1,0 +1,139 @@
+"""What the reducer costs: the backward of a model of many small parameters, beside DistributedDataParallel's.
+
+    python benchmarks/bench_reducer.py [--parameters 1000] [--rounds 60] [--output FILE.csv]
+
+Both run eagerly, so that nothing but the reducers differs, on one core for each rank and in turns. For one rank and for
+two: milliseconds of a backward (of the slower rank), and the median of the ratios of the rounds with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+from ddp_compile.bench.provenance import commit, processor
+from ddp_compile.bench.results import median_and_interval
+
+NUMEL = 16
+WARM_UP = 10
+
+
+class ManySmall(nn.Module):
+    """A chain of products with one small parameter each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([nn.Parameter(torch.ones(NUMEL)) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+def plain(count: int) -> nn.Module:
+    return ManySmall(count)
+
+
+def with_ddp(count: int) -> nn.Module:
+    return DistributedDataParallel(ManySmall(count), gradient_as_bucket_view=True, batched_grad_copy=True)
+
+
+def with_ours(count: int) -> nn.Module:
+    return ddp_compile(ManySmall(count), backend="eager")
+
+
+NO_REDUCER, DDP, OURS = "no reducer", "DDP", "ddp_compile"
+WAYS: dict[str, Callable[[int], nn.Module]] = {NO_REDUCER: plain, DDP: with_ddp, OURS: with_ours}
+
+
+def backward_s(model: nn.Module) -> float:
+    loss = model(torch.ones(NUMEL)).sum()
+    start = time.perf_counter()
+    loss.backward()
+    seconds = time.perf_counter() - start
+    model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def measure_rank(rank: int, world_size: int, store: str, count: int, rounds: int, results: str) -> None:
+    """One rank: all ways in turns; rank 0 writes, for each way, the slower rank's time in each round."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    models = {name: make(count) for name, make in WAYS.items()}
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    for i in range(WARM_UP + rounds):
+        for name, model in models.items():
+            dist.barrier()
+            slowest = torch.tensor([backward_s(model)], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if i >= WARM_UP:
+                times[name].append(slowest.item())
+    if rank == 0:
+        torch.save(times, results)
+    dist.destroy_process_group()
+
+
+def measure(world_size: int, count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each backward, by way."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = str(Path(folder) / "times")
+        arguments = (world_size, str(Path(folder) / "store"), count, rounds, results)
+        mp.spawn(measure_rank, args=arguments, nprocs=world_size)
+        times: dict[str, list[float]] = torch.load(results)
+    return times
+
+
+def row_of(world_size: int, name: str, times: dict[str, list[float]]) -> dict[str, object]:
+    p20, p50, p80 = (statistics.quantiles(times[name], n=10, method="inclusive")[i] for i in (1, 4, 7))
+    ratio, low, high = median_and_interval(a / b for a, b in zip(times[name], times[DDP], strict=True))
+    return {
+        "ranks": world_size,
+        "reducer": name,
+        "p20_ms": round(1000 * p20, 3),
+        "p50_ms": round(1000 * p50, 3),
+        "p80_ms": round(1000 * p80, 3),
+        "x_ddp": round(ratio, 4),
+        "x_ddp_from": round(low, 4),
+        "x_ddp_to": round(high, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
+    arguments = parser.parse_args()
+    rows = []
+    for world_size in (1, 2):
+        times = measure(world_size, arguments.parameters, arguments.rounds)
+        rows += [row_of(world_size, name, times) for name in WAYS]
+    about = {"processor": processor(), "torch": torch.__version__, "commit": commit()}
+    print(", ".join(about.values()))
+    print(tabulate(rows, headers="keys"))
+    if arguments.output:
+        with arguments.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], *about])
+            writer.writeheader()
+            writer.writerows({**row, **about} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Comm hooks of our own, for ``module.register_comm_hook(process_group, hook)``; torch's own can be used as well.
+
+They differ from torch's of the same names in that scaling and cast are one pass over memory with one rounding: torch
+rounds to the half format first and divides then, so that small values are rounded twice and large ones overflow before
+they are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile.kernels import flatten_scale, unflatten
+from ddp_compile.runtime.comm_hooks import GradBucket
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average over the ranks, as without a hook.
+
+    Args:
+        process_group: The ranks; the default group when None.
+        bucket: What the reducer passes.
+
+    Returns:
+        A future that holds the averaged buffer, of the dtype and shape of ``bucket.buffer()``.
+
+    Source: ``allreduce_hook`` of torch 2.13, distributed/algorithms/ddp_comm_hooks/default_hooks.py.
+    """
+    group = _group_of(process_group)
+    buffer = bucket.buffer().div_(group.size())
+    return _future_of(dist.all_reduce(buffer, group=group, async_op=True))
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average over the ranks in float16, which halves what float32 gradients send.
+
+    Arguments and result are those of `allreduce_hook`. Means beyond 65504 become infinite, which a GradScaler sees.
+
+    Source: ``fp16_compress_hook`` of torch 2.13, but divided and rounded in one step.
+    """
+    return _average_in(torch.float16, process_group, bucket)
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average over the ranks in bfloat16, which halves what float32 gradients send; on the CPU as on CUDA.
+
+    Arguments and result are those of `allreduce_hook`. The range is that of float32, three digits are kept.
+
+    Source: ``bf16_compress_hook`` of torch 2.13, but divided and rounded in one step, and not bound to NCCL.
+    """
+    return _average_in(torch.bfloat16, process_group, bucket)
+
+
+def builtin_hook(kind: object) -> Callable[..., torch.futures.Future[Tensor]] | None:
+    """The hook that stands for torch's ``BuiltinCommHookType``, which torch implements for its own reducer only.
+
+    Returns:
+        One of this file's hooks, whose state is a process group; None for anything but a ``BuiltinCommHookType``.
+    """
+    kinds: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]  # exported without saying so
+    if not isinstance(kind, kinds):
+        return None
+    return {kinds.ALLREDUCE: allreduce_hook, kinds.FP16_COMPRESS: fp16_compress_hook}[kind]
+
+
+def _average_in(
+    dtype: torch.dtype, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        # The kernels take dense tensors; a sparse gradient is averaged in its own dtype.
+        return allreduce_hook(process_group, bucket)
+    group = _group_of(process_group)
+    compressed = torch.empty_like(buffer, dtype=dtype)
+    flatten_scale([buffer], compressed, 1.0 / group.size())
+
+    def decompress(future: torch.futures.Future[Any]) -> Tensor:
+        unflatten(future.value()[0], [buffer])
+        return buffer
+
+    return _future_of(dist.all_reduce(compressed, group=group, async_op=True)).then(decompress)
+
+
+def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None, "a hook runs inside a backward, so there is a process group"
+    return group
+
+
+def _future_of(work: Any) -> torch.futures.Future[Any]:
+    return work.get_future()

@@ -1,0 +1,292 @@
+"""Comm hooks: what a user lets reduce the buckets in place of the all-reduce, with DistributedDataParallel's interface.
+
+Note [What a comm hook is given]
+A hook gets gradients that nothing has been divided by, as DistributedDataParallel's do: how to average is its business.
+With a hook, buckets have the layout "ddp", without gaps between gradients. Padding would reach the arithmetic of hooks
+that look at the buffer as a whole (batched PowerSGD makes a matrix of it, quantization cuts it into channels), and
+their results would not be DistributedDataParallel's. Zeroing the padding before and after each hook would not help
+with that. A plan becomes gapless when the hook is registered, so even a sealed one can still be changed between steps.
+
+Note [One hook at a time on the CPU]
+Futures of CPU tensors run their callbacks on the threads of the process group, gloo's two, whenever a collective ends.
+A hook whose callbacks start further collectives (PowerSGD: three rounds, each waiting for the next) then blocks both
+threads as soon as two buckets are under way, and ranks start these collectives in different orders. Eager
+DistributedDataParallel hangs there. So on the CPU no other collective starts before a hook is done, unless it is known
+to start all its communication before it returns. On CUDA callbacks run at once, in the order of the launches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.errors import RanksDifferError, ReductionError
+
+#: Hooks that start all their communication before they return, as "module.name".
+_START_AT_ONCE = frozenset(
+    {
+        "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks.noop_hook",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook",
+        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook.post_localSGD_hook",
+        "ddp_compile.comm_hooks.allreduce_hook",
+        "ddp_compile.comm_hooks.bf16_compress_hook",
+        "ddp_compile.comm_hooks.fp16_compress_hook",
+    }
+)
+
+#: torch exports it without saying so.
+_TORCH_GRAD_BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]
+
+_EXPECTED = "hook(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]"
+
+
+class GradBucket:
+    """One bucket as a comm hook sees it: the methods of ``torch.distributed.GradBucket``, which only C++ can make.
+
+    Args:
+        index: Position in the plan, the same in every step; 0 leaves first.
+        is_last: Whether no bucket leaves after it.
+        buffer: The gradients of this rank, shape (n,), without gaps; or one sparse gradient of its parameter's shape.
+        parameters: The parameters, in the order of their gradients in ``buffer``.
+
+    The reducer owns ``buffer``. A hook may write it, from any stream its future stands for, until its future is done.
+    Not a tuple of any kind: torch's hooks take one for what Dynamo passes them.
+
+    Source: ``GradBucket`` of torch 2.13, csrc/distributed/c10d/comm.hpp.
+    """
+
+    def __init__(self, index: int, is_last: bool, buffer: Tensor, parameters: tuple[Parameter, ...]) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._parameters = parameters
+
+    def index(self) -> int:
+        """Position in the plan."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of the backward."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients in one tensor of shape (n,); a sparse gradient as it is."""
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Let `buffer` and `gradients` be of another tensor from now on; the result is what the future holds."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Views into the buffer, one for each parameter, contiguous and of its shape.
+
+        As in torch, the elements of a channels_last gradient come in the order in which they lie in memory.
+        """
+        if self._buffer.layout is not torch.strided:
+            return [self._buffer]
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return list(self._parameters)
+
+
+class HookWork:
+    """A hook that is under way, in the place of the ``Work`` of an all-reduce.
+
+    Args:
+        hook: What was called.
+        future: What it returned.
+        buffer: Where the result belongs, dense of shape (n,) or sparse; kept alive here while the hook may write it.
+        bucket: The bucket's name and size, for errors.
+    """
+
+    def __init__(self, hook: CommHook, future: torch.Future[Any], buffer: Tensor, bucket: str) -> None:
+        self._hook = hook
+        self._future: torch.Future[Any] | None = future
+        self._buffer = buffer
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        """Wait for the hook's future and bring its result into the buffer; further calls do nothing.
+
+        Raises:
+            ReductionError: The future failed, or holds something else than reduced gradients.
+        """
+        if self._future is None:
+            return
+        try:
+            value = self._future.wait()
+        except Exception as error:
+            self._hook.fail(f"failed on {self._bucket}: {str(error).strip()}", error)
+        self._take(value)
+        self._future = None
+
+    def result(self) -> list[Tensor]:
+        """The reduced buffer; to be asked after `wait`."""
+        return [self._buffer]
+
+    def _take(self, value: object) -> None:
+        # What a work's own future holds is a list.
+        reduced = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+        own = self._buffer
+        if (
+            not isinstance(reduced, Tensor)
+            or reduced.shape != own.shape
+            or reduced.layout is not own.layout
+            or reduced.device != own.device
+            or not reduced.is_floating_point()
+        ):
+            self._hook.fail(
+                f"gave {_describe(value)} for {self._bucket}; its future must hold one floating tensor of shape"
+                f" {tuple(own.shape)}, {own.layout}, on {own.device}"
+            )
+        if own.layout is not torch.strided:
+            # A sparse sum has other indices, so it cannot be written into what it started from.
+            self._buffer = reduced.to(own.dtype)
+        elif reduced.data_ptr() != own.data_ptr() or reduced.dtype != own.dtype or not reduced.is_contiguous():
+            with torch.no_grad():
+                own.copy_(reduced)
+
+
+class CommHook:
+    """A user's hook and its state.
+
+    Args:
+        function: ``hook(state, bucket) -> Future``; see ``ReplicatedModule.register_comm_hook``.
+        state: Passed to it with each bucket.
+        rank: This rank, for errors.
+
+    Raises:
+        TypeError: It is not callable, or does not take a state and a bucket.
+        ValueError: The annotation of its bucket or of its result is of another type.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: object, rank: int) -> None:
+        self.name = _name_of(function)
+        _check_signature(function, self.name)
+        self._function = function
+        self._state = state
+        self._rank = rank
+        self._starts_at_once = f"{getattr(function, '__module__', None)}.{self.name}" in _START_AT_ONCE
+        self._running: HookWork | None = None
+
+    def launch(self, bucket: GradBucket, buffer: Tensor, described: str) -> HookWork:
+        """Call the hook with one bucket.
+
+        Args:
+            bucket: What it gets.
+            buffer: The bucket's own buffer, where the result will be brought.
+            described: The bucket's name and size, for errors.
+
+        Returns:
+            What is to be waited for.
+
+        Raises:
+            ReductionError: The hook raised, or returned no future; on the CPU also what the bucket before raises.
+        """
+        self.settle()
+        try:
+            with torch.no_grad():
+                future = self._function(self._state, bucket)
+        except Exception as error:
+            self.fail(f"raised {error!r} on {described}", error)
+        if not isinstance(future, torch.Future):
+            self.fail(f"returned {_describe(future)} for {described}; it must return a torch.futures.Future")
+        work = HookWork(self, future, buffer, described)
+        if buffer.device.type == "cpu" and not self._starts_at_once:
+            self._running = work
+        return work
+
+    def settle(self) -> None:
+        """Wait for a hook that may start more collectives, before another one starts.
+
+        See Note [One hook at a time on the CPU].
+
+        Raises:
+            ReductionError: As `HookWork.wait`.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
+        """Raise the ReductionError of this hook."""
+        raise ReductionError(
+            f"rank {self._rank}: the comm hook {self.name} {what}. The gradients are not reduced and this rank may be"
+            " out of step with the others; correct the hook, or look for the error of another rank that has raised or"
+            " exited, and start again from a checkpoint"
+        ) from cause
+
+
+def verify_hooks_agree(plan: BucketPlan, hook: CommHook | None, rank: int) -> None:
+    """Check that either this rank and rank 0, whose plan it is, have both registered a hook, or neither has.
+
+    Raises:
+        RanksDifferError: One of them has.
+    """
+    rank_0_has_one = all(bucket.layout == "ddp" for bucket in plan.buckets)
+    if rank_0_has_one != (hook is not None):
+        ours = "none" if hook is None else hook.name
+        theirs = "one" if rank_0_has_one else "none"
+        raise RanksDifferError(
+            f"rank {rank}: before the first backward this rank registered {ours} as its comm hook and rank 0"
+            f" registered {theirs}; call register_comm_hook on every rank, with the same hook"
+        )
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, {value.layout}, on {value.device}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)} values"
+    return f"an object of type {type(value).__qualname__}"
+
+
+def _check_signature(function: object, name: str) -> None:
+    if not callable(function):
+        raise TypeError(f"the comm hook {name} is not callable; pass a function {_EXPECTED}")
+    signature = _signature_of(function)
+    if signature is None:
+        return
+    try:
+        taken = list(signature.bind(None, None).arguments)
+    except TypeError as error:
+        raise TypeError(f"the comm hook {name}{signature} cannot be called with two arguments; {_EXPECTED}") from error
+    if taken[0] == "bucket":
+        raise TypeError(f"the comm hook {name}{signature} takes the bucket first; write {_EXPECTED}")
+    bucket = signature.parameters.get("bucket") or signature.parameters[taken[-1]]
+    if not _is_one_of(bucket.annotation, _TORCH_GRAD_BUCKET, GradBucket):
+        raise ValueError(f"the comm hook {name} annotates {bucket.name} with {bucket.annotation!r}; write {_EXPECTED}")
+    if not _is_one_of(signature.return_annotation, torch.futures.Future[Tensor], torch.futures.Future, torch.Future):
+        raise ValueError(
+            f"the comm hook {name} annotates its result with {signature.return_annotation!r}; write {_EXPECTED}"
+        )
+
+
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    for evaluate in (True, False):
+        try:
+            return inspect.signature(function, eval_str=evaluate)
+        except (NameError, AttributeError, SyntaxError, TypeError, ValueError):
+            continue  # a name that only type checkers see; or a built-in without a signature
+    return None
+
+
+def _is_one_of(annotation: object, *expected: object) -> bool:
+    # What is left as text names something that only type checkers see, and cannot be compared.
+    return annotation in (inspect.Parameter.empty, Any, *expected) or isinstance(annotation, str)

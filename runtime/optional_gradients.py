@@ -1,0 +1,144 @@
+"""Gradients that may stay away: found anew in each round, or learnt in the first one.
+
+The reducer asks what it need not wait for. Without any of this, every gradient has to come exactly once in each round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from ddp_compile.runtime import refusals
+from ddp_compile.runtime.used_parameters import UsedParameters
+
+
+class OptionalGradients:
+    """``find_unused_parameters``: what a backward does not bring is done without.
+
+    Parameters to which no output of a forward leads are known before the backward, so that their buckets leave early.
+    They are marked at its first gradient, and not before, as the outputs may never be used. Others may turn out to be
+    missing at its end only: compiled code knows better than the autograd graph around it.
+
+    Args:
+        parameters: In registration order; they are spoken of by their number.
+        names: Their fully qualified names.
+        process_group: The ranks that exchange what they used.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], process_group: dist.ProcessGroup) -> None:
+        self.unused: set[int] = set()  #: in this round on this rank
+        self._names = names
+        self._rank = process_group.rank()
+        self._used = UsedParameters(parameters, process_group)
+        self._unreached: set[int] | None = None  # from all outputs since the last round
+
+    def note(self, index: int) -> None:
+        """A gradient has come, inside ``no_sync`` or not."""
+        self._used.note(index)
+
+    def search(self, outputs: Any) -> None:
+        """After a synchronised forward, find what no backward from its outputs can reach."""
+        unreached = self._used.unreached_from(outputs)
+        self._unreached = unreached if self._unreached is None else self._unreached & unreached
+
+    def absent_from_the_start(self, arriving: int | None) -> set[int]:
+        """At each gradient of a backward: what need not be waited for; empty but for the first.
+
+        Args:
+            arriving: The parameter that the gradient is of.
+        """
+        absent, self._unreached = self._unreached or set(), set()
+        return absent - {arriving}
+
+    def settles(self, index: int, has_left: bool) -> bool:
+        """Whether a gradient that has come is not to be counted now.
+
+        Args:
+            index: Its parameter.
+            has_left: Whether its bucket has left.
+
+        Raises:
+            GradientArrivalError: Its bucket has left without it.
+        """
+        if index not in self.unused:
+            return False
+        if has_left:
+            raise refusals.arrived_unused(self._rank, self._names[index], static_graph=False)
+        self.unused.discard(index)  # its bucket will find it when the last one has come
+        return True
+
+    def absent_at_the_end(self, missing: set[int]) -> set[int] | None:
+        """At the end of a backward: which of the missing will not come; None if another backward may bring them."""
+        return missing
+
+    def exchange(self) -> None:
+        """When the last bucket has left: tell the other ranks what was used here."""
+        self._used.launch_exchange()
+
+    def unused_on_all_ranks(self) -> frozenset[int]:
+        """Wait for the exchange; these parameters' gradients stay as they are."""
+        try:
+            return self._used.used_by_nobody()
+        except RuntimeError as error:
+            raise refusals.all_reduce_failed(self._rank, "the map of used parameters", error) from error
+
+    def begin_round(self) -> None:
+        """Forget what belongs to the round that has ended."""
+        self.unused.clear()
+        self._unreached = None
+
+
+class StaticGraph(OptionalGradients):
+    """``static_graph``: the first round teaches which gradients come and how often; all others are the same.
+
+    The first round sends nothing before its end, since a gradient may come again until then: once for each of several
+    reentrant checkpoints over one weight. From the second round on a bucket leaves as soon as all have come as often.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], process_group: dist.ProcessGroup) -> None:
+        super().__init__(parameters, names, process_group)
+        self._num_parameters = len(parameters)
+        self._num_arrivals: Counter[int] = Counter()
+        self._still_to_come: Counter[int] = Counter()
+        self._used_by_nobody: frozenset[int] | None = None  # None while the first round lasts
+
+    def search(self, outputs: Any) -> None:
+        """Nothing: the first round's gradients are counted, whatever leads to them."""
+
+    def settles(self, index: int, has_left: bool) -> bool:
+        if self._is_learning:
+            self._num_arrivals[index] += 1
+            return True
+        if not self._num_arrivals[index]:
+            raise refusals.arrived_unused(self._rank, self._names[index], static_graph=True)
+        self._still_to_come[index] -= 1
+        return self._still_to_come[index] > 0
+
+    def absent_at_the_end(self, missing: set[int]) -> set[int] | None:
+        return self._never_coming() if self._is_learning else None
+
+    def exchange(self) -> None:
+        if self._is_learning:
+            super().exchange()
+
+    def unused_on_all_ranks(self) -> frozenset[int]:
+        if self._used_by_nobody is None:
+            self._used_by_nobody = super().unused_on_all_ranks()
+        return self._used_by_nobody
+
+    def begin_round(self) -> None:
+        super().begin_round()
+        self._still_to_come = self._num_arrivals.copy()
+        if not self._is_learning:
+            self._unreached = self._never_coming()
+
+    @property
+    def _is_learning(self) -> bool:
+        return self._used_by_nobody is None
+
+    def _never_coming(self) -> set[int]:
+        return set(range(self._num_parameters)) - self._num_arrivals.keys()

@@ -1,0 +1,111 @@
+"""The reducer's errors: what happened, on which rank, to which parameters, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddp_compile.bucket_plan import GradientSpec
+from ddp_compile.errors import GradientArrivalError, MissingGradientError, ReductionError
+
+
+def no_plan_to_agree_on(rank: int, gradients: Sequence[GradientSpec], error: RuntimeError) -> ReductionError:
+    """The collective that seals the plan failed."""
+    return ReductionError(
+        f"rank {rank}: no rank 0 to agree on the bucket plan with, before bucket 0 ({gradients[0].fqn}, ...,"
+        f" {gradients[-1].fqn}) could leave. Another rank has raised, exited, or not come to its backward within"
+        f" the process group's timeout; look for its error. ({error})"
+    )
+
+
+def all_reduce_failed(rank: int, what: str, error: RuntimeError) -> ReductionError:
+    """The all-reduce of a bucket, or of the map of used parameters, failed."""
+    return ReductionError(
+        f"rank {rank}: the all-reduce of {what} failed. Another rank has raised, exited,"
+        " or not come to its backward within the process group's timeout; look for its error."
+        f" ({error})"
+    )
+
+
+def out_of_step(rank: int) -> ReductionError:
+    """A backward raised in the middle of a round."""
+    return ReductionError(
+        f"rank {rank}: the last backward raised after its reduction had started, so the ranks may be out of"
+        " step, and going on could average gradients of different steps. Start again from a checkpoint; or, if"
+        " every rank has caught the error, let every rank go on in a new group:"
+        " model = ddp_compile(model.unwrap(), process_group=torch.distributed.new_group(), ...)"
+    )
+
+
+def missing_gradients(rank: int, names: Sequence[str], num_parameters: int, static_graph: bool) -> MissingGradientError:
+    """A backward ended, and no other one brought what was missing."""
+    advice = (
+        "With static_graph=True the parameters of the first iteration have to get gradients in every one: drop it, or"
+        " pass find_unused_parameters=True instead"
+        if static_graph
+        else "Pass find_unused_parameters=True; or let every parameter take part in the loss, freeze unused ones with"
+        " requires_grad_(False) before ddp_compile, or name them in parameters_to_ignore"
+    )
+    return MissingGradientError(
+        f"rank {rank}: {len(names)} of {num_parameters} parameters got no gradient in the last backward:"
+        f" {', '.join(names)}. Their buckets never left, and .grad is not averaged. {advice}"
+    )
+
+
+def arrived_twice(rank: int, name: str) -> GradientArrivalError:
+    """A second gradient while others of the round are missing."""
+    return GradientArrivalError(
+        f"rank {rank}: the gradient of {name} arrived twice before all others had arrived."
+        " Either a reentrant checkpoint runs over shared weights: use use_reentrant=False, or static_graph=True; or"
+        " one of several backwards does not reach every parameter: add the losses up, or put all but the last into"
+        " no_sync()"
+    )
+
+
+def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalError:
+    """A gradient of a parameter whose bucket had left without one."""
+    reason = (
+        "it got none in the first iteration, and static_graph=True promises that this stays so; drop static_graph"
+        if static_graph
+        else "no path led to it from the module's outputs. It is used outside of the module's forward, or inside of a"
+        " reentrant checkpoint: use it in the forward, use use_reentrant=False, or drop find_unused_parameters"
+    )
+    return GradientArrivalError(
+        f"rank {rank}: {name} got a gradient after its bucket had left without one, because {reason}"
+    )
+
+
+def bucket_in_parts(rank: int, bucket: str) -> GradientArrivalError:
+    """A compiled backward handed a bucket over of which hooks had announced a part."""
+    return GradientArrivalError(f"rank {rank}: {bucket} was handed over after a part of it")
+
+
+def contributor_after_launch(rank: int, name: str) -> GradientArrivalError:
+    """A gradient that a compiled backward handed over was not the only one."""
+    return GradientArrivalError(
+        f"rank {rank}: {name} got another gradient after the compiled backward had handed its"
+        " bucket over, for example from a regulariser outside the model; the reduced gradient lacks it"
+    )
+
+
+def gradient_gone(rank: int, name: str) -> GradientArrivalError:
+    """``.grad`` was taken away between its arrival and its bucket's."""
+    return GradientArrivalError(
+        f"rank {rank}: the gradient of {name} was set to None before it was averaged, perhaps"
+        " by a hook that steps an optimizer inside the backward; step after the backward"
+    )
+
+
+def second_comm_hook(rank: int, name: str, registered: str) -> RuntimeError:
+    """DistributedDataParallel takes one comm hook, once."""
+    return RuntimeError(
+        f"rank {rank}: register_comm_hook was given {name}, but {registered} is registered, and a hook can only be"
+        " registered once. To change it, make the module anew: ddp_compile(model.unwrap(), ...)"
+    )
+
+
+def comm_hook_in_backward(rank: int, name: str) -> RuntimeError:
+    """Some buckets of the round have left, or may have, without the hook."""
+    return RuntimeError(
+        f"rank {rank}: register_comm_hook was given {name} while a backward has not been completed; register the hook"
+        " before the first backward, or between two steps"
+    )

@@ -1,0 +1,170 @@
+"""Memory that is odd, shared, moved, freed, or looked at by two threads: refused with nothing written, or right."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import overload
+
+import pytest
+import torch
+from kernel_choice import Asked
+from torch import Tensor
+
+# Beyond the size from which the C++ library writes past the caches.
+LARGE = 3 << 20
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_memory_that_is_not_aligned_to_its_elements(asked: Asked, offset: int) -> None:
+    memory = bytearray(4 * LARGE + 8)
+    odd = torch.frombuffer(memory, dtype=torch.float32, offset=offset, count=LARGE)
+    values = torch.arange(LARGE, dtype=torch.float32)
+    asked.flatten_scale([values], odd, 0.5)
+    assert torch.equal(odd.clone(), values * 0.5)
+    asked.unflatten(values, [odd], 2.0)
+    assert torch.equal(odd.clone(), values * 2)
+
+
+def test_destinations_that_only_overlap_in_a_wider_dtype(asked: Asked) -> None:
+    memory = torch.zeros(24, dtype=torch.uint8)
+    plan = asked.plan([torch.zeros(4), torch.zeros(4)], torch.arange(8.0))
+    plan.unflatten([memory[:8].view(torch.float16), memory[8:16].view(torch.float16)])
+    wide = [memory[:16].view(torch.float32), memory[8:].view(torch.float32)]
+    before = memory.clone()
+    with pytest.raises(ValueError, match="tensors 0 and 1 share memory"):
+        plan.unflatten(wide)
+    assert torch.equal(memory, before)
+
+
+def test_a_tensor_in_its_place_in_another_order_is_not_in_its_place(asked: Asked) -> None:
+    flat = torch.arange(1.0, 5.0)
+    plan = asked.plan([torch.zeros(2, 2)], flat)
+    for scale in (1.0, 0.5):
+        with pytest.raises(ValueError, match="tensor 0 shares memory with flat but does not lie in its place"):
+            plan.flatten([flat.view(2, 2).t()], scale)
+        with pytest.raises(ValueError, match="tensor 0 shares memory with flat but does not lie in its place"):
+            asked.flatten_scale([flat[:1].expand(4)], flat, scale)
+    assert flat.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "overlapping", [torch.full((1,), 5.0).expand(3), torch.zeros(4).as_strided((3,), (0,)), torch.zeros(1).expand(3)]
+)
+def test_a_destination_whose_elements_overlap_is_refused(asked: Asked, overlapping: Tensor) -> None:
+    first, before = torch.zeros(2), overlapping.clone()
+    with pytest.raises(ValueError, match="tensor 1 with strides .* cannot be written"):
+        asked.unflatten(torch.arange(5.0), [first, overlapping])
+    assert first.tolist() == [0, 0] and torch.equal(overlapping, before)
+
+
+def test_a_flat_buffer_that_has_changed_since_the_plan_was_made(asked: Asked) -> None:
+    tensors = [torch.ones(100)]
+    for change in (
+        lambda flat: setattr(flat, "data", torch.zeros(2)),
+        lambda flat: setattr(flat, "data", torch.zeros(100, dtype=torch.float16)),
+        lambda flat: flat.untyped_storage().resize_(0),
+        lambda flat: flat.set_(torch.zeros(100)),
+    ):
+        plan = asked.plan(tensors, torch.zeros(100))
+        change(plan.flat)
+        for call in (plan.flatten, plan.unflatten):
+            with pytest.raises(ValueError, match="flat has another size, dtype or memory than when the plan was made"):
+                call(tensors, 0.5)
+
+
+def test_freed_storage_is_refused(asked: Asked) -> None:
+    freed = torch.zeros(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="flat with 100 elements has no memory"):
+        asked.flatten_scale([torch.ones(100)], freed, 1.0)
+    with pytest.raises(ValueError, match="values with 100 elements has no memory"):
+        asked.compress(freed)
+
+
+def test_half_precision_in_a_thread_that_flushes_subnormals(asked: Asked) -> None:
+    halves = torch.tensor([6e-8, 3e-5, 6e-5, -6e-8, 0.0, 1.0], dtype=torch.float16)
+    expected = halves.float()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        flat = torch.empty(6)
+        asked.flatten_scale([halves], flat, 1.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(flat, expected)
+
+
+class MadeOnDemand(Sequence[Tensor]):
+    """Tensors that nobody keeps."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        self.count, self.numel = count, numel
+
+    def __len__(self) -> int:
+        return self.count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        assert isinstance(index, int)
+        if index >= self.count:
+            raise IndexError(index)
+        return torch.full((self.numel,), float(index))
+
+
+def test_tensors_live_until_they_have_been_copied(asked: Asked) -> None:
+    flat = torch.empty(64 * 5000)
+    plan = asked.plan(list(MadeOnDemand(64, 5000)), flat)
+    for _ in range(5):
+        plan.flatten(MadeOnDemand(64, 5000), 1.0)
+        assert torch.equal(flat.view(64, 5000)[:, 0], torch.arange(64.0))
+
+
+def test_two_threads_with_one_plan(asked: Asked) -> None:
+    flat = torch.arange(20_000.0)
+    plan = asked.plan(list(flat.clone().split(100)), flat)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(100):
+            mine = list(torch.zeros(20_000).split(100))
+            plan.unflatten(mine)
+            if not torch.equal(torch.cat(mine), flat):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_compressed_values_are_not_decompressed_over_themselves(asked: Asked) -> None:
+    out = torch.empty(100)
+    with pytest.raises(ValueError, match="out shares memory with compressed"):
+        asked.decompress(out.view(torch.uint8)[:112].view(1, 112), out)
+
+
+@pytest.mark.parametrize("offsets", [[2**64 + 1], [-1], [3]])
+def test_offsets_out_of_range(asked: Asked, offsets: list[int]) -> None:
+    with pytest.raises((ValueError, OverflowError, RuntimeError)):
+        asked.flatten_scale([torch.ones(2)], torch.zeros(4), 1.0, offsets=offsets)
+    with pytest.raises(ValueError, match="does not fit into flat with 4"):
+        asked.plan([torch.ones(2)], torch.zeros(4), offsets)
+
+
+def test_what_is_no_tensor_is_named(asked: Asked) -> None:
+    plan = asked.plan([torch.ones(2), torch.ones(2)], torch.zeros(4))
+    with pytest.raises(TypeError, match="tensor 1 is of type NoneType; pass torch tensors"):
+        plan.flatten([torch.ones(2), None], 1.0)  # type: ignore[list-item]
+
+
+def test_a_float8_tensor_is_cast(asked: Asked) -> None:
+    flat = torch.zeros(5)
+    tensors = [torch.ones(2), torch.tensor([0.5, 2.0, -4.0]).to(torch.float8_e4m3fn)]
+    asked.flatten_scale(tensors, flat, 0.5)
+    assert flat.tolist() == [0.5, 0.5, 0.25, 1.0, -2.0]
