@@ -43,7 +43,9 @@ def ddp_compile(
 
     Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the
     same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()``,
-    ``register_comm_hook()`` and ``unwrap()``. After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
+    ``register_comm_hook()`` and ``unwrap()``.
+
+    After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
 
     Args:
         module: The module, on its device, built alike on every rank.

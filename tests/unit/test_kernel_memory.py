@@ -53,7 +53,7 @@ def test_a_tensor_in_its_place_in_another_order_is_not_in_its_place(asked: Asked
 )
 def test_a_destination_whose_elements_overlap_is_refused(asked: Asked, overlapping: Tensor) -> None:
     first, before = torch.zeros(2), overlapping.clone()
-    with pytest.raises(ValueError, match="tensor 1 with strides .* cannot be written"):
+    with pytest.raises(ValueError, match=r"tensor 1 with strides .* cannot be written"):
         asked.unflatten(torch.arange(5.0), [first, overlapping])
     assert first.tolist() == [0, 0] and torch.equal(overlapping, before)
 
