@@ -57,7 +57,8 @@ class FlattenPlan:
         implementation: str | None = None,
     ) -> None:
         self.flat = flat
-        self._flat_identity = _identity(flat)
+        # Another tensor on the same storage shows whether `flat` has been given other memory.
+        self._alias = flat.detach()
         # Reading the addresses and moving what is there belong together.
         self._lock = threading.Lock()
         if flat.numel() and not flat.data_ptr():
@@ -127,8 +128,7 @@ class FlattenPlan:
         return stats
 
     def _move(self, tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool) -> FlattenStats | None:
-        if _identity(self.flat) != self._flat_identity:
-            raise ValueError("flat has another size, dtype or memory than when the plan was made; make a new plan")
+        self._check_flat()
         stats = torch.empty(_STATS_BYTES, dtype=torch.uint8, device=self.flat.device) if with_stats else None
         with self._lock:
             others = self._executor.read(tensors, self.flat, written=not to_flat)
@@ -158,6 +158,18 @@ class FlattenPlan:
         reference.scale_into(sources, destinations, scale)
         return stats
 
+    def _check_flat(self) -> None:
+        flat, alias = self.flat, self._alias
+        needed = (alias.storage_offset() + alias.numel()) * alias.element_size()
+        if (
+            flat.data_ptr() != alias.data_ptr()
+            or flat.shape != alias.shape
+            or flat.stride() != alias.stride()
+            or flat.dtype != alias.dtype
+            or alias.untyped_storage().nbytes() < needed
+        ):
+            raise ValueError("flat has another size, dtype or memory than when the plan was made; make a new plan")
+
     def _check_other(self, index: int, tensor: Tensor) -> None:
         layout.check_tensor(index, tensor, self.views[index].shape, self.flat)
         if self._is_forced:
@@ -172,7 +184,3 @@ class FlattenPlan:
         )
         self._examples = ()
         return self._views
-
-
-def _identity(flat: Tensor) -> tuple[int, int, torch.dtype, bool]:
-    return flat.data_ptr(), flat.numel(), flat.dtype, flat.is_contiguous()
