@@ -338,6 +338,27 @@ class PlanBuilder:
         compiled = [bucket for frame in reversed(self._frames) for bucket in frame]
         return BucketPlan(_renumbered(compiled + _pack(tail, self.caps_bytes, self.layout, frame=None)))
 
+    def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
+        """The sealed plan's next generation: the eager tail packed as its gradients came, each bucket in its place.
+
+        Args:
+            arrival_order: Parameter numbers in the order of their gradients in one round.
+
+        Returns:
+            A plan with the same buckets for compiled frames, and buckets in the order of their last gradients.
+            Parameters that got no gradient come last.
+        """
+        assert self.sealed is not None
+        # A dict keeps the place of a key that it has.
+        order = dict.fromkeys([*arrival_order, *self.sealed.bucket_of_parameter])
+        place = {index: i for i, index in enumerate(order)}
+        compiled = [bucket for bucket in self.sealed.buckets if bucket.frame is not None]
+        in_tail = {g.index for bucket in self.sealed.buckets if bucket.frame is None for g in bucket.gradients}
+        tail = [self.gradients[index] for index in order if index in in_tail]
+        buckets = [*compiled, *_pack(tail, self.caps_bytes, self.layout, frame=None)]
+        buckets.sort(key=lambda bucket: max(place[gradient.index] for gradient in bucket.gradients))
+        return BucketPlan(_renumbered(buckets), self.sealed.generation + 1)
+
     def leave_no_gaps(self) -> None:
         """Give every bucket the layout "ddp", those of a sealed plan as well; the gradients in it stay the same."""
         self.layout = "ddp"

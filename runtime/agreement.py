@@ -57,11 +57,9 @@ def _first_difference(ours: list[str], theirs: list[str]) -> str:
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
     """Rank 0's plan, on every rank; a rank whose own plan differed says so in its log and goes on.
 
-    The plan travels as JSON bytes. Splits that follow another plan cost overlap, never correctness.
+    Splits that follow another plan cost overlap, never correctness.
     """
-    if process_group.size() == 1:
-        return plan
-    agreed = BucketPlan.from_json(_broadcast_bytes(plan.to_json().encode(), process_group, device).decode())
+    agreed = plan_of_rank_0(plan, process_group, device)
     if agreed.digest != plan.digest:
         log.warning(
             "rank %d cut its graphs for bucket plan %s (%d buckets) but reduces by rank 0's plan %s (%d buckets):"
@@ -73,6 +71,13 @@ def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: to
             len(agreed.buckets),
         )
     return agreed
+
+
+def plan_of_rank_0(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
+    """Rank 0's plan, on every rank. It travels as JSON bytes."""
+    if process_group.size() == 1:
+        return plan
+    return BucketPlan.from_json(_broadcast_bytes(plan.to_json().encode(), process_group, device).decode())
 
 
 def broadcast_from_rank_0(tensors: Sequence[Tensor], process_group: dist.ProcessGroup) -> None:

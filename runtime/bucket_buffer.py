@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import operator
+from collections.abc import Sequence, Set
 from enum import Enum, auto
 
 import torch
@@ -63,9 +64,14 @@ class BucketBuffer:
             with torch.no_grad():
                 self.flat = gradients[0].mul_(scale)
             return
-        # A functional embedding can give a sparse gradient that no module announced.
-        gradients = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-        self._plan().flatten(gradients, scale)
+        try:
+            self._plan().flatten(gradients, scale)
+        except ValueError:
+            # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
+            # asking each gradient in each step costs more than reading its address.
+            if not any(gradient.is_sparse for gradient in gradients):
+                raise
+            self._plan().flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
 
     def contribution_of_unused(self, position: int) -> Tensor:
         """What a parameter contributes that got no gradient in this round: what it holds from before, else zeros.
@@ -115,13 +121,13 @@ class BucketBuffer:
             self.work.wait()
             self._has_waited = True
 
-    def hand_over(self, untouched: Container[int] = ()) -> None:
+    def hand_over(self, untouched: Set[int] = frozenset()) -> None:
         """Let every parameter's ``.grad`` be the reduced gradient; the all-reduce must have been waited for.
 
         Args:
             untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
         """
-        left_alone = [position for position, spec in enumerate(self.spec.gradients) if spec.index in untouched]
+        left_alone = self._positions_of(untouched)
         if self.spec.is_sparse:
             # A sparse sum has other indices than the sparse tensor it started from, so it is a new tensor.
             assert self.work is not None
@@ -136,17 +142,31 @@ class BucketBuffer:
         else:
             self._copy_back(left_alone)
 
-    def point_gradients_at_views(self, untouched: Container[int] = ()) -> None:
+    def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
 
         Args:
             untouched: Numbers of parameters whose ``.grad`` stays what it is.
         """
-        for parameter, view, spec in zip(self.parameters, self._plan().views, self.spec.gradients, strict=True):
-            if parameter.grad is not view and spec.index not in untouched:
+        views = self._plan().views
+        if all(map(operator.is_, self.gradients(), views)):
+            return  # as always after the backward, unless somebody replaced one
+        left_alone = self._positions_of(untouched)
+        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if position not in left_alone:
                 parameter.grad = view
 
-    def _copy_back(self, left_alone: Sequence[int]) -> None:
+    def gradients(self) -> list[Tensor | None]:
+        """The ``.grad`` of each parameter."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def _positions_of(self, indices: Set[int]) -> set[int]:
+        """Where in the bucket the parameters of these numbers stand."""
+        if not indices:
+            return set()
+        return {position for position, spec in enumerate(self.spec.gradients) if spec.index in indices}
+
+    def _copy_back(self, left_alone: Set[int]) -> None:
         gradients = []
         for position, (parameter, view) in enumerate(zip(self.parameters, self._plan().views, strict=True)):
             if position in left_alone:
@@ -160,7 +180,7 @@ class BucketBuffer:
     def reset(self) -> None:
         """Be ready for the next backward."""
         self.state = BucketState.COLLECTING
-        self.missing.update(self._all)
+        self.missing |= self._all
         self.work = None
         self._has_waited = False
         self._kept.clear()
@@ -174,6 +194,14 @@ class BucketBuffer:
         self.spec = spec
         self.flat = None
         self._flatten_plan = None
+
+    def adopt_gradients(self) -> None:
+        """Move the gradients that there are into the flat buffer, between two backwards, which frees the old ones'."""
+        if self.spec.is_sparse or not self.gradient_as_bucket_view:
+            return
+        for parameter, view in zip(self.parameters, self._plan().views, strict=True):
+            if parameter.grad is not None and parameter.grad is not view:
+                parameter.grad = view.copy_(parameter.grad)
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""

@@ -8,7 +8,6 @@ when all its gradients are there, and buckets leave in plan order on every rank.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NoReturn
 
@@ -17,13 +16,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import PlanBuilder
-from ddp_compile.errors import ReductionError
+from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.agreement import agree_on_plan
+from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.comm_hooks import CommHook, verify_hooks_agree
+from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
+from ddp_compile.runtime.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.reducer_state import ReducerSettings, ReducerState
 
 log = logging.getLogger(__name__)
@@ -54,27 +54,28 @@ class Reducer:
         self.process_group = process_group
         self.settings = settings
         self.rank = process_group.rank()
-        self.world_size = process_group.size()
         self.state = ReducerState.ARMED
-        self.buckets: list[BucketBuffer] = []
+        self._queue = LaunchQueue(process_group)
         self._bucket_of_parameter: list[BucketBuffer] = []
-        self._num_launched = 0
+        self._missing_of_parameter: list[set[int]] = []
         self._tasks_with_callback: set[int] = set()
         # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
         self._forward_since_round = False
         self._arrived_before_plan: set[int] = set()
         self._handed_over: dict[int, Tensor] = {}
-        self._comm_hook: CommHook | None = None
         self._optional: OptionalGradients | None = None
         if settings.static_graph or settings.find_unused_parameters:
             names = [gradient.fqn for gradient in builder.gradients]
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, process_group)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook_for(weakref.ref(self), index))
-            for index, parameter in enumerate(self.parameters)
-        ]
-        self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in self.parameters]
+        # Parameter numbers in the order of their last gradients in the first round; None when it has been made use of.
+        self._arrival_order: dict[int, None] | None = {}
+        self._hooks = ParameterHooks(self.parameters, self)
+
+    @property
+    def buckets(self) -> Sequence[BucketBuffer]:
+        """The buckets in plan order; none until the plan is sealed."""
+        return self._queue.buckets
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let a hook reduce the buckets, and divide, from the next backward on.
@@ -82,11 +83,11 @@ class Reducer:
         Raises:
             RuntimeError: A hook is registered already, or a backward has not been completed.
         """
-        if self._comm_hook is not None:
-            raise refusals.second_comm_hook(self.rank, hook.name, self._comm_hook.name)
+        if self._queue.comm_hook is not None:
+            raise refusals.second_comm_hook(self.rank, hook.name, self._queue.comm_hook.name)
         if self.state not in (ReducerState.ARMED, ReducerState.LOCAL):
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
-        self._comm_hook = hook
+        self._queue.comm_hook = hook
         self.builder.leave_no_gaps()
         if self.builder.sealed is not None:
             for bucket, spec in zip(self.buckets, self.builder.sealed.buckets, strict=True):
@@ -106,9 +107,9 @@ class Reducer:
             self._refuse_after_an_exception()
         if self.state is ReducerState.INCOMPLETE:
             self._refuse_missing_gradients()
-        # A hook of the user's, on the gradient of this rank, has to have run before the bucket leaves.
-        torch_internals.run_last(self._all_hooks, self._hooks)
+        self._hooks.run_last()
         if synchronize:
+            self._rebuild_buckets()
             self.state = ReducerState.ARMED
             self._forward_since_round = True
             self._arrived_before_plan.clear()
@@ -131,8 +132,6 @@ class Reducer:
         Raises:
             GradientArrivalError: It had arrived before in the same round, or was taken for unused.
         """
-        if self._is_one_of_many(index):
-            return
         if self._optional is not None:
             self._optional.note(index)
         if self.state is ReducerState.LOCAL:
@@ -142,6 +141,9 @@ class Reducer:
             self._call_back_at_the_end(self._finalize_backward_without_plan)
             return
         self._enter_backward(index)
+        if self._arrival_order is not None:
+            self._arrival_order.pop(index, None)
+            self._arrival_order[index] = None
         bucket = self._bucket_of_parameter[index]
         if self._optional is not None and self._optional.settles(index, bucket.state is not BucketState.COLLECTING):
             return
@@ -199,45 +201,25 @@ class Reducer:
         """
         if self.state is not ReducerState.REDUCING:
             return  # a pass inside this one has seen the last gradient
-        if self._num_launched < len(self.buckets):
+        if not self._queue.all_gone:
             if torch_internals.is_inside_backward():
+                self._hooks.call_for_each()  # the passes to come queue callbacks of their own
                 return
             if not self._complete_without_the_missing():
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
-                self._wait_for_launched()
+                self._queue.wait()
+                self._hooks.call_for_each()
                 self.state = ReducerState.INCOMPLETE
                 return
-        self._wait_for_launched()
-        untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
-        if self._sends:
-            for bucket in self.buckets:
-                if bucket.state is BucketState.LAUNCHED:
-                    bucket.hand_over(untouched)
+        self._queue.wait()
+        self._queue.hand_over(frozenset() if self._optional is None else self._optional.unused_on_all_ranks())
         self._reset()
 
     def remove_hooks(self) -> None:
         """Stop listening to the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
 
     # What follows is private.
-
-    def _is_one_of_many(self, index: int) -> bool:
-        """Count a gradient that neither begins a round nor completes a bucket, as most do, in few steps."""
-        if self.state is not ReducerState.REDUCING or self._optional is not None:
-            return False
-        missing = self._bucket_of_parameter[index].missing
-        if index not in missing or len(missing) == 1:
-            return False
-        if torch_internals.current_graph_task_id() not in self._tasks_with_callback:
-            return False
-        missing.discard(index)
-        return True
-
-    @property
-    def _sends(self) -> bool:
-        # A comm hook is called on a single rank as well, as DistributedDataParallel's is.
-        return self.world_size > 1 or self._comm_hook is not None
 
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
@@ -245,16 +227,20 @@ class Reducer:
         if not self.buckets:
             self._seal_plan()
         self.state = ReducerState.REDUCING
-        self._call_back_at_the_end(self.finalize_backward)
+        begins = self._call_back_at_the_end(self.finalize_backward)
+        if begins and self._optional is None and self._arrival_order is None:
+            self._hooks.count(self._missing_of_parameter)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
             self._go_on_without(absent)
 
-    def _call_back_at_the_end(self, callback: Callable[[], None]) -> None:
+    def _call_back_at_the_end(self, callback: Callable[[], None]) -> bool:
         task = torch_internals.current_graph_task_id()
-        if task not in self._tasks_with_callback:
-            # The callback belongs to the innermost pass, so each pass that brings gradients queues one.
-            self._tasks_with_callback.add(task)
-            torch_internals.queue_backward_callback(callback)
+        if task in self._tasks_with_callback:
+            return False
+        # The callback belongs to the innermost pass, so each pass that brings gradients queues one.
+        self._tasks_with_callback.add(task)
+        torch_internals.queue_backward_callback(callback)
+        return True
 
     def _finalize_backward_without_plan(self) -> None:
         """End a backward that came before any call of the module.
@@ -284,44 +270,62 @@ class Reducer:
         except RuntimeError as error:
             first = proposed.buckets[0].gradients
             raise refusals.no_plan_to_agree_on(self.rank, first, error) from error
-        verify_hooks_agree(plan, self._comm_hook, self.rank)
-        self.builder.seal(plan)
-        as_view = self.settings.gradient_as_bucket_view
-        self.buckets = [
-            BucketBuffer(spec, [self.parameters[g.index] for g in spec.gradients], as_view) for spec in plan.buckets
-        ]
-        self._bucket_of_parameter = [self.buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
+        verify_hooks_agree(plan, self._queue.comm_hook, self.rank)
+        self._install_plan(plan)
         log.info("rank %d: plan %s sealed, %d buckets", self.rank, plan.digest, len(plan.buckets))
         self.settings.on_plan_sealed(plan)
 
+    def _install_plan(self, plan: BucketPlan) -> None:
+        """Reduce by a plan that all ranks agreed on. Buckets that it has in common with the one before are kept."""
+        self.builder.seal(plan)
+        present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
+        as_view = self.settings.gradient_as_bucket_view
+        buckets = []
+        for spec in plan.buckets:
+            bucket = present.get((spec.gradients, spec.layout))
+            if bucket is None:
+                bucket = BucketBuffer(spec, [self.parameters[g.index] for g in spec.gradients], as_view)
+            bucket.spec = spec
+            buckets.append(bucket)
+        self._queue.buckets = buckets
+        self._bucket_of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
+        self._missing_of_parameter = [bucket.missing for bucket in self._bucket_of_parameter]
+
+    def _rebuild_buckets(self) -> None:
+        """Once, before the second forward: pack the eager tail as its gradients came on rank 0 in the first round.
+
+        Before the forward, as the old buffers are then gone when its activations are there. With
+        ``find_unused_parameters`` one round says nothing about the next.
+
+        Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
+        """
+        if self.builder.sealed is None or self._forward_since_round or self._arrival_order is None:
+            return
+        order, self._arrival_order = self._arrival_order, None
+        if self.settings.find_unused_parameters and not self.settings.static_graph:
+            return
+        before = self.builder.sealed
+        if not any(bucket.frame is None for bucket in before.buckets):
+            return
+        plan = plan_of_rank_0(self.builder.reorder_tail(tuple(order)), self.process_group, self.parameters[0].device)
+        old_buckets = self.buckets
+        self._install_plan(plan)
+        for bucket in self.buckets:
+            if bucket not in old_buckets:
+                bucket.adopt_gradients()
+        log.info("rank %d: plan %s follows %s, %d buckets", self.rank, plan.digest, before.digest, len(plan.buckets))
+
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
-        if self._sends:
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
-                bucket.flatten(gradients, scale=1.0 if self._comm_hook else 1.0 / self.world_size)
-                if self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
-                    bucket.point_gradients_at_views(self._unused())
-        bucket.state = BucketState.READY
+        self._queue.complete(bucket, gradients)
         self._launch_ready_buckets()
+        # After the launch, so that it is done while the bucket is on its way.
+        if self._queue.sends and self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
+            bucket.point_gradients_at_views(self._unused())
 
     def _launch_ready_buckets(self, skip: bool = False) -> None:
-        """Launch what can leave in plan order; with ``skip``, the next bucket will not leave in this round."""
-        if skip:
-            self._count_launch()
-        while self._num_launched < len(self.buckets):
-            bucket = self.buckets[self._num_launched]
-            if bucket.state is not BucketState.READY:
-                return
-            if self._sends:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-                    bucket.launch(self.process_group, self._comm_hook, is_last=bucket is self.buckets[-1])
-            bucket.state = BucketState.LAUNCHED
-            self._count_launch()
-
-    def _count_launch(self) -> None:
-        self._num_launched += 1
-        if self._num_launched == len(self.buckets) and self._optional is not None:
-            if self._comm_hook is not None:
-                self._comm_hook.settle()
+        if self._queue.launch_ready(skip) and self._optional is not None:
+            if self._queue.comm_hook is not None:
+                self._queue.comm_hook.settle()
             self._optional.exchange()
 
     def _complete_without_the_missing(self) -> bool:
@@ -362,7 +366,7 @@ class Reducer:
         Parameters that it did not reach hold the mean of the round before, and the mean of means is the mean. A bucket
         with a parameter that holds none stays as it is: its gradients will be reduced in the next round.
         """
-        for bucket in self.buckets[self._num_launched :]:
+        for bucket in self._queue.still_here:
             if bucket.missing and all(parameter.grad is not None for parameter in bucket.parameters):
                 self._complete_with_what_is_there(bucket)
             self._launch_ready_buckets(skip=bucket.state is BucketState.COLLECTING)
@@ -373,25 +377,18 @@ class Reducer:
 
     def _contributions(self, bucket: BucketBuffer) -> list[Tensor]:
         unused = self._unused()
-        gradients = []
-        for position, parameter in enumerate(bucket.parameters):
-            gradient = parameter.grad
-            if unused and bucket.spec.gradients[position].index in unused:
-                gradient = bucket.contribution_of_unused(position) if self._sends else parameter
+        gradients = bucket.gradients()
+        contributions = [gradient for gradient in gradients if gradient is not None]
+        if not unused and len(contributions) == len(gradients):
+            return contributions
+        contributions.clear()
+        for position, (parameter, gradient) in enumerate(zip(bucket.parameters, gradients, strict=True)):
+            if bucket.spec.gradients[position].index in unused:
+                gradient = bucket.contribution_of_unused(position) if self._queue.sends else parameter
             elif gradient is None:
                 raise refusals.gradient_gone(self.rank, bucket.spec.gradients[position].fqn)
-            gradients.append(gradient)
-        return gradients
-
-    def _wait_for_launched(self) -> None:
-        for bucket in self.buckets:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                    bucket.wait()
-            except ReductionError:
-                raise  # a comm hook's own
-            except RuntimeError as error:
-                raise refusals.all_reduce_failed(self.rank, bucket.describe(), error) from error
+            contributions.append(gradient)
+        return contributions
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
@@ -401,16 +398,15 @@ class Reducer:
     def _refuse_missing_gradients(self) -> NoReturn:
         missing = [self._fqn(index) for bucket in self.buckets for index in sorted(bucket.missing)]
         try:
-            self._wait_for_launched()
+            self._queue.wait()
         finally:
             self._reset()
         raise refusals.missing_gradients(self.rank, missing, len(self.parameters), self.settings.static_graph)
 
     def _reset(self) -> None:
-        for bucket in self.buckets:
-            bucket.reset()
+        self._queue.reset()
+        self._hooks.call_for_each()
         self.state = ReducerState.ARMED
-        self._num_launched = 0
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         self._handed_over.clear()
@@ -426,13 +422,3 @@ class Reducer:
 
     def _fqn(self, index: int) -> str:
         return self.builder.gradients[index].fqn
-
-
-def _hook_for(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
-    # A strong reference would make a cycle through C++ (parameter, hook, reducer, parameter) that gc cannot see.
-    def hook(_parameter: Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.mark_parameter_ready(index)
-
-    return hook

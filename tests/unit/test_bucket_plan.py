@@ -6,12 +6,12 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from plans import gradient, gradients, members, plan_in_frames, random_gradients
 
 from ddp_compile.bucket_plan import (
     PADDED_ALIGNMENT_BYTES,
@@ -24,26 +24,6 @@ from ddp_compile.bucket_plan import (
 )
 
 MIB = 2**20
-
-
-def gradient(index: int, numel: int, dtype: str = "float32", device: str = "cpu", sparse: bool = False) -> GradientSpec:
-    return GradientSpec(index, f"p{index}", numel, dtype, device, sparse)
-
-
-def gradients(*numels: int) -> list[GradientSpec]:
-    return [gradient(i, numel) for i, numel in enumerate(numels)]
-
-
-def members(buckets: Sequence[BucketSpec]) -> list[list[int]]:
-    return [[g.index for g in bucket.gradients] for bucket in buckets]
-
-
-def random_gradients(seed: int, num_gradients: int = 40) -> list[GradientSpec]:
-    rng = random.Random(seed)
-    return [
-        gradient(i, rng.randint(1, 2000), rng.choice(["float32", "bfloat16"]), sparse=rng.random() < 0.1)
-        for i in range(num_gradients)
-    ]
 
 
 # How much goes into a bucket.
@@ -257,13 +237,6 @@ def test_plans_that_differ_in_anything_have_different_digests() -> None:
     assert len({plan.digest for plan in plans}) == len(plans)
 
 
-def plan_in_frames(specs: Sequence[GradientSpec], *frames: Sequence[int], cap_bytes: int = 10**6) -> BucketPlan:
-    builder = PlanBuilder(specs, [cap_bytes])
-    for frame in frames:
-        builder.add_frame(frame)
-    return builder.propose()
-
-
 def test_json_of_another_version_is_refused() -> None:
     document = json.loads(plan_buckets(gradients(1), 100).to_json())
     document["version"] = 99
@@ -302,97 +275,6 @@ bucket    MiB  cap MiB  dtype     device  gradients  from          to           
     )
 
 
-# The builder: one frame after the other.
-
-
-def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registration_order() -> None:
-    plan = plan_in_frames(gradients(*[100] * 7), [2, 1], [4, 3], cap_bytes=401)
-    assert members(plan.buckets) == [[4, 3], [2, 1], [6, 5], [0]]
-    assert [bucket.frame for bucket in plan.buckets] == [1, 0, None, None]
-    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3]
-
-
-def test_a_bucket_never_spans_two_frames_and_packing_starts_anew_in_each() -> None:
-    builder = PlanBuilder(gradients(*[100] * 5), [400, 10**6])
-    builder.add_frame([4, 3, 2])
-    builder.add_frame([1, 0])
-    assert members(builder.propose().buckets) == [[1], [0], [4], [3, 2]]
-
-
-def test_add_frame_returns_the_buckets_that_meet_the_frame_in_launch_order() -> None:
-    builder = PlanBuilder(gradients(*[100] * 5), [400])
-    assert members(builder.add_frame([4, 3])) == [[4], [3]]
-    second = builder.add_frame([2, 4])
-    assert members(second) == [[2], [4]]
-    assert [bucket.index for bucket in second] == [0, 1]
-
-
-def test_adding_a_frame_again_changes_nothing() -> None:
-    builder = PlanBuilder(gradients(*[100] * 5), [401])
-    first = builder.add_frame([4, 3, 2])
-    before = builder.propose()
-    assert builder.add_frame([4, 3, 2]) == first
-    assert members(builder.add_frame([2, 3])) == [[4, 3], [2]]
-    assert builder.propose() == before
-    (following,) = builder.add_frame([1])
-    assert following.frame == 1
-
-
-def test_a_frame_that_shows_one_more_parameter_adds_only_that_one() -> None:
-    builder = PlanBuilder(gradients(*[100] * 4), [10**6])
-    builder.add_frame([3, 2])
-    builder.add_frame([3, 1, 2])
-    assert members(builder.propose().buckets) == [[1], [3, 2], [0]]
-
-
-def test_frames_after_the_seal_get_the_sealed_buckets_and_change_nothing() -> None:
-    builder = PlanBuilder(gradients(*[100] * 6), [401])
-    builder.add_frame([5, 4])
-    sealed = builder.propose()
-    builder.seal(sealed)
-    assert builder.add_frame([0, 3]) == [sealed.buckets[1], sealed.buckets[2]]
-    assert members(sealed.buckets) == [[5, 4], [3, 2], [1, 0]]
-    assert builder.sealed is sealed
-
-
-def test_another_ranks_plan_may_be_sealed() -> None:
-    builder, other = (PlanBuilder(gradients(*[100] * 4), [401]) for _ in range(2))
-    builder.add_frame([3, 2])
-    other.add_frame([0, 1])
-    builder.seal(BucketPlan.from_json(other.propose().to_json()))
-    assert members(builder.add_frame([3, 2])) == [[3, 2]]
-    assert members(builder.add_frame([1, 2])) == [[0, 1], [3, 2]]
-
-
-def test_a_plan_that_lacks_a_parameter_is_not_sealed() -> None:
-    builder = PlanBuilder(gradients(1, 1), [100])
-    with pytest.raises(AssertionError):
-        builder.seal(plan_buckets(gradients(1), 100))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed: int) -> None:
-    rng = random.Random(seed)
-    specs = random_gradients(seed, rng.randint(1, 40))
-    builder = PlanBuilder(specs, [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))])
-    for _ in range(rng.randint(0, 5)):
-        shown = rng.sample(range(len(specs)), rng.randint(0, len(specs)))
-        meeting = builder.add_frame(shown)
-        assert set(shown) <= {g.index for bucket in meeting for g in bucket.gradients}
-        assert all(set(shown) & {g.index for g in bucket.gradients} for bucket in meeting)
-    plan = builder.propose()
-    assert sorted(g.index for bucket in plan.buckets for g in bucket.gradients) == list(range(len(specs)))
-    assert all(g == specs[g.index] for bucket in plan.buckets for g in bucket.gradients)
-    assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
-    builder.seal(plan)
-
-
-@pytest.mark.parametrize("caps", [[], [0], [10, -1]])
-def test_the_builder_refuses_capacities_that_are_not_positive(caps: list[int]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        PlanBuilder(gradients(1), caps)
-
-
 # Labels that all ranks share.
 
 
@@ -404,16 +286,3 @@ def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
 def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
     two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
     assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
-
-
-def test_gaps_can_be_closed_before_and_after_the_plan_is_sealed() -> None:
-    gradients = [GradientSpec(i, f"layer_{i}", 3, "float32", "cpu") for i in range(3)]
-    early, late = PlanBuilder(gradients, [8]), PlanBuilder(gradients, [8])
-    early.add_frame([1])
-    early.leave_no_gaps()
-    late.add_frame([1])
-    late.seal(late.propose())
-    assert late.sealed is not None and late.sealed.num_bytes == 3 * 128
-    late.leave_no_gaps()
-    assert late.sealed == early.propose()
-    assert late.sealed.num_bytes == 3 * 12

@@ -1,0 +1,113 @@
+"""Where complete buckets wait for their turn: they leave in plan order, and are waited for at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import refusals
+from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
+from ddp_compile.runtime.comm_hooks import CommHook
+
+
+class LaunchQueue:
+    """The buckets of one plan on their way out.
+
+    Args:
+        process_group: The ranks to average over.
+
+    Every rank launches the same buckets in the same order, whatever order they are completed in: a collective finds its
+    counterpart on another rank by its place in the sequence alone.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.buckets: list[BucketBuffer] = []  #: in plan order; empty until the plan is sealed
+        self.comm_hook: CommHook | None = None
+        self._process_group = process_group
+        self._rank = process_group.rank()
+        self._num_gone = 0  # launched, or passed over
+
+    @property
+    def sends(self) -> bool:
+        """Whether anything is reduced. A comm hook is called on a single rank as well, as DDP's is."""
+        return self._process_group.size() > 1 or self.comm_hook is not None
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether every bucket of the round has left, or will not leave in it."""
+        return self._num_gone == len(self.buckets)
+
+    @property
+    def still_here(self) -> Sequence[BucketBuffer]:
+        """The buckets that have not left, in plan order."""
+        return self.buckets[self._num_gone :]
+
+    def complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
+        """Bring a bucket's gradients into its flat buffer; `launch_ready` lets it leave.
+
+        Args:
+            bucket: A bucket all of whose gradients are there.
+            gradients: The gradients, in the order of ``bucket.spec.gradients``.
+        """
+        if self.sends:
+            # A comm hook divides by itself.
+            scale = 1.0 if self.comm_hook else 1.0 / self._process_group.size()
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
+                bucket.flatten(gradients, scale)
+        bucket.state = BucketState.READY
+
+    def launch_ready(self, skip: bool = False) -> bool:
+        """Launch what can leave in plan order.
+
+        Args:
+            skip: The next bucket will not leave in this round; pass over it first.
+
+        Returns:
+            Whether the last bucket has gone now.
+        """
+        gone_before = self._num_gone
+        if skip:
+            self._num_gone += 1
+        while not self.all_gone and (bucket := self.buckets[self._num_gone]).state is BucketState.READY:
+            if self.sends:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
+                    bucket.launch(self._process_group, self.comm_hook, is_last=bucket is self.buckets[-1])
+            bucket.state = BucketState.LAUNCHED
+            self._num_gone += 1
+        return self.all_gone and self._num_gone > gone_before
+
+    def wait(self) -> None:
+        """Wait for what has been launched.
+
+        Raises:
+            ReductionError: A reduction failed or timed out.
+        """
+        for bucket in self.buckets:
+            try:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                    bucket.wait()
+            except ReductionError:
+                raise  # a comm hook's own
+            except RuntimeError as error:
+                raise refusals.all_reduce_failed(self._rank, bucket.describe(), error) from error
+
+    def hand_over(self, untouched: Set[int]) -> None:
+        """Let every ``.grad`` be the reduced gradient, after `wait`.
+
+        Args:
+            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+        """
+        if self.sends:
+            for bucket in self.buckets:
+                if bucket.state is BucketState.LAUNCHED:
+                    bucket.hand_over(untouched)
+
+    def reset(self) -> None:
+        """Be ready for the next round."""
+        for bucket in self.buckets:
+            bucket.reset()
+        self._num_gone = 0

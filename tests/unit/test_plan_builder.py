@@ -1,0 +1,146 @@
+"""The plan of a module as it grows frame by frame, is sealed, and has its tail packed anew."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from plans import gradients, members, plan_in_frames, random_gradients
+
+from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, plan_buckets
+
+
+def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registration_order() -> None:
+    plan = plan_in_frames(gradients(*[100] * 7), [2, 1], [4, 3], cap_bytes=401)
+    assert members(plan.buckets) == [[4, 3], [2, 1], [6, 5], [0]]
+    assert [bucket.frame for bucket in plan.buckets] == [1, 0, None, None]
+    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3]
+
+
+def test_a_bucket_never_spans_two_frames_and_packing_starts_anew_in_each() -> None:
+    builder = PlanBuilder(gradients(*[100] * 5), [400, 10**6])
+    builder.add_frame([4, 3, 2])
+    builder.add_frame([1, 0])
+    assert members(builder.propose().buckets) == [[1], [0], [4], [3, 2]]
+
+
+def test_add_frame_returns_the_buckets_that_meet_the_frame_in_launch_order() -> None:
+    builder = PlanBuilder(gradients(*[100] * 5), [400])
+    assert members(builder.add_frame([4, 3])) == [[4], [3]]
+    second = builder.add_frame([2, 4])
+    assert members(second) == [[2], [4]]
+    assert [bucket.index for bucket in second] == [0, 1]
+
+
+def test_adding_a_frame_again_changes_nothing() -> None:
+    builder = PlanBuilder(gradients(*[100] * 5), [401])
+    first = builder.add_frame([4, 3, 2])
+    before = builder.propose()
+    assert builder.add_frame([4, 3, 2]) == first
+    assert members(builder.add_frame([2, 3])) == [[4, 3], [2]]
+    assert builder.propose() == before
+    (following,) = builder.add_frame([1])
+    assert following.frame == 1
+
+
+def test_a_frame_that_shows_one_more_parameter_adds_only_that_one() -> None:
+    builder = PlanBuilder(gradients(*[100] * 4), [10**6])
+    builder.add_frame([3, 2])
+    builder.add_frame([3, 1, 2])
+    assert members(builder.propose().buckets) == [[1], [3, 2], [0]]
+
+
+def test_frames_after_the_seal_get_the_sealed_buckets_and_change_nothing() -> None:
+    builder = PlanBuilder(gradients(*[100] * 6), [401])
+    builder.add_frame([5, 4])
+    sealed = builder.propose()
+    builder.seal(sealed)
+    assert builder.add_frame([0, 3]) == [sealed.buckets[1], sealed.buckets[2]]
+    assert members(sealed.buckets) == [[5, 4], [3, 2], [1, 0]]
+    assert builder.sealed is sealed
+
+
+def test_another_ranks_plan_may_be_sealed() -> None:
+    builder, other = (PlanBuilder(gradients(*[100] * 4), [401]) for _ in range(2))
+    builder.add_frame([3, 2])
+    other.add_frame([0, 1])
+    builder.seal(BucketPlan.from_json(other.propose().to_json()))
+    assert members(builder.add_frame([3, 2])) == [[3, 2]]
+    assert members(builder.add_frame([1, 2])) == [[0, 1], [3, 2]]
+
+
+def test_a_plan_that_lacks_a_parameter_is_not_sealed() -> None:
+    builder = PlanBuilder(gradients(1, 1), [100])
+    with pytest.raises(AssertionError):
+        builder.seal(plan_buckets(gradients(1), 100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = random_gradients(seed, rng.randint(1, 40))
+    builder = PlanBuilder(specs, [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))])
+    for _ in range(rng.randint(0, 5)):
+        shown = rng.sample(range(len(specs)), rng.randint(0, len(specs)))
+        meeting = builder.add_frame(shown)
+        assert set(shown) <= {g.index for bucket in meeting for g in bucket.gradients}
+        assert all(set(shown) & {g.index for g in bucket.gradients} for bucket in meeting)
+    plan = builder.propose()
+    assert sorted(g.index for bucket in plan.buckets for g in bucket.gradients) == list(range(len(specs)))
+    assert all(g == specs[g.index] for bucket in plan.buckets for g in bucket.gradients)
+    assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
+    builder.seal(plan)
+
+
+@pytest.mark.parametrize("caps", [[], [0], [10, -1]])
+def test_the_builder_refuses_capacities_that_are_not_positive(caps: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        PlanBuilder(gradients(1), caps)
+
+
+def test_gaps_can_be_closed_before_and_after_the_plan_is_sealed() -> None:
+    gradients = [GradientSpec(i, f"layer_{i}", 3, "float32", "cpu") for i in range(3)]
+    early, late = PlanBuilder(gradients, [8]), PlanBuilder(gradients, [8])
+    early.add_frame([1])
+    early.leave_no_gaps()
+    late.add_frame([1])
+    late.seal(late.propose())
+    assert late.sealed is not None and late.sealed.num_bytes == 3 * 128
+    late.leave_no_gaps()
+    assert late.sealed == early.propose()
+    assert late.sealed.num_bytes == 3 * 12
+
+
+def test_the_tail_is_packed_anew_as_its_gradients_came() -> None:
+    builder = PlanBuilder(gradients(*[100] * 7), [801])
+    builder.add_frame([2, 1])
+    builder.seal(builder.propose())
+    assert members(builder.sealed.buckets) == [[2, 1], [6, 5, 4], [3, 0]]
+    assert members(builder.reorder_tail([3, 6, 2, 0, 1, 5, 4]).buckets) == [[3, 6, 0], [2, 1], [5, 4]]
+    assert builder.sealed.generation == 0  # nothing is installed yet
+
+
+def test_what_got_no_gradient_comes_last_and_generations_are_counted() -> None:
+    builder = PlanBuilder(gradients(*[100] * 4), [400])
+    builder.seal(builder.propose())
+    for generation in (1, 2):
+        plan = builder.reorder_tail([0, 2])
+        assert members(plan.buckets) == [[0], [2], [3], [1]]
+        assert plan.generation == generation
+        builder.seal(plan)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_of_arrival_gives_a_plan_of_every_parameter_with_the_frames_buckets(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = random_gradients(seed)
+    builder = PlanBuilder(specs, [rng.randint(1, 20_000)])
+    builder.add_frame(rng.sample(range(len(specs)), 12))
+    builder.seal(builder.propose())
+    order = rng.sample(range(len(specs)), rng.choice([5, 30, len(specs)]))
+    plan = builder.reorder_tail(order)
+    assert sorted(i for bucket in members(plan.buckets) for i in bucket) == list(range(len(specs)))
+    of_frames = {tuple(g.index for g in b.gradients) for b in builder.sealed.buckets if b.frame is not None}
+    assert of_frames == {tuple(g.index for g in b.gradients) for b in plan.buckets if b.frame is not None}
+    last = [max(order.index(i) if i in order else len(order) for i in bucket) for bucket in members(plan.buckets)]
+    assert last == sorted(last)
