@@ -48,6 +48,7 @@ class BucketBuffer:
         self._has_waited = False
         self.flat: Tensor | None = None
         self._kept: dict[int, Tensor] = {}
+        self._is_pointed = False
         self._flatten_plan: FlattenPlan | None = None
 
     def arrive(self, parameter: int) -> bool:
@@ -121,6 +122,26 @@ class BucketBuffer:
             self.work.wait()
             self._has_waited = True
 
+    def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
+        """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
+
+        Nothing but the buffer's own address is needed, so it is done while the reduction is under way. Without
+        ``gradient_as_bucket_view``, and for a sparse gradient, there is nothing to do.
+
+        Args:
+            untouched: Numbers of parameters whose ``.grad`` stays what it is.
+        """
+        if not self.gradient_as_bucket_view or self.spec.is_sparse:
+            return
+        views = self._plan().views
+        if self._is_pointed and all(map(operator.is_, self.gradients(), views)):
+            return  # nobody has replaced one since
+        left_alone = self._positions_of(untouched)
+        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if position not in left_alone:
+                parameter.grad = view
+        self._is_pointed = True
+
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
         """Let every parameter's ``.grad`` be the reduced gradient; the all-reduce must have been waited for.
 
@@ -137,24 +158,8 @@ class BucketBuffer:
         for position in left_alone:
             if position in self._kept:
                 self._plan().views[position].copy_(self._kept[position])
-        if self.gradient_as_bucket_view:
-            self.point_gradients_at_views(untouched)
-        else:
+        if not self.gradient_as_bucket_view:
             self._copy_back(left_alone)
-
-    def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
-        """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
-
-        Args:
-            untouched: Numbers of parameters whose ``.grad`` stays what it is.
-        """
-        views = self._plan().views
-        if all(map(operator.is_, self.gradients(), views)):
-            return  # as always after the backward, unless somebody replaced one
-        left_alone = self._positions_of(untouched)
-        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
-            if position not in left_alone:
-                parameter.grad = view
 
     def gradients(self) -> list[Tensor | None]:
         """The ``.grad`` of each parameter."""
@@ -183,6 +188,7 @@ class BucketBuffer:
         self.missing |= self._all
         self.work = None
         self._has_waited = False
+        self._is_pointed = False
         self._kept.clear()
 
     def lay_out_as(self, spec: BucketSpec) -> None:

@@ -80,6 +80,22 @@ class LaunchQueue:
             self._num_gone += 1
         return self.all_gone and self._num_gone > gone_before
 
+    def finish(self, untouched: Set[int]) -> None:
+        """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
+
+        Args:
+            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+
+        Raises:
+            ReductionError: A reduction failed or timed out.
+        """
+        launched = [bucket for bucket in self.buckets if bucket.state is BucketState.LAUNCHED] if self.sends else []
+        for bucket in launched:
+            bucket.point_gradients_at_views(untouched)
+        self.wait()
+        for bucket in launched:
+            bucket.hand_over(untouched)
+
     def wait(self) -> None:
         """Wait for what has been launched.
 
@@ -94,17 +110,6 @@ class LaunchQueue:
                 raise  # a comm hook's own
             except RuntimeError as error:
                 raise refusals.all_reduce_failed(self._rank, bucket.describe(), error) from error
-
-    def hand_over(self, untouched: Set[int]) -> None:
-        """Let every ``.grad`` be the reduced gradient, after `wait`.
-
-        Args:
-            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
-        """
-        if self.sends:
-            for bucket in self.buckets:
-                if bucket.state is BucketState.LAUNCHED:
-                    bucket.hand_over(untouched)
 
     def reset(self) -> None:
         """Be ready for the next round."""

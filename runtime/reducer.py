@@ -211,8 +211,7 @@ class Reducer:
                 self._hooks.call_for_each()
                 self.state = ReducerState.INCOMPLETE
                 return
-        self._queue.wait()
-        self._queue.hand_over(frozenset() if self._optional is None else self._optional.unused_on_all_ranks())
+        self._queue.finish(frozenset() if self._optional is None else self._optional.unused_on_all_ranks())
         self._reset()
 
     def remove_hooks(self) -> None:
@@ -318,8 +317,12 @@ class Reducer:
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
         self._queue.complete(bucket, gradients)
         self._launch_ready_buckets()
-        # After the launch, so that it is done while the bucket is on its way.
-        if self._queue.sends and self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
+        if (
+            self._queue.sends
+            and not from_graph
+            and any(b.state is BucketState.COLLECTING for b in self._queue.still_here)
+        ):
+            # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.
             bucket.point_gradients_at_views(self._unused())
 
     def _launch_ready_buckets(self, skip: bool = False) -> None:
