@@ -71,9 +71,11 @@ def check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | 
 
 
 def check_tensor(index: int, tensor: Tensor, shape: Sequence[int], flat: Tensor) -> None:
-    """Raise ValueError unless a tensor has its place's shape and device, and a floating dtype."""
+    """Raise ValueError unless a tensor has its place's shape and device, memory, and a floating dtype."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor {index} is of type {type(tensor).__name__}; pass torch tensors")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"tensor {index} is of layout {tensor.layout}, without memory to copy; pass its to_dense()")
     if tensor.device != flat.device:
         raise ValueError(f"tensor {index} is on {tensor.device} but flat is on {flat.device}; move one of them")
     if tuple(tensor.shape) != tuple(shape):

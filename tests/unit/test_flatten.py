@@ -290,3 +290,10 @@ def test_a_value_that_overflows_in_the_flat_buffers_dtype_is_not_finite(asked: A
     stats = asked.flatten_scale([torch.full((100,), 65520.0)], flat, 1.0, with_stats=True)
     assert stats.non_finite.item() is True and flat.isinf().all()
     assert stats.sum_of_squares.item() == pytest.approx(100 * 65520.0**2)
+
+
+def test_a_sparse_tensor_is_refused_by_name(asked: Asked) -> None:
+    plan = asked.plan([torch.zeros(3)] * 2, torch.full((6,), 7.0))
+    with pytest.raises(ValueError, match=r"tensor 1 is of layout torch.sparse_coo.*to_dense"):
+        plan.flatten([torch.ones(3), torch.ones(3).to_sparse()], 1.0)
+    assert torch.equal(plan.flat, torch.full((6,), 7.0))
