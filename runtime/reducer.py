@@ -216,9 +216,15 @@ class Reducer:
         self._reset()
 
     def remove_hooks(self) -> None:
-        """Stop listening to the parameters."""
+        """Stop listening to the parameters, and drop the gradients of a round that an exception has cut short.
+
+        Some of those are means and some this rank's own, and an all-reduce that is under way may still write to them.
+        """
         for hook in self._hooks:
             hook.remove()
+        if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
+            for parameter in self.parameters:
+                parameter.grad = None
 
     # What follows is private.
 
@@ -242,9 +248,10 @@ class Reducer:
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
+        # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
+        self.state = ReducerState.REDUCING
         if not self.buckets:
             self._seal_plan()
-        self.state = ReducerState.REDUCING
         self._call_back_at_the_end(self.finalize_backward)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
             self._go_on_without(absent)
@@ -267,8 +274,8 @@ class Reducer:
         self._tasks_with_callback.clear()
         arrived, self._arrived_before_plan = self._arrived_before_plan, set()
         if len(arrived) == len(self.parameters):
-            self._seal_plan()
             self.state = ReducerState.REDUCING
+            self._seal_plan()
             if self._optional is not None:
                 for index in arrived:
                     self._optional.settles(index, has_left=False)
@@ -409,13 +416,13 @@ class Reducer:
     def _reset(self) -> None:
         for bucket in self.buckets:
             bucket.reset()
-        self.state = ReducerState.ARMED
         self._num_launched = 0
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         self._handed_over.clear()
         if self._optional is not None:
             self._optional.begin_round()
+        self.state = ReducerState.ARMED  # last: a round that Ctrl-C leaves half reset is not begun anew
 
     def _check_single_contributor(self, index: int) -> None:
         """A gradient that a graph handed over must be the only one; see docs/architecture.md, "Handing over early"."""
