@@ -387,6 +387,8 @@ class Reducer:
                 gradient = bucket.contribution_of_unused(position) if self._sends else parameter
             elif gradient is None:
                 raise refusals.gradient_gone(self.rank, bucket.spec.gradients[position].fqn)
+            elif gradient.requires_grad:
+                raise refusals.gradient_with_graph(self.rank, bucket.spec.gradients[position].fqn)
             gradients.append(gradient)
         return gradients
 
