@@ -3,6 +3,7 @@
 from ddp_compile.api import ddp_compile
 from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, plan_buckets
 from ddp_compile.errors import (
+    CompilationError,
     DDPCompileError,
     GradientArrivalError,
     KernelUnavailableError,
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BucketPlan",
     "BucketSpec",
+    "CompilationError",
     "DDPCompileError",
     "GradientArrivalError",
     "GradientSpec",

@@ -68,7 +68,8 @@ def ddp_compile(
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
         mode: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``: raise at a graph break.
+        fullgraph: As in ``torch.compile``: raise at a graph break. And raise the compiler's error where it fails at a
+            graph, which otherwise runs eagerly with a warning.
         dynamic: As in ``torch.compile``.
         options: As in ``torch.compile``.
         **unknown: Nothing else is taken; an argument of DistributedDataParallel is refused with what to write instead.

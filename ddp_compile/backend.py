@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from ddp_compile.bucket_plan import PlanBuilder
+from ddp_compile.bucket_plan import PlanBuilder, shorten_names
 from ddp_compile.config import SplitMode
+from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.partition_compiler import compile_partitions
 from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
@@ -22,7 +23,6 @@ from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.split_forward import split_forward_pass
 from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
-from ddp_compile.torch_internals import InnerBackend
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +56,16 @@ class TrainingBackend:
     """Compiles the training graphs of one module.
 
     Args:
-        inner: What compiles each graph or partition.
+        compiler: Compiles each graph or partition.
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
         split: Where graphs are cut; ``"auto"`` and ``"forward"`` cut at bucket boundaries.
     """
 
     def __init__(
-        self, inner: InnerBackend, builder: PlanBuilder, parameters: Mapping[int, int], split: SplitMode
+        self, compiler: GraphCompiler, builder: PlanBuilder, parameters: Mapping[int, int], split: SplitMode
     ) -> None:
-        self.inner = inner
+        self.compiler = compiler
         self.builder = builder
         self.parameters = parameters
         self.split = split
@@ -80,20 +80,30 @@ class TrainingBackend:
         if not order or not _has_backward(gm):
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
-            return self.inner(gm, list(example_inputs))
+            return self.compiler.compile(gm, example_inputs, name)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
-        result = self._split(gm, PassContext(parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name), order)
+        ctx = PassContext(parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name)
+        result = self._split(gm, ctx, order)
         num_partitions = max(1, len(partition_names(result.gm)))
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
         if num_partitions == 1:
-            return self.inner(result.gm, list(example_inputs))
-        return compile_partitions(result.gm, example_inputs, self.inner)
+            return self.compiler.compile(result.gm, example_inputs, f"{name} {self._parameters_in(result.gm, ctx)}")
+
+        def compile_partition(gm: fx.GraphModule, inputs: Sequence[Any], partition: str) -> Callable[..., Any]:
+            return self.compiler.compile(gm, inputs, f"{partition} of {name} {self._parameters_in(gm, ctx)}")
+
+        return compile_partitions(result.gm, example_inputs, compile_partition)
 
     def _split(self, gm: fx.GraphModule, ctx: PassContext, order: list[GradReady]) -> PassResult:
         passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
         table = format_graph_buckets(list(ctx.buckets), [entry.parameter for entry in order])
         return run_pipeline(gm, ctx, passes, [GraphDump(ctx.graph_name, table)])
+
+    def _parameters_in(self, gm: fx.GraphModule, ctx: PassContext) -> str:
+        indices = [ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of]
+        names = [self.builder.gradients[index].fqn for index in indices]
+        return f"({shorten_names(names) or 'no parameters'})"
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
         """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
@@ -119,13 +129,14 @@ class EvaluationBackend:
     Dynamo keeps every backend for good, so this one, like `TrainingBackend`, must not lead to the module.
     """
 
-    def __init__(self, inner: InnerBackend) -> None:
-        self.inner = inner
+    def __init__(self, compiler: GraphCompiler) -> None:
+        self.compiler = compiler
         self.num_graphs = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        name = f"evaluation graph {self.num_graphs}"
         self.num_graphs += 1
-        return self.inner(gm, list(example_inputs))
+        return self.compiler.compile(gm, example_inputs, name)
 
 
 def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:

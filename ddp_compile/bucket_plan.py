@@ -373,6 +373,11 @@ class PlanBuilder:
         self.sealed = plan
 
 
+def shorten_names(names: Sequence[str]) -> str:
+    """Names for a message: all of a few, or the ends of a long list."""
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
 def device_labels(devices: Iterable[torch.device]) -> dict[torch.device, str]:
     """A label for each device that is the same on every rank.
 

@@ -37,7 +37,9 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in DDP_ARGUMENTS_REPLACED:
             raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}")
-        if value is None or value is False or (name == "dim" and value == 0):
+        if value is None or (name == "dim" and value == 0):
+            continue
+        if value is False and name != "forward_sync_buffers":  # its False turns something off that is on here
             continue
         raise TypeError(f"ddp_compile() does not take {name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")
 

@@ -25,5 +25,9 @@ class GradientArrivalError(DDPCompileError):
     """A gradient arrived twice, or after its bucket had left; names the parameter."""
 
 
+class CompilationError(DDPCompileError):
+    """A backward that inductor could not compile cannot run eagerly either; names its parameters."""
+
+
 class KernelUnavailableError(DDPCompileError):
     """An implementation of the kernels cannot be used here; says why. Not raised unless it was asked for by name."""

@@ -9,13 +9,15 @@ from typing import Any
 from torch import fx
 
 from ddp_compile import torch_internals
-from ddp_compile.torch_internals import InnerBackend
+
+#: (partition, its example inputs, its name) -> what runs in its place.
+CompilePartition = Callable[[fx.GraphModule, Sequence[Any], str], Callable[..., Any]]
 
 
 def compile_partitions(
-    stitched: fx.GraphModule, example_inputs: Sequence[Any], inner: InnerBackend
+    stitched: fx.GraphModule, example_inputs: Sequence[Any], compile_partition: CompilePartition
 ) -> Callable[..., Any]:
-    """Compile each partition of a split forward graph with the inner backend.
+    """Compile each partition of a split forward graph.
 
     No partition is run: what crosses to the next one is described by fake tensors made from the sizes and strides that
     Dynamo recorded. Inductor keeps the strides of values the caller sees, so they hold for the compiled code as well.
@@ -23,7 +25,7 @@ def compile_partitions(
     Args:
         stitched: What `passes.partition_graph` returned. Its partitions are replaced by the compiled functions.
         example_inputs: What Dynamo gave for the whole graph: one entry for each placeholder.
-        inner: The backend that compiles a graph for given example inputs.
+        compile_partition: Compiles one partition for given example inputs.
 
     Returns:
         A function with the arguments and results of the whole graph.
@@ -40,7 +42,8 @@ def compile_partitions(
             partition = stitched.get_submodule(node.target)
             assert isinstance(partition, fx.GraphModule)
             with torch_internals.partition_tracing_context(fake_mode, partition):
-                compiled[node.target] = inner(partition, [values[argument] for argument in node.args])
+                inputs = [values[argument] for argument in node.args]
+                compiled[node.target] = compile_partition(partition, inputs, node.target)
         elif node.target is operator.getitem:
             values[node] = torch_internals.fake_like(node.meta["example_value"], fake_mode)
     for name, function in compiled.items():

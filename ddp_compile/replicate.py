@@ -83,14 +83,16 @@ class ReplicatedModule(nn.Module):
         return builder.sealed or builder.propose()
 
     def explain(self) -> str:
-        """The bucket table, and for each compiled graph how it was cut and which cuts were declined."""
-        reports = _state_of(self).backend.reports
-        return "\n".join([self.bucket_plan.format_table(), *map(_format_report, reports)])
+        """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
+        state = _state_of(self)
+        failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
+        return "\n".join([self.bucket_plan.format_table(), *map(_format_report, state.backend.reports), *failures])
 
     def unwrap(self) -> nn.Module:
         """Make the module what it was before ``ddp_compile``, and return it.
 
-        Parameters and gradients keep their values; nothing is reduced or compiled any more.
+        Parameters and gradients keep their values; nothing is reduced or compiled any more. After a backward that
+        raised in the middle of a round, gradients become None: some had been averaged, and others had not.
         """
         _state_of(self).reducer.remove_hooks()
         delattr(self, _STATE)

@@ -16,6 +16,7 @@ from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, devic
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReductionError
+from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_state import ReducerSettings
@@ -58,10 +59,11 @@ class ReplicateState:
             all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
             broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
         self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes)
+        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         self.backend = TrainingBackend(
-            compile_settings.inner, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
+            self.compiler, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
         )
-        self._evaluation_backend = EvaluationBackend(compile_settings.inner)
+        self._evaluation_backend = EvaluationBackend(self.compiler)
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module))
         self._call_training = compile_settings.compile(call, self.backend)

@@ -5,6 +5,7 @@ Nothing else in the package may import from a torch module that starts with an u
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections import OrderedDict
@@ -58,6 +59,63 @@ def inner_backend(
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def compile_with_eager_backward(
+    inner: InnerBackend,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    accept_failure: Callable[[Exception, fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """Compile a graph; where inductor fails to compile its backward, that runs eagerly.
+
+    AOTAutograd makes the backward graph with the forward one, and inductor compiles it when it is first needed: inside
+    of a backward pass. By then the forward has saved what this backward graph takes, so only that graph can go on.
+
+    Args:
+        inner: What `inner_backend` returned.
+        gm: The graph; the compiler may change it.
+        example_inputs: One entry for each placeholder.
+        accept_failure: Called with inductor's error and the backward graph; raises if that must not run eagerly.
+
+    Returns:
+        The compiled function.
+    """
+    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+        return inner(gm, list(example_inputs))
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_forward_or_backward(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        if not settings.get("is_backward", False):
+            return compile_fx_inner(graph, inputs, **settings)
+        uncompiled = fx.GraphModule(graph, copy.deepcopy(graph.graph))  # inductor's passes rewrite the graph
+        try:
+            return compile_fx_inner(graph, inputs, **settings)
+        except Exception as error:
+            accept_failure(error, uncompiled)
+            return make_boxed_func(uncompiled.forward)
+
+    compiled: Any = compile_fx(
+        gm, list(example_inputs), inner_compile=compile_forward_or_backward, config_patches=dict(inner.config)
+    )
+    return compiled
+
+
+def is_request_to_dynamo(error: BaseException) -> bool:
+    """Whether a backend's exception asks Dynamo to trace the frame again, or to leave it to Python."""
+    # Those that call_user_compiler of torch 2.13 lets through; for any other one Dynamo raises BackendCompilerFailed.
+    return isinstance(error, torch._dynamo.exc.TensorifyScalarRestartAnalysis | torch._dynamo.exc.SkipFrame)
+
+
+def repeats_random_numbers(backward: fx.GraphModule) -> bool:
+    """Whether one of inductor's backward graphs draws random numbers from the forward's seed.
+
+    The eager implementation of these operators ignores the seed (_inductor/inductor_prims.py of torch 2.13), so that a
+    dropout that a checkpoint computes again would drop others than the forward did.
+    """
+    names = ("inductor_rand", "rngprims")
+    return any(name in str(node.target) for node in backward.graph.nodes for name in names)
 
 
 def known_modes() -> list[str]:

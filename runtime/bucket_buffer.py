@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.bucket_plan import BucketSpec
+from ddp_compile.bucket_plan import BucketSpec, shorten_names
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
 
@@ -211,9 +211,8 @@ class BucketBuffer:
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""
-        names = [gradient.fqn for gradient in self.spec.gradients]
-        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
-        return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {shown})"
+        names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
+        return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
 
     def _plan(self) -> FlattenPlan:
         if self._flatten_plan is None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -215,17 +216,24 @@ class Reducer:
         self._reset()
 
     def remove_hooks(self) -> None:
-        """Stop listening to the parameters."""
+        """Stop listening to the parameters, and drop the gradients of a round that an exception has cut short.
+
+        Some of those are means and some this rank's own, and an all-reduce that is under way may still write to them.
+        """
         self._hooks.remove()
+        if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
+            for parameter in self.parameters:
+                parameter.grad = None
 
     # What follows is private.
 
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
+        # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
+        self.state = ReducerState.REDUCING
         if not self.buckets:
             self._seal_plan()
-        self.state = ReducerState.REDUCING
         begins = self._call_back_at_the_end(self.finalize_backward)
         if begins and self._optional is None and self._arrival_order is None:
             self._hooks.count(self._missing_of_parameter)
@@ -252,8 +260,8 @@ class Reducer:
         self._tasks_with_callback.clear()
         arrived, self._arrived_before_plan = self._arrived_before_plan, set()
         if len(arrived) == len(self.parameters):
-            self._seal_plan()
             self.state = ReducerState.REDUCING
+            self._seal_plan()
             if self._optional is not None:
                 for index in arrived:
                     self._optional.settles(index, has_left=False)
@@ -382,6 +390,10 @@ class Reducer:
         unused = self._unused()
         gradients = bucket.gradients()
         contributions = [gradient for gradient in gradients if gradient is not None]
+        if torch.is_grad_enabled():  # create_graph=True
+            for spec, gradient in zip(bucket.spec.gradients, gradients, strict=True):
+                if gradient is not None and gradient.requires_grad:
+                    raise refusals.gradient_with_graph(self.rank, spec.fqn)
         if not unused and len(contributions) == len(gradients):
             return contributions
         contributions.clear()
@@ -409,12 +421,12 @@ class Reducer:
     def _reset(self) -> None:
         self._queue.reset()
         self._hooks.call_for_each()
-        self.state = ReducerState.ARMED
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         self._handed_over.clear()
         if self._optional is not None:
             self._optional.begin_round()
+        self.state = ReducerState.ARMED  # last: a round that Ctrl-C leaves half reset is not begun anew
 
     def _check_single_contributor(self, index: int) -> None:
         """A gradient that a graph handed over must be the only one; see docs/architecture.md, "Handing over early"."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +53,31 @@ def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool,
     assert ranks(2).run(accumulate, 3, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
 
 
+def accumulate_any_number() -> float:
+    """Every step has another number of micro-batches, the last of which is reduced."""
+    torch.manual_seed(3)
+    reference = Mlp(width=17, num_layers=3)
+    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="eager")
+    with_ddp = DistributedDataParallel(reference)
+    torch.manual_seed(100 + dist.get_rank())
+    worst = 0.0
+    for num_micro_batches in (1, 2, 5, 1, 9):
+        for each in (model, with_ddp):
+            each.zero_grad()
+        for i in range(num_micro_batches):
+            x = torch.randn(4, 17)
+            for each in (model, with_ddp):
+                with each.no_sync() if i < num_micro_batches - 1 else contextlib.nullcontext():
+                    loss_of(each(x)).backward()
+        for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
+            worst = max(worst, relative_difference(p.grad, q.grad))
+    return worst
+
+
+def test_any_number_of_micro_batches_may_be_accumulated(ranks: Ranks) -> None:
+    assert ranks(2).run(accumulate_any_number) == [0.0, 0.0]
+
+
 def gradients_in_no_sync() -> tuple[bool, bool]:
     torch.manual_seed(5)
     model = ddp_compile(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)), backend="aot_eager")
@@ -99,6 +125,48 @@ def two_forwards(one_backward: bool) -> float:
 @pytest.mark.parametrize("one_backward", [True, False])
 def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
     assert max(ranks(2).run(two_forwards, one_backward)) < 1e-6
+
+
+def backward_twice(donated_buffer: bool) -> tuple[float, float]:
+    """Largest difference to twice the mean: of ours, and of DistributedDataParallel's."""
+    torch.manual_seed(3)
+    reference = Mlp(width=17, num_layers=3)
+    with_ddp = DistributedDataParallel(copy.deepcopy(reference))
+    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
+    worst = [0.0, 0.0]
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, 17)
+        for each in (model, with_ddp, reference):
+            each.zero_grad()
+            with torch._functorch.config.patch(donated_buffer=donated_buffer):
+                loss = loss_of(each(x))
+                loss.backward(retain_graph=True)
+                loss.backward()
+        for p, r, q in zip(model.parameters(), with_ddp.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            mean = q.grad / dist.get_world_size()
+            worst = [max(worst[0], relative_difference(p.grad, mean)), max(worst[1], relative_difference(r.grad, mean))]
+    return worst[0], worst[1]
+
+
+@pytest.mark.parametrize("donated_buffer", [True, False])
+def test_a_second_backward_through_a_kept_graph_is_averaged_as_well(donated_buffer: bool, ranks: Ranks) -> None:
+    for ours, ddps in ranks(2).run(backward_twice, donated_buffer):
+        assert ours < 1e-6
+        assert ddps > 0.1  # what the second backward brings stays on its rank
+
+
+def keep_a_graph_later() -> None:
+    model = ddp_compile(Mlp(width=17, num_layers=3), backend="aot_eager")
+    loss_of(model(torch.randn(4, 17))).backward()
+    loss_of(model(torch.randn(4, 17))).backward(retain_graph=True)
+
+
+def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(keep_a_graph_later):
+        assert failure.kind == "RuntimeError"
+        assert "torch._functorch.config.donated_buffer=False" in failure.message
 
 
 class HandsOverABucket(torch.autograd.Function):

@@ -20,6 +20,10 @@ Ranks = Callable[[int], RankPool]
 Step = Callable[[nn.Module, Tensor, int], None]
 
 
+def one_backward(model: nn.Module, x: Tensor, step: int) -> None:
+    loss_of(model(x)).backward()
+
+
 def regulariser_by_itself(model: nn.Module, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
     (0.1 * next(model.parameters()).square().sum()).backward()
@@ -59,6 +63,33 @@ def gradients_detached_in_between(model: nn.Module, x: Tensor, step: int) -> Non
     loss_of(model(x)).backward()
 
 
+def gradients_replaced_in_between(model: nn.Module, x: Tensor, step: int) -> None:
+    loss_of(model(x)).backward()
+    for parameter in model.parameters():
+        parameter.grad = 0.5 * parameter.grad
+    loss_of(model(x)).backward()
+
+
+def gradients_freed_in_between(model: nn.Module, x: Tensor, step: int) -> None:
+    """Of every other parameter, so that a bucket finds some of its gradients gone and others where they were."""
+    loss_of(model(x)).backward()
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = None
+    loss_of(model(x)).backward()
+
+
+def gradients_zeroed_in_between(model: nn.Module, x: Tensor, step: int) -> None:
+    loss_of(model(x)).backward()
+    model.zero_grad(set_to_none=False)
+    loss_of(model(2 * x)).backward()
+
+
+def under_autocast(model: nn.Module, x: Tensor, step: int) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model(x))
+    loss.backward()
+
+
 def unscaled_and_clipped(model: nn.Module, x: Tensor, step: int) -> None:
     (1024 * loss_of(model(x))).backward()
     for parameter in model.parameters():
@@ -74,6 +105,18 @@ class Checkpointed(Mlp):
             torch._dynamo.graph_break()
             x = checkpoint(layer, x.requires_grad_() if x.is_leaf else x, use_reentrant=True)
         return x
+
+
+class CheckpointedWithoutReentrance(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class UsedTwice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu(super().forward(x)))
 
 
 class WithBatchNorm(nn.Module):
@@ -96,8 +139,14 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "user_hook_after": (small_mlp, user_hook_after),
     "two_forwards_with_batch_norm": (WithBatchNorm, two_forwards),
     "gradients_detached_in_between": (small_mlp, gradients_detached_in_between),
+    "gradients_replaced_in_between": (small_mlp, gradients_replaced_in_between),
+    "gradients_freed_in_between": (small_mlp, gradients_freed_in_between),
+    "gradients_zeroed_in_between": (small_mlp, gradients_zeroed_in_between),
     "unscaled_and_clipped": (small_mlp, unscaled_and_clipped),
-    "reentrant_checkpoints": (lambda: Checkpointed(33, 4), lambda model, x, step: loss_of(model(x)).backward()),
+    "under_autocast": (small_mlp, under_autocast),
+    "layer_used_twice": (lambda: UsedTwice(33, 2), one_backward),
+    "reentrant_checkpoints": (lambda: Checkpointed(33, 4), one_backward),
+    "checkpoints_without_reentrance": (lambda: CheckpointedWithoutReentrance(33, 4), one_backward),
 }
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_compile import ddp_compile
+from ddp_compile.config import DDP_ARGUMENTS_REPLACED
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,29 @@ def test_a_group_and_a_mesh_exclude_each_other(single_rank_group: None) -> None:
     with pytest.raises(ValueError, match="2 dimensions"):
         ddp_compile(nn.Linear(3, 3), device_mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
     assert ddp_compile(nn.Linear(3, 3), device_mesh=mesh).bucket_plan.buckets
+
+
+REFUSED_ARGUMENTS = {
+    "device_ids": [0],
+    "output_device": 0,
+    "dim": 1,
+    "check_reduction": True,
+    "delay_all_reduce_named_params": [("weight", None)],
+    "param_to_hook_all_reduce": nn.Parameter(torch.zeros(2)),
+    "mixed_precision": torch.bfloat16,
+    "skip_all_reduce_unused_params": True,
+    "bucket_cap_mb_list": [1, 25],
+    "batched_grad_copy": True,
+    "forward_sync_buffers": False,
+    "algorithm": "local_sgd",
+}
+
+
+@pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
+def test_a_ddp_argument_is_refused_with_what_to_write_instead(name: str, single_rank_group: None) -> None:
+    value = REFUSED_ARGUMENTS[name]
+    with pytest.raises(TypeError, match=re.escape(f"{name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")):
+        ddp_compile(nn.Linear(3, 3), **{name: value})
 
 
 def test_ddp_arguments_that_are_off_are_let_through(single_rank_group: None) -> None:

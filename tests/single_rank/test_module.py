@@ -182,6 +182,47 @@ def test_a_whole_training_step_may_be_compiled(single_rank_group: None) -> None:
     assert len(model._ddp_compile_state.backend.reports) == 1
 
 
+@pytest.mark.parametrize(
+    "compile_again",
+    [lambda model: torch.compile(model, backend="eager"), lambda model: model.compile() or model],
+    ids=["torch.compile", "compile"],
+)
+def test_compiling_the_module_again_changes_nothing(
+    compile_again: Callable[[nn.Module], nn.Module], single_rank_group: None
+) -> None:
+    model = replicated()
+    backward(compile_again(model))
+    assert len(model._ddp_compile_state.backend.reports) == 1
+    assert model._ddp_compile_state.builder.sealed is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module",
+        "broadcast_buffers",
+        "scatter",
+        "gather",
+        "to_kwargs",
+        "join",
+        "join_hook",
+        "join_device",
+        "join_process_group",
+        "will_sync_module_buffers",
+        "_get_ddp_logging_data",
+        "_register_builtin_comm_hook",
+        "_register_buffer_comm_hook",
+        "_set_static_graph",
+        "_update_process_group",
+    ],
+)
+def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str, single_rank_group: None) -> None:
+    # Code that asks with hasattr() whether it was given a wrapper, to unwrap it, leaves the module as it is.
+    assert hasattr(nn.parallel.DistributedDataParallel(Net()), name)
+    with pytest.raises(AttributeError, match=f"'Net' object has no attribute '{name}'"):
+        getattr(replicated(), name)
+
+
 def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:
     calls: list[str] = []
     model = Net()

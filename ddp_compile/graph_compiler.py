@@ -1,0 +1,129 @@
+"""Gives graphs to the inner compiler, and lets those that it cannot compile run eagerly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import CompilationError
+from ddp_compile.torch_internals import InnerBackend
+
+log = logging.getLogger(__name__)
+
+
+class CompileFailure(NamedTuple):
+    """A graph, or one direction of it, that runs eagerly because it could not be compiled.
+
+    Args:
+        graph: Which one, with the parameters in it.
+        error: The compiler's error in one line. Not the exception: its traceback would keep the whole graph alive.
+    """
+
+    graph: str
+    error: str
+
+
+class GraphCompiler:
+    """The inner compiler of one module. What it cannot compile runs eagerly, and a warning says so.
+
+    One rank may fail where others succeed, for want of a C++ compiler or of space on a disk: a rank that runs a graph
+    eagerly computes the same gradients, later. An exception instead would leave the others waiting for its buckets.
+
+    Args:
+        inner: The backend that compiles a graph for given example inputs.
+        fullgraph: Raise the compiler's error as it is: who asks for one whole graph wants no eager part in it.
+        rank: This rank, for messages.
+    """
+
+    def __init__(self, inner: InnerBackend, fullgraph: bool, rank: int) -> None:
+        self.inner = inner
+        self.fullgraph = fullgraph
+        self.rank = rank
+        self.failures: list[CompileFailure] = []
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str) -> Callable[..., Any]:
+        """Compile one graph, and let it run eagerly where that fails.
+
+        Inductor compiles a backward in the first backward pass; where that fails, the backward graph runs eagerly from
+        that same pass on. A backend of another kind that compiles its backward so late raises there.
+
+        Args:
+            gm: The graph; the compiler may change it.
+            example_inputs: Real or fake tensors, one entry for each placeholder.
+            name: What warnings call it.
+
+        Returns:
+            A function with the arguments and results of the graph. Its backward raises `CompilationError` if inductor
+            fails at it and it cannot run eagerly either.
+
+        Raises:
+            Exception: What the compiler raised, if ``fullgraph`` is set, or if it is a request to Dynamo to trace
+                again or skip the frame, or if memory ran out, of which running eagerly would need more.
+        """
+        if self.fullgraph:
+            return self.inner(gm, list(example_inputs))
+
+        def accept_backward_failure(error: Exception, backward: fx.GraphModule) -> None:
+            if torch_internals.repeats_random_numbers(backward):
+                raise _no_random_numbers_again(self.rank, name, error) from error
+            self._accept_failure(error, f"the backward of {name}")
+
+        uncompiled = _copy_graphs(gm)
+        try:
+            return torch_internals.compile_with_eager_backward(self.inner, gm, example_inputs, accept_backward_failure)
+        except Exception as error:
+            self._accept_failure(error, name)
+            return uncompiled.forward
+
+    def _accept_failure(self, error: Exception, graph: str) -> None:
+        """Warn that eager code takes a graph's place; raises the error again where it must not."""
+        if torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error):
+            raise error
+        failure = CompileFailure(graph, _in_one_line(error))
+        self.failures.append(failure)
+        log.debug("rank %d: %s did not compile", self.rank, graph, exc_info=error)
+        advice = _WAYS_OUT if len(self.failures) == 1 else ""
+        log.warning("rank %d: %s did not compile and runs eagerly: %s%s", self.rank, *failure, advice)
+
+
+_WAYS_OUT = (
+    '. Gradients stay right, only slower. TORCH_LOGS="+ddp_compile" shows the whole error, fullgraph=True raises it,'
+    ' and backend="aot_eager" compiles nothing'
+)
+
+
+def _no_random_numbers_again(rank: int, name: str, error: Exception) -> CompilationError:
+    return CompilationError(
+        f"rank {rank}: the backward of {name} did not compile, and cannot run eagerly either: it draws the random"
+        " numbers of the forward again, for a dropout inside of a checkpoint, and only compiled code draws the same."
+        f' {_in_one_line(error)}. Mend what the compiler complains of; or pass backend="aot_eager", or set'
+        " torch._inductor.config.fallback_random = True before the first forward"
+    )
+
+
+def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
+    """A module with graphs of its own and the same tensors; compilers rewrite what they are given."""
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for name, child in copied.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, _copy_graphs(child))
+    return copied
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        error = getattr(error, "inner_exception", None)  # compilers wrap errors in theirs
+    return False
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["without a message"]
+    return f"{type(error).__name__}: {lines[0].strip()[:200]}".rstrip(".:")

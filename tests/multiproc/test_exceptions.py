@@ -1,0 +1,334 @@
+"""Exceptions of every kind in the middle of training: either the next step is right, or the next forward refuses.
+
+A step that goes on is compared with the mean over ranks of what the plain module computes. Where the next forward
+refuses, the model is made again in a new process group, as the error says, and is compared then.
+"""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import loss_of, relative_difference
+from rank_pool import RankPool
+from torch import Tensor, fx, nn
+
+from ddp_compile import ReductionError, ddp_compile
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 8
+CAP_MB = 1e-4  # each layer's gradients fill a bucket
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ctx.error
+
+
+class Net(nn.Module):
+    """Two graphs of two partitions each, with places around and between them where something may go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.fails_at = "nowhere"
+        self.error: Any = None
+
+    @torch.compiler.disable
+    def place(self, name: str, x: Tensor) -> Tensor:
+        if self.fails_at == f"forward, {name}":
+            raise self.error
+        return RaisesInBackward.apply(x, self.error) if self.fails_at == f"backward, {name}" else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.place("first", x)
+        x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        x = self.place("middle", x)
+        x = torch.tanh(self.d(torch.tanh(self.c(x))))
+        return self.place("last", x)
+
+
+def replicated(net: nn.Module | None = None, **settings: Any) -> Any:
+    torch.manual_seed(3)
+    return ddp_compile(Net() if net is None else net, **{"bucket_cap_mb": CAP_MB, "backend": "eager", **settings})
+
+
+def batch(step: int) -> Tensor:
+    torch.manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, requires_grad=True)
+
+
+def train_one_step(model: Any, step: int) -> float:
+    """Largest relative difference of a gradient to the mean of the plain module's."""
+    group = model._ddp_compile_state.process_group
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    model.zero_grad()
+    for each in (plain, model):
+        loss_of(each(batch(step))).backward()
+    worst = 0.0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(q.grad, group=group)
+        worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
+        with torch.no_grad():
+            p -= 0.1 * p.grad
+    return worst
+
+
+def raise_at(place: str, error: BaseException) -> Callable[[Any], None]:
+    def fail(model: Any) -> None:
+        model.fails_at, model.error = place, error
+        try:
+            loss_of(model(batch(1))).backward()
+        finally:
+            model.fails_at = "nowhere"
+
+    return fail
+
+
+def raise_in_hook(register: str, parameters: str, error: BaseException) -> Callable[[Any], None]:
+    """From a hook of the user's on the parameters of a layer."""
+
+    def hook(_: Tensor) -> None:
+        raise error
+
+    def fail(model: Any) -> None:
+        handles = [getattr(p, register)(hook) for p in model.get_submodule(parameters).parameters()]
+        try:
+            loss_of(model(batch(1))).backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return fail
+
+
+def press_ctrl_c(model: Any) -> None:
+    """What arrives is Python's own signal, at some later bytecode of the main thread."""
+
+    def hook(_: Tensor) -> None:
+        _thread.interrupt_main()
+        time.sleep(10)
+
+    handle = model.b.weight.register_post_accumulate_grad_hook(hook)
+    try:
+        loss_of(model(batch(1))).backward()
+    finally:
+        handle.remove()
+
+
+def raise_in_comm_hook(error: BaseException) -> Callable[[Any], None]:
+    def comm_hook(state: Any, bucket: Any) -> Any:
+        if bucket.index() == 1:
+            raise error
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    def fail(model: Any) -> None:
+        model.register_comm_hook(None, comm_hook)
+        loss_of(model(batch(1))).backward()
+
+    return fail
+
+
+def raise_in_optimizer(model: Any) -> None:
+    loss_of(model(batch(1))).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: raise_at("forward, first", USER)(model))
+    optimizer.step()
+
+
+def raise_in_no_sync(model: Any) -> None:
+    with model.no_sync():
+        raise_at("backward, middle", USER)(model)
+
+
+USER = ValueError("user error")
+INTERRUPT = KeyboardInterrupt("pressed")
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+GOES_ON = "goes on"
+REFUSES = "the last backward raised after its reduction had started"
+
+
+class Scenario(NamedTuple):
+    fail: Callable[[Any], None]
+    raises: type[BaseException]
+    says: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+SCENARIOS = {
+    "forward, before any graph": Scenario(raise_at("forward, first", USER), ValueError, GOES_ON),
+    "forward, between graphs": Scenario(raise_at("forward, middle", USER), ValueError, GOES_ON),
+    "forward, after all graphs": Scenario(raise_at("forward, last", USER), ValueError, GOES_ON),
+    "interrupt in forward": Scenario(raise_at("forward, middle", INTERRUPT), KeyboardInterrupt, GOES_ON),
+    "out of memory in forward": Scenario(raise_at("forward, middle", OUT_OF_MEMORY), RuntimeError, GOES_ON),
+    "forward, unused parameters sought": Scenario(
+        raise_at("forward, middle", USER), ValueError, GOES_ON, {"find_unused_parameters": True}
+    ),
+    "forward, static graph": Scenario(raise_at("forward, middle", USER), ValueError, GOES_ON, {"static_graph": True}),
+    "backward, before any gradient": Scenario(raise_at("backward, last", USER), ValueError, GOES_ON),
+    "backward, between graphs": Scenario(
+        raise_at("backward, middle", USER), ValueError, REFUSES, {"backend": "aot_eager"}
+    ),
+    "backward, after all gradients": Scenario(raise_at("backward, first", USER), ValueError, REFUSES),
+    "backward, gradients copied back": Scenario(
+        raise_at("backward, middle", USER), ValueError, REFUSES, {"gradient_as_bucket_view": False}
+    ),
+    "backward, unused parameters sought": Scenario(
+        raise_at("backward, middle", USER), ValueError, REFUSES, {"find_unused_parameters": True}
+    ),
+    "backward, static graph": Scenario(raise_at("backward, middle", USER), ValueError, REFUSES, {"static_graph": True}),
+    "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
+    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES),
+    "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
+    "out of memory in backward": Scenario(raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES),
+    "hook on the first gradient": Scenario(raise_in_hook("register_hook", "d", USER), ValueError, GOES_ON),
+    "hook on the last gradient": Scenario(raise_in_hook("register_hook", "a", USER), ValueError, REFUSES),
+    "hook after accumulation": Scenario(
+        raise_in_hook("register_post_accumulate_grad_hook", "a", USER), ValueError, REFUSES
+    ),
+    "comm hook": Scenario(raise_in_comm_hook(USER), ReductionError, REFUSES),
+    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES),
+    "optimizer": Scenario(raise_in_optimizer, ValueError, GOES_ON),
+}
+
+
+class Outcome(NamedTuple):
+    """What the next forward said, and the largest difference over two more steps: of a new model if it refused."""
+
+    said: str
+    worst: float
+
+
+def go_on_or_rebuild(model: Any, **settings: Any) -> tuple[Outcome, Any]:
+    try:
+        model(batch(0))
+    except ReductionError as refused:
+        said = str(refused)
+        with pytest.raises(ReductionError, match=REFUSES):
+            model(batch(0))  # asking twice does not help
+        model = model.unwrap()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model = replicated(model, process_group=dist.new_group(), **settings)
+    else:
+        said = GOES_ON
+    return Outcome(said, max(train_one_step(model, step) for step in (2, 3))), model
+
+
+def fail_on_every_rank() -> dict[str, Outcome]:
+    outcomes = {}
+    models: dict[str, Any] = {}  # by settings: what one scenario leaves behind, the next one trains on with
+    for name, scenario in SCENARIOS.items():
+        key = str(scenario.settings)
+        model = models.get(key) or replicated(**scenario.settings)
+        train_one_step(model, step=0)
+        with pytest.raises(scenario.raises):
+            scenario.fail(model)
+        outcomes[name], models[key] = go_on_or_rebuild(model, **scenario.settings)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(rank_pools: dict[int, RankPool]) -> Iterator[list[dict[str, Outcome]]]:
+    """All scenarios in one go: the ranks fail alike, so that nothing of one is left under way for the next."""
+    yield rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_an_exception_on_every_rank(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    for rank, by_name in enumerate(outcomes):
+        said, worst = by_name[name]
+        assert SCENARIOS[name].says in said
+        assert worst < 1e-6
+        if SCENARIOS[name].says is REFUSES:
+            assert f"rank {rank}:" in said and "process_group=torch.distributed.new_group()" in said
+
+
+def fail_on_one_rank(place: str) -> float:
+    """The rank catches what it raised and does the step over, while the other waits for its buckets."""
+    model = replicated()
+    worst = train_one_step(model, step=0)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="user error"):
+            raise_at(place, USER)(model)
+    return max(worst, *(train_one_step(model, step) for step in (1, 2)))
+
+
+@pytest.mark.parametrize("place", ["forward, middle", "backward, last"])
+def test_one_rank_may_do_a_step_over_before_its_first_gradient(place: str, ranks: Ranks) -> None:
+    assert max(ranks(2).run(fail_on_one_rank, place)) < 1e-6
+
+
+def raises_on_rank_1(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    if dist.get_rank() == 1 and "d_parameters" in gm.code:
+        raise RuntimeError("no compiler on this machine")
+    return gm.forward
+
+
+def compile_on_one_rank_only() -> tuple[list[Any], float]:
+    model = replicated(backend=raises_on_rank_1)
+    worst = max(train_one_step(model, step) for step in range(3))
+    return model._ddp_compile_state.compiler.failures, worst
+
+
+def test_a_partition_that_one_rank_cannot_compile(ranks: Ranks) -> None:
+    (compiled, difference_0), (failed, difference_1) = ranks(2).run(compile_on_one_rank_only)
+    assert max(difference_0, difference_1) < 1e-6
+    assert compiled == []
+    assert failed == [("partition_1 of graph 1 (d.weight, d.bias)", "RuntimeError: no compiler on this machine")]
+
+
+def raise_in_backward_on_rank_1(graph: fx.Graph) -> None:
+    if dist.get_rank() == 1 and any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")):
+        raise RuntimeError("no space left on device")
+
+
+def compile_backward_on_one_rank_only() -> tuple[int, float]:
+    # Without biases, whose gradients would need a C++ compiler and seconds.
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    options = {"post_grad_custom_post_pass": raise_in_backward_on_rank_1}
+    model = replicated(net, backend="inductor", options=options)
+    worst = max(train_one_step(model, step) for step in range(2))
+    return len(model._ddp_compile_state.compiler.failures), worst
+
+
+@pytest.mark.inductor
+def test_a_backward_that_one_rank_cannot_compile_is_reduced_in_the_same_step(ranks: Ranks) -> None:
+    (num_failures_0, difference_0), (num_failures_1, difference_1) = ranks(2).run(compile_backward_on_one_rank_only)
+    assert (num_failures_0, num_failures_1) == (0, 2)
+    assert max(difference_0, difference_1) < 1e-5
+
+
+def fail_in_the_middle_on_one_rank() -> tuple[str, Outcome]:
+    model = replicated()
+    train_one_step(model, step=0)
+    if dist.get_rank() == 1:
+        model.fails_at, model.error = "backward, middle", USER
+    with pytest.raises((ReductionError, ValueError)) as failed:
+        loss_of(model(batch(1))).backward()
+    model.fails_at = "nowhere"
+    outcome, _ = go_on_or_rebuild(model)
+    return str(failed.value), outcome
+
+
+def test_when_one_rank_raises_in_the_middle_all_hear_of_it_and_can_go_on(ranks: Ranks) -> None:
+    pool = ranks(2)
+    waiting, raising = pool.run_expecting_failures(fail_in_the_middle_on_one_rank, timeout_s=3.0)
+    pool.close()  # what the first group still waits for must not meet the next test
+    assert "the all-reduce of bucket 2" in waiting[0] and "b.bias" in waiting[0] and raising[0] == "user error"
+    for _, outcome in (waiting, raising):
+        assert REFUSES in outcome.said
+        assert outcome.worst < 1e-6

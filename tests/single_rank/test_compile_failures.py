@@ -1,0 +1,282 @@
+"""What cannot be compiled runs eagerly, with the right gradients and a warning; under ``fullgraph`` it is an error.
+
+One rank is enough here; ranks of which only one fails are in tests/multiproc/test_exceptions.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
+from torch.utils.checkpoint import checkpoint
+
+from ddp_compile import CompilationError, ddp_compile
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, logger="ddp_compile")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def linear_model() -> nn.Module:
+    """Inductor needs no C++ compiler for its forward, which saves seconds."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def replicated(make: Callable[[], nn.Module] = small_model, **settings: Any) -> Any:
+    """Three partitions of one layer each, unless the graph is not split."""
+    return ddp_compile(make(), **{"bucket_cap_mb": 1e-4, **settings})
+
+
+def assert_trains_as_the_plain_module(
+    model: nn.Module, num_steps: int = 3, make: Callable[[], nn.Module] = small_model
+) -> None:
+    reference = make()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        x = torch.randn(4, 8)
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+            torch.testing.assert_close(p, q)
+
+
+class Raises:
+    """A backend that raises at the graphs whose number is listed, and runs the others as they are."""
+
+    def __init__(self, error: BaseException, numbers: tuple[int, ...]) -> None:
+        self.error = error
+        self.numbers = numbers
+        self.num_calls = 0
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_calls += 1
+        if self.num_calls - 1 in self.numbers:
+            raise self.error
+        return gm.forward
+
+
+def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Callable[[], list[str]]) -> None:
+    backend = Raises(ValueError("no kernel for this\nand much more"), numbers=(1,))
+    model = replicated(backend=backend)
+    assert_trains_as_the_plain_module(model)
+    assert backend.num_calls == 3
+    (warning,) = warnings_of_ours()
+    assert warning.startswith(
+        "rank 0: partition_1 of graph 0 (2.weight, 2.bias) did not compile and runs eagerly:"
+        " ValueError: no kernel for this. Gradients stay right, only slower."
+    )
+    assert all(way_out in warning for way_out in ('TORCH_LOGS="+ddp_compile"', "fullgraph=True", 'backend="aot_eager"'))
+    assert model.explain().endswith(
+        "partition_1 of graph 0 (2.weight, 2.bias) runs eagerly: ValueError: no kernel for this"
+    )
+
+
+def test_every_failure_is_named_and_the_ways_out_only_once(warnings_of_ours: Callable[[], list[str]]) -> None:
+    assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError(), numbers=(0, 1, 2))))
+    first, *others = warnings_of_ours()
+    assert first.startswith("rank 0: partition_0 of graph 0 (0.weight, 0.bias) did not compile")
+    assert "fullgraph=True" in first
+    assert others == [
+        f"rank 0: partition_{i} of graph 0 ({2 * i}.weight, {2 * i}.bias) did not compile and runs eagerly:"
+        " ValueError: without a message"
+        for i in (1, 2)
+    ]
+
+
+def test_the_whole_error_is_logged_for_those_who_ask(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="ddp_compile.graph_compiler")
+    assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError("first\nsecond"), numbers=(1,))))
+    (whole,) = [record for record in caplog.records if record.exc_info]
+    assert str(whole.exc_info[1]) == "first\nsecond"
+
+
+def test_a_graph_that_is_not_split_runs_eagerly_too(warnings_of_ours: Callable[[], list[str]]) -> None:
+    assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError("no"), numbers=(0,)), split="none"))
+    (warning,) = warnings_of_ours()
+    assert "graph 0 (0.weight, 0.bias, ..., 4.bias) did not compile and runs eagerly: ValueError: no" in warning
+
+
+@pytest.mark.parametrize("under_no_grad", [True, False])
+def test_a_graph_of_evaluation_runs_eagerly_too(under_no_grad: bool, warnings_of_ours: Callable[[], list[str]]) -> None:
+    model = replicated(backend=Raises(ValueError("no"), numbers=(0,))).eval()
+    x = torch.randn(4, 8)
+    with torch.set_grad_enabled(not under_no_grad):
+        assert torch.equal(model(x), small_model()(x))
+    (warning,) = warnings_of_ours()
+    assert "evaluation graph 0 did not compile and runs eagerly: ValueError: no" in warning
+
+
+def test_under_fullgraph_the_compilers_error_is_raised(warnings_of_ours: Callable[[], list[str]]) -> None:
+    model = replicated(backend=Raises(ValueError("no kernel for this"), numbers=(1,)), fullgraph=True)
+    with pytest.raises(BackendCompilerFailed, match="no kernel for this"):
+        model(torch.randn(4, 8))
+    assert warnings_of_ours() == []
+    assert_trains_as_the_plain_module(model)  # the backend raises only once
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), BackendCompilerFailed),
+        (OUT_OF_MEMORY, BackendCompilerFailed),
+        (InductorError(OUT_OF_MEMORY, None), InductorError),
+    ],
+)
+def test_what_is_no_fault_of_the_graph_is_raised_and_the_next_forward_compiles(
+    error: BaseException, raised: type[BaseException], warnings_of_ours: Callable[[], list[str]]
+) -> None:
+    model = replicated(backend=Raises(error, numbers=(1,)))
+    with pytest.raises(raised):
+        model(torch.randn(4, 8))
+    assert_trains_as_the_plain_module(model)
+    assert warnings_of_ours() == []
+
+
+def test_a_compiler_may_ask_dynamo_to_trace_again(warnings_of_ours: Callable[[], list[str]]) -> None:
+    backend = Raises(TensorifyScalarRestartAnalysis(), numbers=(1,))
+    assert_trains_as_the_plain_module(replicated(backend=backend))
+    assert backend.num_calls == 2 + 3
+    assert warnings_of_ours() == []
+
+
+def test_a_compiler_may_ask_dynamo_to_leave_the_frame_alone() -> None:
+    model = replicated(backend=Raises(SkipFrame("bfloat16 is not supported"), numbers=(1,)))
+    assert_trains_as_the_plain_module(model)
+    assert model._ddp_compile_state.compiler.failures == []
+
+
+def rewrite_and_raise(graph: fx.Graph) -> None:
+    """A pass of inductor's that stops half way: what it has made of the graph so far must not be run."""
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            node.replace_all_uses_with(next(iter(graph.nodes)))
+    graph.owning_module.recompile()
+    raise ValueError("stopped half way")
+
+
+def raise_in_backward(graph: fx.Graph) -> None:
+    if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")):
+        rewrite_and_raise(graph)
+
+
+@pytest.mark.inductor
+def test_a_forward_that_inductor_fails_at_runs_as_dynamo_made_it(warnings_of_ours: Callable[[], list[str]]) -> None:
+    model = replicated(options={"pre_grad_custom_pass": rewrite_and_raise})
+    assert_trains_as_the_plain_module(model, num_steps=1)
+    assert len(warnings_of_ours()) == 3
+    assert "partition_0 of graph 0 (0.weight, 0.bias) did not compile" in warnings_of_ours()[0]
+    assert all("ValueError: stopped half way" in warning for warning in warnings_of_ours())
+
+
+@pytest.mark.inductor
+def test_a_backward_that_inductor_fails_at_runs_eagerly_in_the_same_step(
+    warnings_of_ours: Callable[[], list[str]],
+) -> None:
+    counters.clear()
+    model = replicated(linear_model, options={"post_grad_custom_post_pass": raise_in_backward})
+    assert_trains_as_the_plain_module(model, num_steps=2, make=linear_model)
+    assert [warning.split(" did not")[0] for warning in warnings_of_ours()] == [
+        f"rank 0: the backward of partition_{i} of graph 0 ({i}.weight, {i}.bias)" for i in (2, 1, 0)
+    ]
+    # Nothing of it is kept for the next process, which would then run eagerly without a warning.
+    assert counters["aot_autograd"]["autograd_cache_saved"] == 0
+
+
+class CheckpointedDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def block(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x).sin(), training=self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+@pytest.mark.inductor
+def test_a_backward_that_would_draw_other_random_numbers_is_an_error() -> None:
+    model = ddp_compile(CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward})
+    for _ in range(2):
+        with pytest.raises(
+            CompilationError, match=r"graph 0 \(layer.weight, layer.bias\) .* draws the random"
+        ) as failed:
+            model(torch.randn(4, 8)).sum().backward()
+        assert "stopped half way" in str(failed.value) and "fallback_random = True" in str(failed.value)
+        assert model.layer.weight.grad is None
+
+
+@pytest.mark.inductor
+def test_the_way_out_of_that_error_is_one() -> None:
+    torch.manual_seed(0)
+    model = ddp_compile(
+        CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward, "fallback_random": True}
+    )
+    x = torch.randn(4, 8)
+    y = model(x)
+    y.sum().backward()
+    kept = 2.0 * (y != 0)
+    torch.testing.assert_close(model.layer.bias.grad, (kept * model.layer(x).cos()).sum(0))
+
+
+def no_backward(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+    raise ValueError("no kernel for this backward")
+
+
+def test_another_backends_late_backward_raises_as_it_does_under_torch_compile() -> None:
+    backend = aot_autograd(fw_compiler=lambda gm, inputs: gm.forward, bw_compiler=no_backward)
+    model = replicated(backend=backend)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no kernel for this backward"):
+            model(torch.randn(4, 8)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_modules_inside_of_a_graph_are_copied_with_it() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = small_model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    def spoil_and_raise(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        for child in gm.children():
+            for node in child.graph.nodes:
+                if node.target is torch.tanh:
+                    node.target = torch.relu
+            child.recompile()
+        raise ValueError("no")
+
+    model, reference = Checkpointed(), small_model()
+    x = torch.randn(4, 8)
+    expected = copy.deepcopy(reference)(x)
+    assert torch.equal(ddp_compile(model, backend=spoil_and_raise)(x), expected)

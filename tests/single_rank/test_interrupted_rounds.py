@@ -1,0 +1,72 @@
+"""Ctrl-C at the worst moments of a round: what it leaves half done is refused, not gone on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_compile import ReductionError, ddp_compile
+from ddp_compile.runtime import reducer as reducer_module
+from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.runtime.optional_gradients import OptionalGradients
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+def press_ctrl_c(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def small_model(**settings: Any) -> Any:
+    return ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=1e-5, backend="eager", **settings)
+
+
+def go_backward(model: nn.Module) -> None:
+    model(torch.randn(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (reducer_module, "agree_on_plan"),
+        (BucketBuffer, "flatten"),
+        (BucketBuffer, "launch"),
+        (BucketBuffer, "wait"),
+        (BucketBuffer, "hand_over"),
+        (BucketBuffer, "reset"),
+        (OptionalGradients, "begin_round"),
+    ],
+)
+def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(find_unused_parameters=True)
+    # A comm hook lets a single rank send as several do.
+    model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    if name != "agree_on_plan":
+        go_backward(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            go_backward(model)
+    with pytest.raises(ReductionError, match="the last backward raised"):
+        go_backward(model)
+
+
+def test_what_a_broken_round_left_in_grad_is_dropped_with_the_reducer() -> None:
+    model = small_model()
+    go_backward(model)
+    handle = model[0].weight.register_hook(press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        go_backward(model)
+    handle.remove()
+    assert model[1].weight.grad is not None
+    plain = model.unwrap()
+    assert all(parameter.grad is None for parameter in plain.parameters())
+
+
+def test_after_a_whole_round_gradients_stay() -> None:
+    model = small_model()
+    go_backward(model)
+    assert all(parameter.grad is not None for parameter in model.unwrap().parameters())
