@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 
 from ddp_compile import torch_internals
 
-
 _INPUTS = ("placeholder", "get_attr")
 
 

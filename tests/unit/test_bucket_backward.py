@@ -90,7 +90,7 @@ def test_a_bucket_with_a_parameter_without_gradient_is_left_to_the_hooks() -> No
 def test_a_bucket_that_another_graph_has_a_part_of_is_left_to_the_hooks() -> None:
     build = BackwardBuilder()
     (gradient,) = chain_of_layers(build, 1)
-    gm, num_changed, declined = bucket_backward_pass(build.output(gradient), context([0, 9], parameter_of_input={0: 0}))
+    _, num_changed, declined = bucket_backward_pass(build.output(gradient), context([0, 9], parameter_of_input={0: 0}))
     assert num_changed == 0
     assert [entry.reason for entry in declined] == ["bucket 0 waits for gradients from elsewhere: p9"]
 
