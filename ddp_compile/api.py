@@ -54,8 +54,9 @@ def ddp_compile(
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one for each bucket in launch order.
             None means 5 for a module on a CPU and 25 for one on a GPU.
         first_bucket_cap_mb: Capacity in MiB of the first bucket to leave; cut down to ``bucket_cap_mb``.
-        split: Where compiled graphs are cut so that buckets leave while the backward goes on. "forward" cuts at bucket
-            boundaries, "none" leaves graphs whole, "auto" chooses ("forward" in this version).
+        split: How buckets come to leave while a compiled backward goes on. "forward" cuts graphs at bucket boundaries,
+            "backward" leaves them whole and launches each bucket inside the compiled backward, "none" launches all of
+            them when it has ended, "auto" chooses ("forward" in this version).
         broadcast_buffers: Broadcast rank 0's buffers before each training forward outside of ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False

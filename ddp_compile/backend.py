@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import PlanBuilder, shorten_names
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.partition_compiler import compile_partitions
+from ddp_compile.passes.bucket_backward import BackwardContext, bucket_backward_pass
 from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
 from ddp_compile.passes.grad_ready_order import GradReady, grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
@@ -23,6 +27,7 @@ from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.split_forward import split_forward_pass
 from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
+from ddp_compile.torch_internals import BackwardEdit
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +40,12 @@ FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
     split_forward_pass,
 )
 
+#: Everything that is done to a backward graph under ``split="backward"``, in order.
+BACKWARD_SPLIT_PASSES = (bucket_backward_pass,)
+
+# Raised when the passes make other graphs of the same plan, so that compiled code of before is not taken for theirs.
+_BACKWARD_SPLIT_VERSION = 1
+
 
 class GraphReport(NamedTuple):
     """What was done with one graph.
@@ -43,13 +54,16 @@ class GraphReport(NamedTuple):
         graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
         num_buckets: Buckets that meet the graph.
         num_partitions: Graphs that were compiled; 1 where nothing was cut.
-        declined: Cuts that were not made where the plan wanted them, and why.
+        declined: Cuts that were not made where the plan wanted them, and why; with ``launches_inside``, buckets that
+            the backward does not hand over. Not known of compiled code that was read from a cache.
+        launches_inside: Whether buckets are handed over inside the compiled backward.
     """
 
     graph: int
     num_buckets: int
     num_partitions: int
     declined: tuple[Declined, ...]
+    launches_inside: bool = False
 
 
 class TrainingBackend:
@@ -59,17 +73,35 @@ class TrainingBackend:
         compiler: Compiles each graph or partition.
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
-        split: Where graphs are cut; ``"auto"`` and ``"forward"`` cut at bucket boundaries.
+        split: Where graphs are cut; ``"auto"`` and ``"forward"`` cut at bucket boundaries, ``"backward"`` leaves them
+            whole and has the backward hand buckets over.
+        reducer: Number by which a compiled backward finds the reducer.
+
+    Raises:
+        ValueError: The inner backend cannot be used with ``split="backward"``.
     """
 
     def __init__(
-        self, compiler: GraphCompiler, builder: PlanBuilder, parameters: Mapping[int, int], split: SplitMode
+        self,
+        compiler: GraphCompiler,
+        builder: PlanBuilder,
+        parameters: Mapping[int, int],
+        split: SplitMode,
+        reducer: int,
     ) -> None:
         self.compiler = compiler
         self.builder = builder
         self.parameters = parameters
         self.split = split
+        self.reducer = reducer
         self.reports: list[GraphReport] = []
+        self.edits_backwards = split == "backward" and compiler.can_edit_backwards()
+        if split == "backward" and not self.edits_backwards:
+            log.warning(
+                "split='backward' needs a backend that is known to be built on AOTAutograd, which %s is not:"
+                " graphs are cut in the forward instead",
+                getattr(compiler.inner, "compiler_name", compiler.inner),
+            )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
@@ -82,6 +114,13 @@ class TrainingBackend:
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
             return self.compiler.compile(gm, example_inputs, name)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
+        if self.edits_backwards:
+            positions = _positions_of_parameters(gm, parameter_of)
+            backward_ctx = BackwardContext(
+                parameter_of_input=positions, buckets=tuple(buckets), reducer=self.reducer, graph_name=name
+            )
+            table = format_graph_buckets(buckets, [entry.parameter for entry in order])
+            return self._compile_whole(gm, example_inputs, backward_ctx, GraphDump(f"{name} backward", table))
         ctx = PassContext(parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name)
         result = self._split(gm, ctx, order)
         num_partitions = max(1, len(partition_names(result.gm)))
@@ -95,14 +134,38 @@ class TrainingBackend:
 
         return compile_partitions(result.gm, example_inputs, compile_partition)
 
+    def _compile_whole(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], ctx: BackwardContext, dump: GraphDump
+    ) -> Callable[..., Any]:
+        if torch_internals.compiled_autograd_is_on():
+            raise ValueError(
+                "split='backward' cannot be used with compiled autograd (torch._dynamo.config.compiled_autograd=True),"
+                " which compiles another backward than the one that hands buckets over; turn it off, or pass"
+                " split='forward'"
+            )
+        place = len(self.reports)
+        report = GraphReport(place, len(ctx.buckets), 1, (), launches_inside=True)
+        self.reports.append(report)
+
+        def hand_buckets_over(backward: fx.GraphModule) -> None:
+            result = run_pipeline(backward, ctx, BACKWARD_SPLIT_PASSES, [dump])
+            self.reports[place] = report._replace(declined=result.declined)
+
+        log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
+        edit = BackwardEdit(hand_buckets_over, _cache_key(ctx))
+        named = f"{ctx.graph_name} {self._named(ctx.parameter_of_input.values())}"
+        return self.compiler.compile(gm, example_inputs, named, edit)
+
     def _split(self, gm: fx.GraphModule, ctx: PassContext, order: list[GradReady]) -> PassResult:
         passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
         table = format_graph_buckets(list(ctx.buckets), [entry.parameter for entry in order])
         return run_pipeline(gm, ctx, passes, [GraphDump(ctx.graph_name, table)])
 
     def _parameters_in(self, gm: fx.GraphModule, ctx: PassContext) -> str:
-        indices = [ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of]
-        names = [self.builder.gradients[index].fqn for index in indices]
+        return self._named(ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of)
+
+    def _named(self, parameters: Iterable[int]) -> str:
+        names = [self.builder.gradients[index].fqn for index in parameters]
         return f"({shorten_names(names) or 'no parameters'})"
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
@@ -116,6 +179,19 @@ class TrainingBackend:
             if isinstance(value, Tensor) and id(value) in self.parameters:
                 found[node.name] = self.parameters[id(value)]
         return found
+
+
+def _positions_of_parameters(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> dict[int, int]:
+    """Index of the reduced parameter at each position among the graph's inputs."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of}
+
+
+def _cache_key(ctx: BackwardContext) -> str:
+    """What the edited backward depends on beside the graph itself."""
+    buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
+    described = [_BACKWARD_SPLIT_VERSION, ctx.reducer, buckets, sorted(ctx.parameter_of_input.items())]
+    return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
 
 
 def _has_backward(gm: fx.GraphModule) -> bool:
@@ -141,4 +217,10 @@ class EvaluationBackend:
 
 def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
     """The graphs that hold several buckets and yet could not be cut anywhere."""
-    return [report for report in reports if report.num_buckets > 1 and report.num_partitions == 1]
+    return [
+        report
+        for report in reports
+        if report.num_buckets > 1
+        and report.num_partitions == 1
+        and not (report.launches_inside and len(report.declined) < report.num_buckets)
+    ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-SplitMode = Literal["auto", "forward", "none"]
+SplitMode = Literal["auto", "forward", "backward", "none"]
 
 _MIB = 1024 * 1024
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import CompilationError
-from ddp_compile.torch_internals import InnerBackend
+from ddp_compile.torch_internals import AcceptFailure, BackwardEdit, InnerBackend
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,17 @@ class GraphCompiler:
         self.rank = rank
         self.failures: list[CompileFailure] = []
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str) -> Callable[..., Any]:
+    def can_edit_backwards(self) -> bool:
+        """Whether `compile` takes an edit: whether the inner backend is known to be built on AOTAutograd.
+
+        Raises:
+            ValueError: The backend's ``inner_compile`` is not callable.
+        """
+        return torch_internals.editing_backend(self.inner) is not None
+
+    def compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: BackwardEdit | None = None
+    ) -> Callable[..., Any]:
         """Compile one graph, and let it run eagerly where that fails.
 
         Inductor compiles a backward in the first backward pass; where that fails, the backward graph runs eagerly from
@@ -57,6 +67,7 @@ class GraphCompiler:
             gm: The graph; the compiler may change it.
             example_inputs: Real or fake tensors, one entry for each placeholder.
             name: What warnings call it.
+            edit: A change to the backward graph before it is compiled, or run eagerly.
 
         Returns:
             A function with the arguments and results of the graph. Its backward raises `CompilationError` if inductor
@@ -67,7 +78,7 @@ class GraphCompiler:
                 again or skip the frame, or if memory ran out, of which running eagerly would need more.
         """
         if self.fullgraph:
-            return self.inner(gm, list(example_inputs))
+            return self._compile(gm, list(example_inputs), edit, None)
 
         def accept_backward_failure(error: Exception, backward: fx.GraphModule) -> None:
             if torch_internals.repeats_random_numbers(backward):
@@ -76,10 +87,21 @@ class GraphCompiler:
 
         uncompiled = _copy_graphs(gm)
         try:
-            return torch_internals.compile_with_eager_backward(self.inner, gm, example_inputs, accept_backward_failure)
+            return self._compile(gm, list(example_inputs), edit, accept_backward_failure)
         except Exception as error:
             self._accept_failure(error, name)
             return uncompiled.forward
+
+    def _compile(
+        self, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit | None, accept_failure: AcceptFailure | None
+    ) -> Callable[..., Any]:
+        if edit is not None:
+            compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
+            assert compile_and_edit is not None, "asked to edit what `can_edit_backwards` denies"
+            return compile_and_edit(gm, inputs, edit)
+        if accept_failure is None:
+            return self.inner(gm, inputs)
+        return torch_internals.compile_with_eager_backward(self.inner, gm, inputs, accept_failure)
 
     def _accept_failure(self, error: Exception, graph: str) -> None:
         """Warn that eager code takes a graph's place; raises the error again where it must not."""

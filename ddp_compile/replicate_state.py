@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddp_compile import torch_internals
 from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
+from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReductionError
@@ -60,9 +61,9 @@ class ReplicateState:
             broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
         self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
-        self.backend = TrainingBackend(
-            self.compiler, self.builder, {id(p): i for i, p in enumerate(parameters)}, config.split
-        )
+        ordinal = next_reducer_ordinal()
+        numbers = {id(p): i for i, p in enumerate(parameters)}
+        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, ordinal)
         self._evaluation_backend = EvaluationBackend(self.compiler)
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module))
@@ -72,9 +73,11 @@ class ReplicateState:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
+            takes_whole_buckets=config.split == "backward",
             on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
+        register_receiver(ordinal, self.reducer)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the module."""
@@ -170,6 +173,8 @@ def _describe(module: nn.Module, config: ReplicateConfig) -> list[str]:
     sparse_ids = _with_sparse_gradients(module)
     settings = ("broadcast_buffers", "init_sync", "find_unused_parameters", "static_graph")
     lines = [f"{name}={getattr(config, name)}" for name in settings]
+    # What leaves inside a backward is followed by a word between the ranks.
+    lines.append(f"split={'backward' if config.split == 'backward' else 'not backward'}")
     for name, parameter in module.named_parameters():
         if name not in ignored:
             strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"

@@ -6,12 +6,13 @@ Nothing else in the package may import from a torch module that starts with an u
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
@@ -21,6 +22,9 @@ from torch import Tensor, fx
 
 #: (compiler function) -> called with a graph and its example inputs, returns what runs in the graph's place.
 InnerBackend = Callable[..., Callable[..., Any]]
+
+#: Called with inductor's error and the backward graph it failed at; raises if that must not run eagerly.
+AcceptFailure = Callable[[Exception, fx.GraphModule], None]
 
 
 def graphs_log() -> logging.Logger:
@@ -65,7 +69,7 @@ def compile_with_eager_backward(
     inner: InnerBackend,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    accept_failure: Callable[[Exception, fx.GraphModule], None],
+    accept_failure: AcceptFailure,
 ) -> Callable[..., Any]:
     """Compile a graph; where inductor fails to compile its backward, that runs eagerly.
 
@@ -83,8 +87,18 @@ def compile_with_eager_backward(
     """
     if not isinstance(inner, torch._TorchCompileInductorWrapper):
         return inner(gm, list(example_inputs))
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(
+        gm, list(example_inputs), inner_compile=_or_eagerly(accept_failure), config_patches=dict(inner.config)
+    )
+    return compiled
+
+
+def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
+    """Inductor's compiler of one graph; a backward that it fails at, and that may run eagerly, is what runs."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_forward_or_backward(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         if not settings.get("is_backward", False):
@@ -96,10 +110,7 @@ def compile_with_eager_backward(
             accept_failure(error, uncompiled)
             return make_boxed_func(uncompiled.forward)
 
-    compiled: Any = compile_fx(
-        gm, list(example_inputs), inner_compile=compile_forward_or_backward, config_patches=dict(inner.config)
-    )
-    return compiled
+    return compile_forward_or_backward
 
 
 def is_request_to_dynamo(error: BaseException) -> bool:
@@ -220,6 +231,27 @@ def run_last(hooks: Sequence[OrderedDict[int, Any]], ours: Sequence[Any]) -> Non
             present[hook.id] = present.pop(hook.id)
 
 
+def accumulator_of(parameter: Tensor) -> Any:
+    """The autograd node that accumulates into a parameter's ``.grad``; it stays the same while somebody holds it."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def are_going_to_run(nodes: Sequence[Any]) -> bool:
+    """Whether the backward pass that this thread is in will run all of these nodes.
+
+    It will not where gradients are asked for by ``torch.autograd.grad`` or ``backward(inputs=...)``.
+    """
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch gives no answer for a leaf whose gradient is to be returned
+        return False
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether ``register_hook`` was called for a parameter, or somebody beside us awaits its ``.grad``."""
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
 def profiled_range(name: str) -> AbstractContextManager[Any]:
     """A range of this name in the profiler's trace; free of cost while no profiler runs."""
     if torch.autograd.profiler._is_profiler_enabled:
@@ -261,6 +293,20 @@ def fake_like(example: Any, fake_mode: Any) -> Any:
     with fake_mode:
         fake = torch.empty_strided(example.size(), example.stride(), dtype=example.dtype, device=example.device)
     return fake.requires_grad_(example.requires_grad)
+
+
+def call_with_fakes(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """What an operator returns for fake tensors, in their own fake mode."""
+    with fake_mode_of(arguments):
+        return operator(*arguments)
+
+
+def num_bytes_hint(value: Tensor) -> int:
+    """Bytes of a (fake) tensor's elements; for symbolic sizes, those of the inputs the graph was traced with."""
+    numel: Any = value.numel()
+    if isinstance(numel, torch.SymInt):
+        numel = numel.node.hint or 0  # None for a size that depends on data
+    return int(numel) * value.element_size()
 
 
 def is_plain_tensor(value: Tensor) -> bool:
@@ -310,6 +356,17 @@ def _calls_subgraphs(gm: fx.GraphModule) -> bool:
     return any("invoke_subgraph" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
 
 
+def right_donations(gm: fx.GraphModule) -> AbstractContextManager[Any]:
+    """Compile a graph without donated buffers where inductor would donate wrong ones.
+
+    It looks them up by the placeholder numbers of the subgraph it is in (graph.py of torch 2.13), so the backward of a
+    graph with a nested_compile_region could overwrite an output of the forward (seen).
+    """
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not _calls_subgraphs(gm))
+
+
 @contextmanager
 def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iterator[None]:
     """Compile one partition under a tracing context of its own.
@@ -327,12 +384,7 @@ def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iter
         inner.global_context = outer.global_context
         inner.params_flat = outer.params_flat
         inner.tensor_to_context = outer.tensor_to_context
-    # Inductor looks donated buffers up by the placeholder numbers of the subgraph it is in (graph.py of torch 2.13), so
-    # the backward of a partition with a nested_compile_region could overwrite one of its outputs (seen).
-    import torch._functorch.config as functorch_config
-
-    donate = functorch_config.donated_buffer and not _calls_subgraphs(partition)
-    with torch._guards.tracing(inner), functorch_config.patch(donated_buffer=donate):
+    with torch._guards.tracing(inner), right_donations(partition):
         yield
 
 
@@ -345,3 +397,145 @@ def copy_dynamo_metadata(source: fx.GraphModule, partition: fx.GraphModule) -> N
     for node in partition.graph.find_nodes(op="placeholder"):
         # An intermediate value of the whole graph is a placeholder of the partition, with no Python source.
         node._dynamo_source = sources.get(str(node.target))
+
+
+class BackwardEdit(NamedTuple):
+    """A change to the backward of one forward graph.
+
+    Args:
+        apply: Called with the graph that AOTAutograd made, before it is compiled; not where a cache has it compiled.
+        cache_key: Different for edits that make different graphs, the same in every process for the same edit.
+    """
+
+    apply: Callable[[fx.GraphModule], None]
+    cache_key: str
+
+
+#: Like `InnerBackend`, with an edit of the backward.
+EditingBackend = Callable[[fx.GraphModule, list[Any], BackwardEdit], Callable[..., Any]]
+
+
+def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
+    """A backend that compiles as ``inner`` does and edits backward graphs; None for one that is not known to make any.
+
+    Known are inductor, ``compile_fx`` itself or with an ``inner_compile`` of the user's, ``aot_eager``, and what
+    ``torch._dynamo.backends.common.aot_autograd`` returned.
+
+    Args:
+        inner: What `inner_backend` returned.
+        accept_failure: As for `compile_with_eager_backward`; None raises what inductor raises.
+
+    Raises:
+        ValueError: The backend's ``inner_compile`` is not callable.
+    """
+    from torch._dynamo.backends import common, debugging
+
+    if isinstance(inner, torch._TorchCompileInductorWrapper):
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        compile_inner = compile_fx_inner if accept_failure is None else _or_eagerly(accept_failure)
+        return functools.partial(_compile_with_inductor, compile_fx, compile_inner, inner.config)
+    compiler: Any = getattr(inner, "compiler_fn", None)
+    if isinstance(compiler, common.AotAutograd):
+        return functools.partial(_compile_with_aot_autograd, compiler)
+    if compiler is debugging.aot_eager:
+        return lambda gm, inputs, edit: debugging.aot_eager(
+            gm, inputs, bw_compiler=_edited(debugging.boxed_nop, edit, always=True)
+        )
+    try:
+        parameters = inspect.signature(compiler).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return None
+    if not {"inner_compile", "config_patches"} <= set(parameters):
+        return None
+    inner_compile, patches = parameters["inner_compile"].default, parameters["config_patches"].default
+    if not callable(inner_compile):
+        raise ValueError(
+            f"backend has inner_compile={inner_compile!r}, which is not callable; pass a function such as"
+            " torch._inductor.compile_fx.compile_fx_inner"
+        )
+    return functools.partial(_compile_with_inductor, compiler, inner_compile, patches or {})
+
+
+def _compile_with_inductor(
+    compile_fx: Callable[..., Any],
+    inner_compile: Callable[..., Any],
+    config_patches: dict[str, Any],
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    edit: BackwardEdit,
+) -> Callable[..., Any]:
+    import torch._inductor.config as inductor_config
+
+    name = "post_grad_custom_post_pass"
+    theirs = config_patches.get(name, getattr(inductor_config, name))
+    patches = {**config_patches, name: _with_cache_key(theirs, edit.cache_key)}
+    with right_donations(gm):
+        return compile_fx(gm, inputs, inner_compile=_edited(inner_compile, edit), config_patches=patches)
+
+
+def _compile_with_aot_autograd(
+    compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit
+) -> Callable[..., Any]:
+    backward_compiler = compiler.kwargs.get("bw_compiler") or compiler.kwargs["fw_compiler"]
+    kwargs = {**compiler.kwargs, "bw_compiler": _edited(backward_compiler, edit, always=True)}
+    return type(compiler)(**kwargs)(gm, inputs)
+
+
+def _edited(compiler: Callable[..., Any], edit: BackwardEdit, always: bool = False) -> Callable[..., Any]:
+    """The compiler, with the edit before it: of every graph, or of those that inductor says are a backward."""
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        if always or kwargs.get("is_backward"):
+            edit.apply(gm)
+        return compiler(gm, inputs, **kwargs)
+
+    return compile_graph
+
+
+def _with_cache_key(theirs: Any, key: str) -> Any:
+    """Passes that do what the user's do, and let inductor's caches and AOTAutograd's tell edits apart.
+
+    A key on the backward graph alone would not do: AOTAutograd's cache is asked before there is one, and would return
+    the backward that plain torch.compile made of the same model (seen).
+    """
+    from torch._inductor import custom_graph_pass
+
+    class CacheKey(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            if not takes_several and theirs is not None:
+                theirs(graph)
+
+        def uuid(self) -> Any:
+            if takes_several or theirs is None:
+                return key
+            # None, and so nothing is cached, where the user's pass does not say what it is.
+            their_key = theirs.uuid() if isinstance(theirs, custom_graph_pass.CustomGraphPass) else None
+            return None if their_key is None else (key, their_key)
+
+    # torch 2.13 takes several passes in this place; before, there is one.
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    if theirs is None or not takes_several:
+        return CacheKey()
+    return (*custom_graph_pass.get_custom_graph_passes(theirs), CacheKey())
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether backwards are traced by Dynamo, which takes the graphs as AOTAutograd made them, without our edit."""
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    return bool(torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
+def inputs_of_gradients(backward: fx.GraphModule) -> list[int | None]:
+    """For each output of a backward graph, the position of the Dynamo graph's input whose gradient it is, or None.
+
+    AOTAutograd of torch 2.13 writes it on the output node.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    described = backward.graph.output_node().meta.get("desc") or ()
+    return [
+        output.grad_of.idx if isinstance(output, GradAOTOutput) and isinstance(output.grad_of, PlainAOTInput) else None
+        for output in described
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import fx
 
@@ -55,6 +55,15 @@ class PassContext:
     graph_name: str
 
 
+class NamesGraph(Protocol):
+    """A context of any kind of pass."""
+
+    @property
+    def graph_name(self) -> str: ...
+
+
+ContextT = TypeVar("ContextT", bound=NamesGraph)
+
 Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 
 
@@ -69,7 +78,10 @@ class Observer(Protocol):
 
 
 def run_pipeline(
-    gm: fx.GraphModule, ctx: PassContext, passes: Sequence[Pass], observers: Sequence[Observer] = ()
+    gm: fx.GraphModule,
+    ctx: ContextT,
+    passes: Sequence[Callable[[fx.GraphModule, ContextT], PassResult]],
+    observers: Sequence[Observer] = (),
 ) -> PassResult:
     """Run ``passes`` one after the other; each result is linted and recompiled before the next one sees it.
 

@@ -108,6 +108,7 @@ class BucketBuffer:
             ReductionError: The comm hook raised.
         """
         assert self.flat is not None
+        self._has_waited = False
         if comm_hook is None:
             self.work = dist.all_reduce(self.flat, group=process_group, async_op=True)
             return
@@ -115,6 +116,10 @@ class BucketBuffer:
         handed_out = self.flat if self.spec.is_sparse else self.flat.view(-1)
         bucket = GradBucket(self.spec.index, is_last, handed_out, self.parameters)
         self.work = comm_hook.launch(bucket, self.flat, self.describe())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the flat buffer."""
+        return self.flat is not None and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def wait(self) -> None:
         """Wait for the reduction, once; raises RuntimeError if it failed or timed out."""

@@ -80,6 +80,16 @@ class LaunchQueue:
             self._num_gone += 1
         return self.all_gone and self._num_gone > gone_before
 
+    def send_again(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
+        """Reduce a bucket that has left in this round once more; every rank does so, in the same order.
+
+        Args:
+            bucket: It has been waited for. No comm hook is registered.
+            gradients: What to send in place of what was sent.
+        """
+        bucket.flatten(gradients, 1.0 / self._process_group.size())
+        bucket.launch(self._process_group)
+
     def finish(self, untouched: Set[int]) -> None:
         """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
 

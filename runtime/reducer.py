@@ -22,6 +22,7 @@ from ddp_compile.runtime import refusals
 from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.comm_hooks import CommHook, verify_hooks_agree
+from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
@@ -63,7 +64,7 @@ class Reducer:
         # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
         self._forward_since_round = False
         self._arrived_before_plan: set[int] = set()
-        self._handed_over: dict[int, Tensor] = {}
+        self._early = EarlyBuckets(self.parameters, process_group) if settings.takes_whole_buckets else None
         self._optional: OptionalGradients | None = None
         if settings.static_graph or settings.find_unused_parameters:
             names = [gradient.fqn for gradient in builder.gradients]
@@ -117,6 +118,8 @@ class Reducer:
         elif not self._forward_since_round:
             # The backward of a synchronised forward that is still to come is not called off by this one.
             self.state = ReducerState.LOCAL
+        if self._early is not None:
+            self._early.note_forward()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
@@ -133,6 +136,8 @@ class Reducer:
         Raises:
             GradientArrivalError: It had arrived before in the same round, or was taken for unused.
         """
+        if self._early is not None and self._early.arrived(index):
+            return
         if self._optional is not None:
             self._optional.note(index)
         if self.state is ReducerState.LOCAL:
@@ -148,49 +153,35 @@ class Reducer:
         bucket = self._bucket_of_parameter[index]
         if self._optional is not None and self._optional.settles(index, bucket.state is not BucketState.COLLECTING):
             return
-        if index in self._handed_over:
-            self._check_single_contributor(index)
-            return
         if index not in bucket.missing:
             raise refusals.arrived_twice(self.rank, self._fqn(index))
         if bucket.arrive(index):
             self._complete_with_what_is_there(bucket)
 
-    def mark_bucket_ready(self, index: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Take a whole bucket from compiled code, before AccumulateGrad has seen its gradients.
+    def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Take note that a compiled backward has computed a whole bucket, and let it leave if that is safe.
+
+        Nobody has seen the gradients yet, and they may not be all that comes; Note [Leaving before AccumulateGrad] in
+        `early_buckets` says when the bucket leaves. Otherwise it leaves when its parameters' hooks have run.
 
         Args:
-            index: Which bucket of the sealed plan.
-            gradients: Its gradients in the order of ``plan.buckets[index].gradients``, of the parameters' shapes and
-                dtypes. They are copied to the flat buffer, together with what earlier backwards left in ``.grad``.
-
-        Returns:
-            What the compiled backward has to return in place of the gradients, for AccumulateGrad to store.
-
-        Raises:
-            GradientArrivalError: The bucket, or part of it, had arrived before in the same round.
-            ValueError: The bucket is sparse.
+            parameters: The bucket's parameters in its order.
+            gradients: Their gradients, which the backward goes on to return; they are only read.
         """
-        if self.state is ReducerState.LOCAL:
-            return list(gradients)
+        if self._early is None or not self._queue.sends:
+            return
+        members = tuple(parameters)
+        bucket = self._bucket_of_parameter[members[0]] if self.buckets else None
+        has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
+        must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
+        if not self._early.offer(members, gradients, must_wait) or bucket is None:
+            return
         self._enter_backward()
-        bucket = self.buckets[index]
-        if bucket.spec.is_sparse:
-            raise ValueError(f"{bucket.describe()} is sparse; only its parameter's own hook can hand it over")
-        if len(bucket.missing) != len(bucket.parameters):
-            raise refusals.bucket_in_parts(self.rank, bucket.describe())
-        if self._optional is not None:
-            for spec in bucket.spec.gradients:
-                self._optional.note(spec.index)
-        accumulated = [parameter.grad for parameter in bucket.parameters]
-        gradients = [g if old is None else old + g for g, old in zip(gradients, accumulated, strict=True)]
-        for gradient, parameter, spec in zip(gradients, bucket.parameters, bucket.spec.gradients, strict=True):
-            parameter.grad = None
-            # Another tensor on the same memory: the engine must be able to steal the gradient itself.
-            self._handed_over[spec.index] = gradient.detach()
         bucket.missing.clear()
-        self._complete(bucket, gradients, from_graph=True)
-        return gradients
+        if self._optional is not None:
+            for index in members:
+                self._optional.note(index)
+        self._complete(bucket, self._early.contributions(bucket), from_graph=True)
 
     def finalize_backward(self) -> None:
         """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
@@ -199,6 +190,7 @@ class Reducer:
 
         Raises:
             ReductionError: An all-reduce failed or timed out.
+            GradientArrivalError: A bucket has left too early and cannot be sent again.
         """
         if self.state is not ReducerState.REDUCING:
             return  # a pass inside this one has seen the last gradient
@@ -209,11 +201,12 @@ class Reducer:
             if not self._complete_without_the_missing():
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
+                if self._early is not None:
+                    self._early.hand_over_for_now(self.buckets)
                 self._hooks.call_for_each()
                 self.state = ReducerState.INCOMPLETE
                 return
-        self._queue.finish(frozenset() if self._optional is None else self._optional.unused_on_all_ranks())
-        self._reset()
+        self._finish_round()
 
     def remove_hooks(self) -> None:
         """Stop listening to the parameters, and drop the gradients of a round that an exception has cut short.
@@ -226,6 +219,20 @@ class Reducer:
                 parameter.grad = None
 
     # What follows is private.
+
+    def _finish_round(self) -> None:
+        """Every bucket has left: wait for them and hand them over."""
+        early = self._early if self._queue.sends else None
+        if early is not None:
+            if self._queue.comm_hook is not None:
+                self._queue.comm_hook.settle()  # it may start more collectives
+            early.exchange(self.buckets, repeatable=self._queue.comm_hook is None)
+            self._queue.wait()
+        untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
+        if early is not None:
+            self._settle_early_buckets(early)
+        self._queue.finish(untouched)
+        self._reset()
 
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
@@ -423,17 +430,35 @@ class Reducer:
         self._hooks.call_for_each()
         self._forward_since_round = False
         self._tasks_with_callback.clear()
-        self._handed_over.clear()
         if self._optional is not None:
             self._optional.begin_round()
+        if self._early is not None:
+            self._early.begin_round()
         self.state = ReducerState.ARMED  # last: a round that Ctrl-C leaves half reset is not begun anew
 
-    def _check_single_contributor(self, index: int) -> None:
-        """A gradient that a graph handed over must be the only one; see docs/architecture.md, "Handing over early"."""
-        handed_over, stored = self._handed_over[index], self.parameters[index].grad
-        if stored is not None and stored.data_ptr() == handed_over.data_ptr():
-            return
-        raise refusals.contributor_after_launch(self.rank, self._fqn(index))
+    def _settle_early_buckets(self, early: EarlyBuckets) -> None:
+        """Agree with the other ranks on buckets that left too early, and send them again."""
+        try:
+            if early.is_learning:
+                early.learn(self.buckets)
+            verdict = early.verdict(self.buckets)
+        except RuntimeError as error:
+            raise refusals.all_reduce_failed(self.rank, "the list of gradients that came late", error) from error
+        names = [self._fqn(index) for index in verdict.late]
+        if not verdict.repeatable:
+            self._reset()
+            raise refusals.contributor_after_launch(self.rank, names, self._queue.comm_hook is not None)
+        for bucket in verdict.buckets:
+            log.warning(
+                "rank %d: %s left inside the backward before all was there, is sent again, and will not leave early"
+                " any more: on some rank %s got more than one gradient",
+                self.rank,
+                bucket.describe(),
+                ", ".join(names),
+            )
+            self._queue.send_again(bucket, early.own_gradients(bucket))
+        self._queue.wait()
+        early.put_back()
 
     def _fqn(self, index: int) -> str:
         return self.builder.gradients[index].fqn

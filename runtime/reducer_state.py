@@ -41,10 +41,12 @@ class ReducerSettings:
         gradient_as_bucket_view: See `BucketBuffer`.
         find_unused_parameters: Let buckets leave without the gradients that a backward does not bring.
         static_graph: Learn from the first round which gradients come, and how often; every later round is the same.
+        takes_whole_buckets: Let buckets leave inside compiled backwards that offer them; the same on every rank.
         on_plan_sealed: Called once, on every rank, with the plan all ranks agreed on.
     """
 
     gradient_as_bucket_view: bool
     find_unused_parameters: bool
     static_graph: bool
+    takes_whole_buckets: bool
     on_plan_sealed: Callable[[BucketPlan], None]

@@ -74,16 +74,18 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
     )
 
 
-def bucket_in_parts(rank: int, bucket: str) -> GradientArrivalError:
-    """A compiled backward handed a bucket over of which hooks had announced a part."""
-    return GradientArrivalError(f"rank {rank}: {bucket} was handed over after a part of it")
-
-
-def contributor_after_launch(rank: int, name: str) -> GradientArrivalError:
-    """A gradient that a compiled backward handed over was not the only one."""
+def contributor_after_launch(rank: int, names: Sequence[str], has_comm_hook: bool) -> GradientArrivalError:
+    """Gradients that a compiled backward handed over were not the only ones, and their buckets cannot be sent again."""
+    reason = (
+        "a comm hook must not be called twice for one"
+        if has_comm_hook
+        else "some rank no longer holds its own gradients of them"
+    )
     return GradientArrivalError(
-        f"rank {rank}: {name} got another gradient after the compiled backward had handed its"
-        " bucket over, for example from a regulariser outside the model; the reduced gradient lacks it"
+        f"rank {rank}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
+        " backward had handed the bucket over, for example from a regulariser outside the model. The reduced gradients"
+        f" lack it, and the buckets cannot be sent again, because {reason}. Every rank has raised this: set the"
+        " gradients to zero and do the step again, in which those buckets wait for all of it; or pass split='forward'"
     )
 
 

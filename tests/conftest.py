@@ -36,6 +36,13 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(params=["forward", "backward"])
+def split(request: pytest.FixtureRequest) -> str:
+    """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart."""
+    way: str = request.param
+    return way
+
+
 @pytest.fixture(scope="session")
 def rank_pools(shared_inductor_cache: Path) -> Iterator[dict[int, RankPool]]:
     pools: dict[int, RankPool] = {}

@@ -187,6 +187,68 @@ graph 0: 6 buckets, 3 partitions
     )
 
 
+@pytest.fixture
+def whole_model(single_rank_group: None, dumps: list[str]) -> nn.Module:
+    model = ddp_compile(MLP(), bucket_cap_mb=[200 / 2**20, 600 / 2**20], backend="aot_eager", split="backward")
+    model(torch.randn(5, 8)).sum().backward()
+    return model
+
+
+def test_a_backward_is_shown_before_and_after_its_buckets_are_marked(whole_model: nn.Module, dumps: list[str]) -> None:
+    assert_expected_inline(
+        "\n".join(map(heading, dumps)),
+        """\
+graph 0 backward: buckets
+graph 0 backward: graph before
+graph 0 backward: graph after bucket_backward""",
+    )
+    text = body(dumps, "graph 0 backward: graph after bucket_backward")
+    assert_expected_inline(
+        re.sub(r"torch\.ops\.ddp_compile\.(bucket_ready)\.default\((.*\], )\d+(, .*)\)", r"\1(\2n\3)", text),
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, primals_3, primals_4, primals_6, tanh, tanh_1, detach_3, tangents_1):
+        tanh_backward: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(tangents_1, detach_3)
+        t_2: "f32[8, 8]" = torch.ops.aten.t.default(primals_6)
+        t_3: "f32[8, 8]" = torch.ops.aten.t.default(t_2)
+        mm: "f32[5, 8]" = torch.ops.aten.mm.default(tanh_backward, t_3)
+        t_4: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward)
+        mm_1: "f32[8, 8]" = torch.ops.aten.mm.default(t_4, tanh_1)
+        t_5: "f32[8, 8]" = torch.ops.aten.t.default(mm_1)
+        sum_1: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward, [0], True)
+        view: "f32[8]" = torch.ops.aten.view.default(sum_1, [8])
+        t_6: "f32[8, 8]" = torch.ops.aten.t.default(t_5)
+        bucket_ready_default_1 = bucket_ready([view, t_6], n, [5, 4])
+        detach_1: "f32[5, 8]" = torch.ops.aten.detach.default(tanh_1)
+        detach_4: "f32[5, 8]" = torch.ops.aten.detach.default(detach_1)
+        tanh_backward_1: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(mm, detach_4)
+        t_1: "f32[8, 8]" = torch.ops.aten.t.default(primals_4)
+        t_7: "f32[8, 8]" = torch.ops.aten.t.default(t_1)
+        mm_2: "f32[5, 8]" = torch.ops.aten.mm.default(tanh_backward_1, t_7)
+        t_8: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward_1)
+        mm_3: "f32[8, 8]" = torch.ops.aten.mm.default(t_8, tanh)
+        t_9: "f32[8, 8]" = torch.ops.aten.t.default(mm_3)
+        sum_2: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward_1, [0], True)
+        view_1: "f32[8]" = torch.ops.aten.view.default(sum_2, [8])
+        t_10: "f32[8, 8]" = torch.ops.aten.t.default(t_9)
+        detach: "f32[5, 8]" = torch.ops.aten.detach.default(tanh)
+        detach_5: "f32[5, 8]" = torch.ops.aten.detach.default(detach)
+        tanh_backward_2: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(mm_2, detach_5)
+        t_11: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward_2)
+        mm_4: "f32[8, 8]" = torch.ops.aten.mm.default(t_11, primals_3)
+        t_12: "f32[8, 8]" = torch.ops.aten.t.default(mm_4)
+        sum_3: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward_2, [0], True)
+        view_2: "f32[8]" = torch.ops.aten.view.default(sum_3, [8])
+        t_13: "f32[8, 8]" = torch.ops.aten.t.default(t_12)
+        bucket_ready_default = bucket_ready([view_1, t_10, view_2, t_13], n, [3, 2, 1, 0])
+        return (t_13, view_2, None, t_10, view_1, t_6, view)""",
+    )
+
+
+def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -> None:
+    assert whole_model.explain().endswith("\ngraph 0: 2 buckets, launched inside its backward")
+
+
 def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:
     handler, log = Handler(), torch_internals.graphs_log()
     log.addHandler(handler)

@@ -19,12 +19,17 @@ from ddp_compile import ddp_compile
 Ranks = Callable[[int], RankPool]
 
 
-def accumulate(num_micro_batches: int, with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
+def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool, split: str) -> float:
+    num_micro_batches = 3
     torch.manual_seed(3)
     reference = Mlp(width=33, num_layers=4)
     torch.manual_seed(3)
     model = ddp_compile(
-        Mlp(width=33, num_layers=4), bucket_cap_mb=0.005, backend="aot_eager", gradient_as_bucket_view=as_view
+        Mlp(width=33, num_layers=4),
+        bucket_cap_mb=0.005,
+        backend="aot_eager",
+        split=split,
+        gradient_as_bucket_view=as_view,
     )
     with_ddp = DistributedDataParallel(reference, gradient_as_bucket_view=as_view)
     worst = 0.0
@@ -49,8 +54,10 @@ def accumulate(num_micro_batches: int, with_no_sync: bool, set_to_none: bool, as
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("with_no_sync", [True, False])
-def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate, 3, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
+def test_accumulated_gradients_equal_ddps(
+    with_no_sync: bool, set_to_none: bool, as_view: bool, split: str, ranks: Ranks
+) -> None:
+    assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view, split) == [0.0, 0.0]
 
 
 def accumulate_any_number() -> float:
@@ -167,71 +174,3 @@ def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off
     for failure in ranks(2).run_expecting_failures(keep_a_graph_later):
         assert failure.kind == "RuntimeError"
         assert "torch._functorch.config.donated_buffer=False" in failure.message
-
-
-class HandsOverABucket(torch.autograd.Function):
-    """Stands in for a compiled backward that hands its bucket over before AccumulateGrad has seen the gradients."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, reducer):
-        ctx.save_for_backward(x, weight)
-        ctx.reducer = reducer
-        return x @ weight.t() + bias
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        gradients = {(4, 7): grad.t() @ x, (4,): grad.sum(0)}
-        if ctx.reducer is not None:
-            (bucket,) = ctx.reducer.buckets
-            order = [tuple(p.shape) for p in bucket.parameters]
-            handed = ctx.reducer.mark_bucket_ready(0, [gradients[shape] for shape in order])
-            gradients = dict(zip(order, handed, strict=True))
-        return grad @ weight, gradients[4, 7], gradients[4,], None
-
-
-class HandOver(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 7))
-        self.bias = nn.Parameter(torch.randn(4))
-        self.reducer = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return HandsOverABucket.apply(x, self.weight, self.bias, self.reducer)
-
-
-def hand_over_whole_buckets(accumulate_first: bool, regularise: bool) -> float:
-    torch.manual_seed(3)
-    model = ddp_compile(HandOver(), backend="eager")
-    reference = HandOver()
-    reference.load_state_dict(model.state_dict())
-    worst = 0.0
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        model.zero_grad()
-        reference.zero_grad()
-        for x in torch.randn(2 if accumulate_first else 1, 5, 7):
-            for each in (model, reference):
-                # The plan is sealed in the first backward; whole buckets can be handed over from the second on.
-                each.reducer = model._ddp_compile_state.reducer if each is model and step else None
-                loss = loss_of(each(x))
-                if regularise and step:
-                    loss = loss + each.weight.square().sum()
-                loss.backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            dist.all_reduce(q.grad)
-            worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
-    return worst
-
-
-@pytest.mark.parametrize("accumulate_first", [False, True])
-def test_a_bucket_handed_over_whole_is_reduced_like_single_gradients(accumulate_first: bool, ranks: Ranks) -> None:
-    assert max(ranks(2).run(hand_over_whole_buckets, accumulate_first, False)) < 1e-6
-
-
-def test_another_contributor_to_a_bucket_handed_over_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(hand_over_whole_buckets, False, True):
-        assert failure.kind == "GradientArrivalError"
-        assert "weight got another gradient" in failure.message

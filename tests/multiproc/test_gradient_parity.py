@@ -18,10 +18,10 @@ NUM_STEPS = 5
 Ranks = Callable[[int], RankPool]
 
 
-def train_three_ways(case: str, backend: str, cap_mb: float) -> dict[str, float]:
+def train_three_ways(case: str, backend: str, cap_mb: float, split: str) -> dict[str, float]:
     """Largest relative difference of any gradient or buffer to each reference, and that between ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = ddp_compile(make_model(case), bucket_cap_mb=cap_mb, backend=backend)
+    model = ddp_compile(make_model(case), bucket_cap_mb=cap_mb, backend=backend, split=split)
     with_ddp = DistributedDataParallel(make_model(case))
     whole = make_model(case) if CASES[case].whole_batch else None
     models: list[nn.Module] = [model, with_ddp] + ([whole] if whole else [])
@@ -56,8 +56,8 @@ def difference_to_rank_0(tensor: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_eager_ddp_and_the_whole_batch(case: str, world_size: int, ranks: Ranks) -> None:
-    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.05):
+def test_gradients_equal_eager_ddp_and_the_whole_batch(case: str, world_size: int, split: str, ranks: Ranks) -> None:
+    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.05, split):
         # Two summands give the same bits in any order; with three, a ring starts elsewhere when buckets differ.
         assert worst["ddp"] == 0.0 if world_size == 2 else worst["ddp"] < 1e-5
         assert worst["ranks"] == 0.0
@@ -66,8 +66,8 @@ def test_gradients_equal_eager_ddp_and_the_whole_batch(case: str, world_size: in
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(("case", "cap_mb"), [("gpt", 0.5), ("cnn_batch_norm", 0.02)])
-def test_gradients_equal_eager_ddp_under_inductor(case: str, cap_mb: float, ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_three_ways, case, "inductor", cap_mb):
+def test_gradients_equal_eager_ddp_under_inductor(case: str, cap_mb: float, split: str, ranks: Ranks) -> None:
+    for worst in ranks(2).run(train_three_ways, case, "inductor", cap_mb, split):
         assert worst["ddp"] < 1e-5
         assert worst["whole"] < 1e-5
         assert worst["ranks"] == 0.0

@@ -150,12 +150,12 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
-def train(pattern: str) -> float:
+def train(pattern: str, split: str) -> float:
     make, step_of = PATTERNS[pattern]
     torch.manual_seed(3)
     reference = make()
     torch.manual_seed(3)
-    model = ddp_compile(make(), bucket_cap_mb=0.005, backend="aot_eager")
+    model = ddp_compile(make(), bucket_cap_mb=0.005, backend="aot_eager", split=split)
     with_ddp = DistributedDataParallel(reference)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, with_ddp)]
     worst = 0.0
@@ -173,10 +173,10 @@ def train(pattern: str) -> float:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_gradients_equal_ddps(pattern: str, ranks: Ranks) -> None:
+def test_gradients_equal_ddps(pattern: str, split: str, ranks: Ranks) -> None:
     # A bias before BatchNorm has a gradient of zero but for rounding, which regrouping changes.
     tolerance = 0.0 if pattern != "two_forwards_with_batch_norm" else 1e-5
-    assert max(ranks(2).run(train, pattern)) <= tolerance
+    assert max(ranks(2).run(train, pattern, split)) <= tolerance
 
 
 class TwoBranches(nn.Module):

@@ -32,7 +32,11 @@ from ddp_compile.config import DDP_ARGUMENTS_REPLACED
         ({"dynamic": "yes"}, ValueError, "dynamic='yes' is not known"),
         ({"options": {"keep_output_stride": False}}, ValueError, "keep_output_stride"),
         ({"device_mesh": 5}, ValueError, "device_mesh=5 is not a DeviceMesh"),
-        ({"split": "sideways"}, ValueError, "split='sideways' is not known; pass one of 'auto', 'forward', 'none'"),
+        (
+            {"split": "sideways"},
+            ValueError,
+            "split='sideways' is not known; pass one of 'auto', 'forward', 'backward', 'none'",
+        ),
         ({"backend": "inductr"}, ValueError, "backend='inductr' is not known; pass a function or one of"),
         ({"mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "exclude each other"),

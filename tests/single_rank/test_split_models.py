@@ -18,6 +18,7 @@ from split_models import WIDTH
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
 
 
 def vectors(rows: int = 5) -> Callable[[int], tuple[Any, ...]]:
@@ -114,18 +115,37 @@ def assert_close(what: str, ours: Any, theirs: Any, tolerance: float) -> None:
     assert difference <= tolerance * theirs.double().norm().item(), f"{what} differs by {difference}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_split_model_trains_as_the_eager_one(name: str, single_rank_group: None) -> None:
+# aot_eager of torch 2.13 computes a wrong gradient of it by itself, in one graph; see docs/architecture.md.
+WRONG_IN_ONE_GRAPH = "buffer_read_then_written"
+SPLIT_CASES = [(name, split) for name in CASES for split in ("forward", "backward")]
+SPLIT_CASES.remove((WRONG_IN_ONE_GRAPH, "backward"))
+
+
+def make_split(module: nn.Module, split: str, backend: str) -> nn.Module:
+    model = ddp_compile(module, bucket_cap_mb=1e-5, split=split, backend=backend)
+    if split == "backward":
+        # With a hook buckets are sent on a single rank as well, and so leave inside the backward.
+        model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+@pytest.mark.parametrize(("name", "split"), SPLIT_CASES)
+def test_a_split_model_trains_as_the_eager_one(name: str, split: str, single_rank_group: None) -> None:
     make, inputs, least_partitions = CASES[name]
     torch.manual_seed(0)
     reference = make()
     capture = name in ("scalar_from_tensor", "data_dependent_shape")
     with torch._dynamo.config.patch(capture_scalar_outputs=capture, capture_dynamic_output_shape_ops=capture):
-        model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=1e-5, backend="aot_eager")
+        model = make_split(copy.deepcopy(reference), split, "aot_eager")
         # Autocast and double precision round differently where ops are regrouped; the others are bit for bit.
         assert_trains_alike(model, reference, inputs, tolerance=1e-2 if "autocast" in name else 1e-6)
     reports = model._ddp_compile_state.backend.reports
-    assert sum(report.num_partitions for report in reports) >= least_partitions, model.explain()
+    if split == "backward":
+        assert all(report.launches_inside for report in reports if report.num_buckets)
+        assert all(report.num_partitions == 1 for report in reports)
+        assert model._ddp_compile_state.reducer._early._allowed
+    else:
+        assert sum(report.num_partitions for report in reports) >= least_partitions, model.explain()
 
 
 INDUCTOR_CASES = [
@@ -139,13 +159,14 @@ INDUCTOR_CASES = [
 
 
 @pytest.mark.inductor
+@pytest.mark.parametrize("split", ["forward", "backward"])
 @pytest.mark.parametrize("name", INDUCTOR_CASES)
-def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, single_rank_group: None) -> None:
+def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str, single_rank_group: None) -> None:
     make, inputs, _ = CASES[name]
     torch.manual_seed(0)
     reference = make()
-    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=1e-5)
-    assert_trains_alike(model, reference, inputs, tolerance=1e-5, steps=2)
+    model = make_split(copy.deepcopy(reference), split, "inductor")
+    assert_trains_alike(model, reference, inputs, tolerance=1e-5, steps=3)
 
 
 def test_a_model_without_a_cut_says_so_in_explain(single_rank_group: None) -> None:

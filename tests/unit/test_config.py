@@ -92,7 +92,9 @@ def test_every_argument_of_ddp_is_taken_or_refused_but_not_both() -> None:
 
 
 def test_an_unknown_split_is_refused_and_the_known_ones_named() -> None:
-    with pytest.raises(ValueError, match=r"split='sideways' is not known; pass one of 'auto', 'forward', 'none'"):
+    with pytest.raises(
+        ValueError, match=r"split='sideways' is not known; pass one of 'auto', 'forward', 'backward', 'none'"
+    ):
         ReplicateConfig(caps_bytes=(1,), split="sideways")  # type: ignore[arg-type]
 
 

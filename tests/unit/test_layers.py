@@ -121,7 +121,10 @@ def test_passes_and_runtime_never_import_each_other(layer: str, other: str) -> N
     assert {module: found for module in below(layer) if (found := reaches(imports_of_ours(module), other))} == {}
 
 
-@pytest.mark.parametrize("module", ["ddp_compile.bucket_plan", "ddp_compile.config", "ddp_compile.errors", INTERNALS])
+@pytest.mark.parametrize(
+    "module",
+    ["ddp_compile.bucket_plan", "ddp_compile.bucket_ready", "ddp_compile.config", "ddp_compile.errors", INTERNALS],
+)
 def test_the_lowest_layer_imports_nothing_of_ours(module: str) -> None:
     assert imports_of_ours(module) == set()
 
@@ -153,6 +156,7 @@ def test_only_the_command_line_imports_the_harness() -> None:
 def test_passes_and_runtime_import_nothing_from_above(layer: str) -> None:
     allowed = (
         "ddp_compile.bucket_plan",
+        "ddp_compile.bucket_ready",
         "ddp_compile.errors",
         "ddp_compile.config",
         INTERNALS,

@@ -1,0 +1,64 @@
+"""The operator by which a compiled backward says that a bucket's gradients are computed.
+
+Note [What bucket_ready tells compilers]
+The operator is declared to write into the gradients, and never does. From the declaration a compiler concludes all
+that is needed: the operator has an effect and may not be removed, what it is given has to be complete when it runs, and
+the graph's outputs are still those tensors, so that no copy is made. A functional operator would have to return new
+tensors, since a result must not share memory with an argument that it does not name; and inductor removes an operator
+that neither writes nor returns anything.
+
+The operator finds its reducer by number: compiled code that was read from a cache knows no Python object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# cudagraph_unsafe: a collective is started, at another moment in each step, which no recorded graph can repeat.
+_LIBRARY = torch.library.Library("ddp_compile", "FRAGMENT")
+_LIBRARY.define(
+    "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+)
+
+
+class BucketReceiver(Protocol):
+    """What takes whole buckets in: a reducer."""
+
+    def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None: ...
+
+
+_receivers: weakref.WeakValueDictionary[int, BucketReceiver] = weakref.WeakValueDictionary()
+_ordinals = itertools.count()
+
+
+def next_reducer_ordinal() -> int:
+    """A number for one ``ddp_compile`` call: equal in every process that makes the same calls in the same order.
+
+    It stands in compiled code and in the keys of compile caches, so that two models with one plan share no entry.
+    """
+    return next(_ordinals)
+
+
+def register_receiver(ordinal: int, receiver: BucketReceiver) -> None:
+    """Let operators with this number call ``receiver``, for as long as somebody else keeps it alive."""
+    _receivers[ordinal] = receiver
+
+
+def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int]) -> None:
+    receiver = _receivers.get(reducer)
+    if receiver is not None:
+        receiver.mark_bucket_ready(parameters, gradients)
+
+
+def _bucket_ready_fake(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int]) -> None:
+    """No result to describe."""
+
+
+_LIBRARY.impl("bucket_ready", _bucket_ready, "CompositeExplicitAutograd")
+torch.library.register_fake("ddp_compile::bucket_ready", _bucket_ready_fake, lib=_LIBRARY)

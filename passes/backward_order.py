@@ -1,0 +1,153 @@
+"""In which order a backward graph computes what its buckets need."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from ddp_compile import torch_internals
+
+_INPUTS = ("placeholder", "get_attr")
+
+
+class Moved(NamedTuple):
+    """Number of calls in the graph up to the last gradient of one bucket.
+
+    Args:
+        before: In the graph as it was.
+        after: In the graph as it is now.
+    """
+
+    before: int
+    after: int
+
+
+def bring_forward(graph: fx.Graph, gradients: Sequence[Sequence[fx.Node]]) -> list[Moved]:
+    """Compute what each bucket needs, and what it does not need after it, where this is free.
+
+    Nodes keep their order otherwise. A node that a bucket does not need may hold memory longer when it is computed
+    later: that of its arguments. A move is made only if, by the sizes of the values, the graph's peak does not grow,
+    and if the nodes that are passed over have neither effects nor random numbers.
+
+    Args:
+        graph: A functional graph with ``meta["val"]`` on every node; its nodes are moved.
+        gradients: The nodes of each bucket's gradients, in launch order.
+
+    Returns:
+        For each bucket, how early it was complete and is.
+    """
+    order = list(graph.nodes)
+    num_inputs = sum(node.op in _INPUTS for node in order)
+    before = [_last_position(order, nodes) - num_inputs for nodes in gradients]
+    memory = _Memory(order)
+    peak = memory.peak(order)
+    done = 0  # up to here nodes belong to earlier buckets
+    for nodes in gradients:
+        candidate = _with_needed_first(order, nodes, done)
+        if candidate is not None and memory.peak(candidate) <= peak:
+            order = candidate
+        done = max(done, _last_position(order, nodes))
+    _apply(graph, order)
+    after = [_last_position(order, nodes) - num_inputs for nodes in gradients]
+    return [Moved(*positions) for positions in zip(before, after, strict=True)]
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows; the node itself where it is no view."""
+    while (isinstance(node.target, OpOverload) and node.target.is_view) or _is_item_of_view(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _is_item_of_view(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and source.target.is_view
+
+
+def _last_position(order: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> int:
+    wanted = set(nodes)
+    return max(i for i, node in enumerate(order) if node in wanted) + 1
+
+
+def _with_needed_first(order: list[fx.Node], nodes: Iterable[fx.Node], done: int) -> list[fx.Node] | None:
+    """The order in which, from position ``done`` on, only what ``nodes`` need comes before them; None if it is that."""
+    end = _last_position(order, nodes)
+    needed: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    window = order[done:end]
+    first = [node for node in window if node in needed or node.op in _INPUTS]
+    later = [node for node in window if node not in needed and node.op not in _INPUTS]
+    if not later or not all(map(_may_move, later)):
+        return None
+    return [*order[:done], *first, *later, *order[end:]]
+
+
+def _may_move(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, OpOverload)
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
+
+
+def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Give the graph's nodes this order."""
+    for node in reversed(order):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
+
+
+class _Memory:
+    """How much memory a graph's values take at once, in bytes, for any order of its nodes.
+
+    A value is there from the node that computes it until the last node that uses it or a view of it, an input from the
+    start, an output until the end. What runs inside of a node is not seen.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self._base = {node: base_of(node) for node in nodes}
+        bases = set(self._base.values())
+        self._num_bytes = {node: _num_bytes(node) if node in bases else 0 for node in nodes}
+
+    def peak(self, order: Sequence[fx.Node]) -> int:
+        last_use: dict[fx.Node, int] = {}
+        for i, node in enumerate(order):
+            last_use[self._base[node]] = i
+            for argument in node.all_input_nodes:
+                last_use[self._base[argument]] = i
+        freed: dict[int, int] = {}
+        for base, i in last_use.items():
+            freed[i] = freed.get(i, 0) + self._num_bytes[base]
+        live = sum(self._num_bytes[node] for node in order if node.op == "placeholder")
+        highest = live
+        for i, node in enumerate(order):
+            if node.op != "placeholder":
+                live += self._num_bytes[node]
+                highest = max(highest, live)
+            live -= freed.get(i, 0)
+        return highest
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if node.op == "output":
+        return 0
+    if isinstance(value, Tensor):
+        return torch_internals.num_bytes_hint(value)
+    # The results of a node with several are counted at the nodes that pick them out.
+    return 0

@@ -1,0 +1,170 @@
+"""Tells the reducer, inside a backward graph, when a bucket's last gradient has been computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+import ddp_compile.bucket_ready  # noqa: F401  (defines the operator)
+from ddp_compile import torch_internals
+from ddp_compile.bucket_plan import BucketSpec
+from ddp_compile.passes.backward_order import base_of, bring_forward
+from ddp_compile.passes.pipeline import Declined, PassResult
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardContext:
+    """What passes over a backward graph may know beside it.
+
+    Args:
+        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
+        buckets: The buckets that meet the graph, in launch order.
+        reducer: Number by which the operator finds the reducer.
+        graph_name: Name of the graph, for logs.
+    """
+
+    parameter_of_input: Mapping[int, int]
+    buckets: tuple[BucketSpec, ...]
+    reducer: int
+    graph_name: str
+
+
+class _ReadyBucket(NamedTuple):
+    bucket: BucketSpec
+    slots: list[int]  # where its gradients stand among the graph's outputs, in the bucket's order
+
+
+def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult:
+    """Insert ``ddp_compile::bucket_ready`` after the last gradient of each bucket.
+
+    Nodes that a bucket does not need are moved behind it where that costs no memory; see `backward_order`.
+
+    before::
+
+        mm = mm(x_t, tangents)       # gradient of a parameter of bucket 0
+        mm_1 = mm(tangents, w_t)
+        return (mm, ...)
+
+    after::
+
+        mm = mm(x_t, tangents)
+        bucket_ready([mm], reducer=0, parameters=[5])
+        mm_1 = mm(tangents, w_t)
+        return (mm, ...)
+
+    A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients.
+    """
+    ready, declined = _find_buckets(gm, ctx)
+    if not ready:
+        return PassResult(gm, 0, tuple(declined))
+    for entry in ready:
+        for slot in entry.slots:
+            _own_output(gm, slot)
+    outputs = _outputs(gm)
+    gradients = [[_node(outputs, slot) for slot in entry.slots] for entry in ready]
+    num_calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
+    for entry, moved in zip(ready, bring_forward(gm.graph, gradients), strict=True):
+        log.info(
+            "%s: bucket %d is ready after call %d of %d%s",
+            ctx.graph_name,
+            entry.bucket.index,
+            moved.after,
+            num_calls,
+            f", not {moved.before} as before calls were moved" if moved.after < moved.before else "",
+        )
+    _insert(gm, ctx, ready, gradients)
+    return PassResult(gm, len(ready), tuple(declined))
+
+
+def _insert(
+    gm: fx.GraphModule, ctx: BackwardContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
+) -> None:
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    # In launch order behind one node as well: what is inserted later comes first.
+    for entry, nodes in zip(reversed(ready), reversed(gradients), strict=True):
+        last = max(nodes, key=position.__getitem__)
+        with gm.graph.inserting_after(last):
+            members = [gradient.index for gradient in entry.bucket.gradients]
+            arguments = (list(nodes), ctx.reducer, members)
+            call = gm.graph.call_function(torch.ops.ddp_compile.bucket_ready.default, arguments)
+            call.meta["val"] = None
+
+
+def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_ReadyBucket], list[Declined]]:
+    """The buckets whose gradients the graph computes, in launch order, and why the others are left alone."""
+    outputs = _outputs(gm)
+    slot_of = {ctx.parameter_of_input[i]: i for i in _gradient_slots(gm) if i in ctx.parameter_of_input}
+    ready, declined = [], []
+    for bucket in ctx.buckets:
+        missing = [g.fqn for g in bucket.gradients if g.index not in slot_of]
+        empty = [
+            g.fqn for g in bucket.gradients if g.index in slot_of and not _is_dense_tensor(outputs[slot_of[g.index]])
+        ]
+        if bucket.is_sparse:
+            declined.append(Declined("output", f"bucket {bucket.index} is sparse"))
+        elif missing:
+            reason = f"bucket {bucket.index} waits for gradients from elsewhere: {', '.join(missing)}"
+            declined.append(Declined("output", reason))
+        elif empty:
+            reason = f"bucket {bucket.index} has parameters without a gradient here: {', '.join(empty)}"
+            declined.append(Declined("output", reason))
+        else:
+            ready.append(_ReadyBucket(bucket, [slot_of[g.index] for g in bucket.gradients]))
+    return ready, declined
+
+
+def _gradient_slots(gm: fx.GraphModule) -> list[int]:
+    """Positions of the outputs that are the gradient of the Dynamo graph's input at the same position.
+
+    AOTAutograd returns one value for each input, and says beside it whose gradient it is. Both must agree: inputs that
+    alias each other, or subclasses that were taken apart, shift the positions.
+    """
+    return [slot for slot, of in enumerate(torch_internals.inputs_of_gradients(gm)) if slot == of]
+
+
+def _own_output(gm: fx.GraphModule, slot: int) -> None:
+    """Let the output at ``slot`` be a tensor that nothing else returns or holds.
+
+    A tangent that is passed through, one tensor for two parameters, and an expanded tensor would be cloned by
+    AccumulateGrad, and then the reducer could not tell a clone from a sum. So the clone is made here.
+    """
+    output, outputs = gm.graph.output_node(), _outputs(gm)
+    node = _node(outputs, slot)
+    is_input = base_of(node).op == "placeholder"
+    is_shared = any(other is node for i, other in enumerate(outputs) if i != slot)
+    if not (is_input or is_shared or _is_expanded(node)):
+        return
+    with gm.graph.inserting_after(node):
+        clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+    # Not the node's own fake tensor: passes compare storages.
+    clone.meta["val"] = torch_internals.call_with_fakes(torch.ops.aten.clone.default, node.meta["val"])
+    output.update_arg(0, (*outputs[:slot], clone, *outputs[slot + 1 :]))
+
+
+def _outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
+    (outputs,) = gm.graph.output_node().args
+    assert isinstance(outputs, tuple | list)
+    return tuple(outputs)
+
+
+def _node(outputs: Sequence[Any], slot: int) -> fx.Node:
+    node = outputs[slot]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _is_dense_tensor(output: Any) -> bool:
+    value = output.meta.get("val") if isinstance(output, fx.Node) else None
+    return isinstance(value, Tensor) and torch_internals.is_plain_tensor(value)
+
+
+def _is_expanded(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return any(isinstance(stride, int) and stride == 0 for stride in value.stride()) and value.dim() > 0

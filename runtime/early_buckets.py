@@ -1,0 +1,267 @@
+"""Buckets that leave inside a compiled backward, before AccumulateGrad has seen their gradients.
+
+Note [Leaving before AccumulateGrad]
+Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
+regulariser, a second forward, a layer used twice. So the first round teaches. Everything leaves from the parameters'
+hooks, and a bucket counts as having one contributor if one graph offered it once and each ``.grad`` then was the very
+tensor that was offered. The ranks agree on those buckets, and only they leave early, in rounds with one forward whose
+backward is due.
+
+What was offered is kept as a detached alias until the round ends. The engine adds a second contribution *in place* into
+a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. An equal address therefore
+means that nothing was added. A second arrival shows by itself.
+
+If another contribution comes after all, the bucket left too early. In each round the ranks tell each other, behind the
+last bucket, to which parameters that happened. ``.grad`` still holds this rank's own gradient, because only the end of
+a round points it at the flat buffer; so every rank sends those buckets again, with what is complete now, and lets them
+leave by their hooks from then on. The result is exact. Where a rank no longer holds its own gradients, or a comm hook
+has state that a second call would change, every rank raises.
+
+Ranks may differ in what leaves early: which collectives are started, and in which order, is the same either way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.runtime.bucket_buffer import BucketBuffer
+
+log = logging.getLogger(__name__)
+
+Members = tuple[int, ...]
+
+
+class Verdict(NamedTuple):
+    """What the ranks have found about one round; the same on every rank.
+
+    Args:
+        late: Parameters that on some rank got another contribution after their bucket had left.
+        buckets: Their buckets, in launch order.
+        repeatable: Whether every rank can send those buckets again.
+    """
+
+    late: list[int]
+    buckets: list[BucketBuffer]
+    repeatable: bool
+
+
+class _Offer:
+    """The gradients of one bucket as a graph has offered them in this round.
+
+    Args:
+        parameters: The bucket's parameters. Their ``.grad`` is taken away until the round ends, or until the gradient
+            arrives where the bucket has not left: AccumulateGrad stores a gradient as it is only where there is none.
+        gradients: What the graph computed for them.
+        left: Whether the bucket leaves with them, or is only watched.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], left: bool) -> None:
+        self.left = left
+        self.arrived: set[int] = set()  # places in the bucket
+        # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
+        self.aliases = [gradient.detach() for gradient in gradients]
+        self.before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+
+class EarlyBuckets:
+    """Learns which buckets may leave inside a compiled backward, watches them, and finds those that left too early.
+
+    Args:
+        parameters: In registration order; they are spoken of by their number.
+        process_group: The ranks that agree.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], process_group: dist.ProcessGroup) -> None:
+        self._parameters = tuple(parameters)
+        self._process_group = process_group
+        self._accumulators = [torch_internals.accumulator_of(parameter) for parameter in parameters]
+        self._allowed: frozenset[Members] | None = None  # None while the first round lasts
+        self._place_of: dict[int, tuple[Members, int]] = {}  # in the buckets that graphs have offered so far
+        # What follows belongs to one round.
+        self._num_forwards = 0
+        self._num_settled: Counter[Members] = Counter()  # forwards whose gradients have been accumulated
+        self._num_pending: Counter[Members] = Counter()  # offers whose gradients have not
+        self._offers: dict[Members, _Offer] = {}
+        self._late: set[int] = set()
+        self._unrepeatable: set[Members] = set()
+        self._message: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def note_forward(self) -> None:
+        """A forward has begun, inside ``no_sync`` or not, and its backward is due."""
+        self._num_forwards += 1
+
+    def offer(self, members: Members, gradients: Sequence[Tensor], must_wait: bool) -> bool:
+        """A compiled backward has computed all gradients of a bucket.
+
+        Args:
+            members: The bucket's parameters.
+            gradients: Their gradients.
+            must_wait: Whether the bucket cannot leave now, whatever was learnt.
+
+        Returns:
+            Whether the bucket leaves now; the caller sends what `contributions` gives.
+        """
+        if members[0] not in self._place_of:
+            self._place_of.update({index: (members, place) for place, index in enumerate(members)})
+        self._num_pending[members] += 1
+        may_leave = self._allowed is not None and members in self._allowed
+        if must_wait or members in self._offers or not (may_leave or self._allowed is None):
+            return False
+        if not self._is_alone(members):
+            return False
+        self._offers[members] = _Offer([self._parameters[i] for i in members], gradients, left=may_leave)
+        return may_leave
+
+    def _is_alone(self, members: Members) -> bool:
+        """Whether no other contribution to the bucket is known of, and nobody but us looks at its gradients."""
+        return (
+            self._num_pending[members] == 1
+            and self._num_forwards - self._num_settled[members] == 1
+            and not torch.is_grad_enabled()
+            and not any(torch_internals.has_gradient_hooks(self._parameters[index]) for index in members)
+            and torch_internals.are_going_to_run([self._accumulators[index] for index in members])
+        )
+
+    def contributions(self, bucket: BucketBuffer) -> list[Tensor]:
+        """What a bucket that leaves has to send: what was offered, and what earlier backwards had left in ``.grad``."""
+        offer = self._offers[_members(bucket)]
+        # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
+        offer.before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
+        return _sums(offer.before, offer.aliases)
+
+    def arrived(self, index: int) -> bool:
+        """AccumulateGrad has stored a gradient.
+
+        Returns:
+            Whether nobody waits for it, because its bucket has left in this round.
+        """
+        if index not in self._place_of:
+            return False
+        members, place = self._place_of[index]
+        self._num_settled[members] += self._num_pending[members]
+        self._num_pending[members] = 0
+        offer = self._offers.get(members)
+        if offer is None:
+            return False
+        parameter = self._parameters[index]
+        is_offered = parameter.grad is not None and parameter.grad.data_ptr() == offer.aliases[place].data_ptr()
+        if place in offer.arrived or not is_offered:
+            self._late.add(index)
+        old = offer.before[place]
+        if not offer.left and old is not None and place not in offer.arrived:
+            # As AccumulateGrad would have done it, had the gradient of before been there.
+            parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        offer.arrived.add(place)
+        return offer.left
+
+    def hand_over_for_now(self, buckets: Sequence[BucketBuffer]) -> None:
+        """A backward has ended and another one may bring the rest: what has left must be averaged all the same."""
+        for bucket in buckets:
+            offer = self._offers.get(_members(bucket))
+            if offer is not None and offer.left:
+                self._unrepeatable.add(_members(bucket))
+                bucket.hand_over()
+
+    def learn(self, buckets: Sequence[BucketBuffer]) -> None:
+        """At the end of the first round, agree with the other ranks on what may leave early; waits for them."""
+        single = [self._has_one_contributor(_members(bucket)) for bucket in buckets]
+        agreed = torch.tensor(single, dtype=torch.uint8, device=self._parameters[0].device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._process_group)
+        allowed = [_members(bucket) for bucket, may in zip(buckets, agreed.tolist(), strict=True) if may]
+        self._allowed = frozenset(allowed)
+        log.info(
+            "rank %d: %d of %d buckets may leave inside the compiled backward (%d by this rank's first one)",
+            self._process_group.rank(),
+            len(allowed),
+            len(buckets),
+            sum(single),
+        )
+
+    def _has_one_contributor(self, members: Members) -> bool:
+        offer = self._offers.get(members)
+        return offer is not None and len(offer.arrived) == len(members) and self._late.isdisjoint(members)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the first round is not over."""
+        return self._allowed is None
+
+    def exchange(self, buckets: Sequence[BucketBuffer], repeatable: bool) -> None:
+        """When the last bucket has left: start to tell the other ranks which left too early.
+
+        Args:
+            buckets: All buckets.
+            repeatable: Whether a bucket may be sent twice in a round at all.
+        """
+        if not self._allowed:
+            return  # on every rank
+        if self._message is None:
+            size = len(self._parameters) + len(buckets)
+            self._message = torch.zeros(size, dtype=torch.uint8, device=self._parameters[0].device)
+        self._message.zero_()
+        for index in self._late:
+            self._message[index] = 1
+        for bucket in buckets:
+            members = _members(bucket)
+            offer = self._offers.get(members)
+            holds_its_own = offer is not None and offer.left and members not in self._unrepeatable
+            if members in self._allowed and not (holds_its_own and repeatable):
+                self._message[len(self._parameters) + bucket.spec.index] = 1
+        self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
+
+    def verdict(self, buckets: Sequence[BucketBuffer]) -> Verdict:
+        """Wait for what the ranks have told each other."""
+        if self._work is None or self._message is None:
+            return Verdict([], [], True)
+        self._work.wait()
+        self._work = None
+        said = self._message.tolist()
+        late = [index for index in range(len(self._parameters)) if said[index]]
+        if not late:
+            return Verdict([], [], True)
+        affected = [bucket for bucket in buckets if not set(late).isdisjoint(_members(bucket))]
+        repeatable = not any(said[len(self._parameters) + bucket.spec.index] for bucket in affected)
+        self._allowed = (self._allowed or frozenset()).difference(map(_members, affected))
+        return Verdict(late, affected, repeatable)
+
+    def own_gradients(self, bucket: BucketBuffer) -> list[Tensor]:
+        """This rank's gradients of a bucket that has left in this round, complete now."""
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        assert all(gradient is not None for gradient in gradients)
+        return _sums(self._offers[_members(bucket)].before, [g for g in gradients if g is not None])
+
+    def put_back(self) -> None:
+        """Let ``.grad`` be the tensors that they were before the round, for the result to be copied into."""
+        for members, offer in self._offers.items():
+            for index, old in zip(members, offer.before, strict=True):
+                if offer.left and old is not None:
+                    self._parameters[index].grad = old
+
+    def begin_round(self) -> None:
+        """Forget what belongs to the round that has ended."""
+        self._num_forwards = 0
+        self._num_settled.clear()
+        self._num_pending.clear()
+        self._offers.clear()
+        self._late.clear()
+        self._unrepeatable.clear()
+
+
+def _members(bucket: BucketBuffer) -> Members:
+    return tuple(gradient.index for gradient in bucket.spec.gradients)
+
+
+def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [new if old is None else old + new for old, new in zip(before, gradients, strict=True)]

@@ -1,0 +1,68 @@
+"""Trains models in a process of its own and prints, as JSON, what compile caches and reducers did."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from ddp_compile import ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
+
+WIDTH = 16
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train(num_layers_a_bucket: int | None) -> tuple[int, bool]:
+    """How many buckets may leave early, and whether the gradients are right. None stands for plain torch.compile."""
+    torch.manual_seed(0)
+    module, reference = Layers(), Layers()
+    reference.load_state_dict(module.state_dict())
+    if num_layers_a_bucket is None:
+        call = torch.compile(module)
+    else:
+        cap_mb = num_layers_a_bucket * WIDTH * WIDTH * 4 / 2**20
+        call = ddp_compile(module, bucket_cap_mb=cap_mb, split="backward")
+        # With a hook buckets are sent on a single rank as well.
+        call.register_comm_hook(None, allreduce_hook)
+    x = torch.randn(4, WIDTH)
+    for each in (call, reference):
+        for _ in range(2):
+            module.zero_grad()
+            reference.zero_grad()
+            each(x).square().sum().backward()
+        if each is call:
+            ours = [p.grad.clone() for p in module.parameters()]
+    right = all(torch.allclose(a, p.grad, rtol=1e-4) for a, p in zip(ours, reference.parameters(), strict=True))
+    return 0 if num_layers_a_bucket is None else len(call._ddp_compile_state.reducer._early._allowed), right
+
+
+def main(store: str, wanted: list[int | None]) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+    results = []
+    for num_layers_a_bucket in wanted:
+        counters.clear()
+        num_early, right = train(num_layers_a_bucket)
+        hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+        misses = counters["aot_autograd"]["autograd_cache_miss"], counters["inductor"]["fxgraph_cache_miss"]
+        results.append({"num_early": num_early, "right": right, "hits": hits, "misses": misses})
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]))

@@ -1,0 +1,93 @@
+"""Compiled backwards that hand buckets over, through torch's caches: nothing is lost, and nothing is mixed up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor import custom_graph_pass
+
+from ddp_compile import torch_internals
+
+SCRIPT = Path(__file__).parent / "cached_training.py"
+
+
+def train_in_a_process(directory: Path, wanted: list[int | None]) -> list[dict[str, Any]]:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    store = directory / f"store_{len(list(directory.iterdir()))}"
+    command = [sys.executable, str(SCRIPT), str(store), json.dumps(wanted)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    answer: list[dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_a_warm_process_hits_both_caches_and_still_launches_inside_the_backward(tmp_path: Path) -> None:
+    # Plain torch.compile first, two models with one plan, and the same model with another plan.
+    cold = train_in_a_process(tmp_path, [None, 1, 1, 2])
+    assert [entry["num_early"] for entry in cold] == [0, 4, 4, 2]
+    assert [entry["hits"] for entry in cold] == [[0, 0]] * 4
+    # In another order, so that plain torch.compile could be given one of our backwards.
+    warm = train_in_a_process(tmp_path, [1, 1, 2, None])
+    assert [entry["num_early"] for entry in warm] == [4, 4, 2, 0]
+    assert [entry["hits"] for entry in warm] == [[1, 2]] * 4
+    assert [entry["misses"] for entry in warm] == [[0, 0]] * 4
+    assert all(entry["right"] for entry in cold + warm)
+
+
+class CountsCalls(custom_graph_pass.CustomGraphPass):
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.num_calls = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.num_calls += 1
+
+    def uuid(self) -> str | None:
+        return self.name
+
+
+def passes_of(theirs: Any, key: str) -> list[Any]:
+    ours = torch_internals._with_cache_key(theirs, key)
+    with inductor_config.patch(post_grad_custom_post_pass=ours):
+        return list(custom_graph_pass.get_custom_graph_passes(inductor_config.post_grad_custom_post_pass))
+
+
+def test_the_users_own_pass_runs_beside_the_key() -> None:
+    theirs = CountsCalls("theirs")
+    for present in (theirs, [theirs]):
+        passes = passes_of(present, "ours")
+        for each in passes:
+            each(fx.Graph())
+        assert [each.uuid() for each in passes] == ["theirs", "ours"]
+    assert theirs.num_calls == 2
+
+
+def test_without_a_pass_of_the_users_there_is_the_key_alone() -> None:
+    (only,) = passes_of(None, "ours")
+    only(fx.Graph())
+    assert only.uuid() == "ours"
+
+
+def test_a_torch_that_takes_one_pass_gets_one_that_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes")
+    theirs = CountsCalls("theirs")
+    both = torch_internals._with_cache_key(theirs, "ours")
+    both(fx.Graph())
+    assert (theirs.num_calls, both.uuid()) == (1, ("ours", "theirs"))
+    # A pass that does not say what it is keeps the caches off, as it would by itself.
+    assert torch_internals._with_cache_key(CountsCalls(None), "ours").uuid() is None
+    assert torch_internals._with_cache_key(lambda graph: None, "ours").uuid() is None

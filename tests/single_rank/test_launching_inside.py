@@ -1,0 +1,169 @@
+"""``split="backward"`` beside its exactness: which backends it works with, what it refuses, what memory it takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx as inductor
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_compile import ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
+
+WIDTH = 64
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+def replicated(split: str = "backward", **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = ddp_compile(Layers(), bucket_cap_mb=0.01, split=split, **settings)
+    # With a hook buckets are sent on a single rank as well, and so leave inside the backward.
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def step(model: nn.Module, rows: int = 8) -> None:
+    model.zero_grad()
+    model(torch.ones(rows, WIDTH)).square().sum().backward()
+
+
+def num_that_leave_early(model: nn.Module) -> int:
+    step(model)
+    return len(model._ddp_compile_state.reducer._early._allowed)
+
+
+def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
+    def inner_compile(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("backward" if kwargs.get("is_backward") else "forward")
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+
+    return inner_compile
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        "aot_eager_default_partitioner",
+        pytest.param("inductor", marks=pytest.mark.inductor),
+        pytest.param(inductor.compile_fx, marks=pytest.mark.inductor),
+        aot_autograd(fw_compiler=boxed_nop),
+    ],
+)
+def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any, single_rank_group: None) -> None:
+    assert num_that_leave_early(replicated(backend=backend)) == 6
+
+
+@pytest.mark.inductor
+def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_group: None) -> None:
+    seen: list[str] = []
+    backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        assert num_that_leave_early(replicated(backend=backend)) == 6
+    assert seen == ["forward", "backward"]
+
+
+def test_an_inner_compile_that_is_not_callable_is_refused_by_name(single_rank_group: None) -> None:
+    module = Layers()
+    with pytest.raises(ValueError, match="inner_compile=5, which is not callable"):
+        ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
+    assert type(module) is Layers
+
+
+def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+@pytest.mark.parametrize(("backend", "name"), [("eager", "eager"), (by_hand, "by_hand")])
+def test_without_aot_autograd_graphs_are_cut_in_the_forward_and_a_warning_says_so(
+    backend: Any, name: str, single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile.backend"):
+        model = replicated(backend=backend)
+    (record,) = caplog.records
+    assert f"which {name} is not: graphs are cut in the forward instead" in record.getMessage()
+    step(model)
+    (report,) = model._ddp_compile_state.backend.reports
+    assert report.num_partitions == 6 and not report.launches_inside
+
+
+def test_compiled_autograd_is_refused_by_name(single_rank_group: None) -> None:
+    model = replicated(backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(Exception, match="split='backward' cannot be used with compiled autograd"),
+    ):
+        step(model)
+
+
+def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group: None) -> None:
+    model = replicated(backend="aot_eager")
+    with torch.no_grad():
+        expected = model(torch.ones(3, WIDTH))
+    assert model._ddp_compile_state.backend.reports == []
+    assert torch.equal(model.eval()(torch.ones(3, WIDTH)), expected)
+    assert model._ddp_compile_state.backend.reports == []
+
+
+def test_saved_tensor_hooks_see_what_they_see_without_us(single_rank_group: None) -> None:
+    packed: dict[str, int] = {}
+    for split in ("none", "backward"):
+        model = replicated(split, backend="aot_eager")
+        step(model)
+        numbers: list[int] = []
+
+        def pack(tensor: Tensor, numbers: list[int] = numbers) -> Tensor:
+            numbers.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step(model)
+        packed[split] = sum(numbers)
+    assert packed["backward"] == packed["none"] > 0
+
+
+def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
+    """Most bytes live at once in a step: parameters, buckets, and what allocator events show above them."""
+    for _ in range(2):
+        step(model, rows)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(model, rows)
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    live = most = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        most = max(most, live)
+    assert most > 0
+    return most + 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("rows", [4, 2048])  # gradients, or activations, take most of the memory
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_peak_memory_is_that_of_a_backward_without_launches(
+    backend: str, rows: int, single_rank_group: None, tmp_path: Path
+) -> None:
+    whole = peak_bytes(replicated("none", backend=backend), tmp_path / "none.json", rows)
+    inside = peak_bytes(replicated("backward", backend=backend), tmp_path / "backward.json", rows)
+    assert inside <= 1.02 * whole

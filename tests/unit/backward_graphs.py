@@ -1,0 +1,65 @@
+"""Backward graphs as AOTAutograd makes them, built by hand node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddp_compile.bucket_plan import BucketSpec, GradientSpec
+from ddp_compile.passes.bucket_backward import BackwardContext
+
+aten = torch.ops.aten
+bucket_ready = torch.ops.ddp_compile.bucket_ready.default
+
+
+class BackwardBuilder:
+    """Builds a graph of ATen operators; every node gets the fake tensor that its call returns."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = FakeTensorMode()
+
+    def input(self, name: str, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape or (4, 4))
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        name = str(getattr(target, "overloadpacket", target.__name__)).rpartition(".")[2]
+        node = self.graph.create_node("call_function", target, args, name=name)
+        values = fx.node.map_arg(args, lambda argument: argument.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*values)
+        return node
+
+    def output(self, *nodes: fx.Node | None, of: Sequence[int | None] | None = None) -> fx.GraphModule:
+        """Args: nodes: one for each input of the forward; of: whose gradients they are said to be."""
+        output = self.graph.output(nodes)
+        of = of or [None if node is None else i for i, node in enumerate(nodes)]
+        output.meta["desc"] = [None if i is None else GradAOTOutput(grad_of=PlainAOTInput(idx=i)) for i in of]
+        return fx.GraphModule({}, self.graph)
+
+
+def context(*buckets: Sequence[int], parameter_of_input: dict[int, int] | None = None) -> BackwardContext:
+    """Buckets of these parameters; input ``i`` of the forward is parameter ``i`` unless said otherwise."""
+    specs = tuple(
+        BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
+        for i, members in enumerate(buckets)
+    )
+    of_input = parameter_of_input or {p: p for members in buckets for p in members}
+    return BackwardContext(parameter_of_input=of_input, buckets=specs, reducer=7, graph_name="graph 0")
+
+
+def calls(gm: fx.GraphModule) -> list[str]:
+    """What the graph calls, in order; where a bucket is ready, its parameters."""
+    return [
+        f"ready {node.args[2]}" if node.target is bucket_ready else node.name
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+    ]

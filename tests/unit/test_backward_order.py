@@ -1,0 +1,75 @@
+"""In which order a backward graph computes what its buckets need."""
+
+from __future__ import annotations
+
+import operator
+
+from backward_graphs import BackwardBuilder, aten
+from torch import fx
+
+from ddp_compile.passes.backward_order import Moved, base_of, bring_forward
+
+
+def names(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "call_function"]
+
+
+def test_what_only_later_buckets_need_comes_later() -> None:
+    build = BackwardBuilder()
+    saved, tangent = build.input("saved"), build.input("tangent")
+    passed_on = build.call(aten.mm.default, tangent, saved)
+    first = build.call(aten.mm.default, saved, tangent)
+    second = build.call(aten.mm.default, saved, passed_on)
+    build.output(first, second)
+    assert bring_forward(build.graph, [[first], [second]]) == [Moved(2, 1), Moved(3, 3)]
+    assert names(build.graph) == ["mm_1", "mm", "mm_2"]
+    build.graph.lint()
+
+
+def test_a_value_is_not_kept_beside_another_for_the_sake_of_an_early_bucket() -> None:
+    build = BackwardBuilder()
+    tangent = build.input("tangent", 400, 400)
+    large = build.call(aten.exp.default, tangent)
+    first_part = build.call(aten.sum.dim_IntList, large, [0])
+    second = build.call(aten.sum.dim_IntList, large, [1])
+    other = build.call(aten.sin.default, first_part)
+    wide = build.call(aten.mul.Tensor, other, tangent)
+    first = build.call(aten.sum.dim_IntList, wide, [0])
+    build.output(first, second)
+    order = names(build.graph)
+    # Without "second" before it, "large" would still be there when "wide" is made.
+    assert bring_forward(build.graph, [[first], [second]]) == [Moved(6, 6), Moved(3, 3)]
+    assert names(build.graph) == order
+
+
+def test_random_numbers_and_effects_are_not_passed_over() -> None:
+    for target, arguments in ((aten.rand_like.default, ()), (aten.add_.Tensor, (1,))):
+        build = BackwardBuilder()
+        saved, tangent = build.input("saved"), build.input("tangent")
+        impure = build.call(target, tangent, *arguments)
+        first = build.call(aten.mm.default, saved, saved)
+        second = build.call(aten.mm.default, saved, impure)
+        build.output(first, second)
+        order = names(build.graph)
+        bring_forward(build.graph, [[first], [second]])
+        assert names(build.graph) == order
+
+
+def test_a_bucket_that_needs_everything_moves_nothing() -> None:
+    build = BackwardBuilder()
+    saved, tangent = build.input("saved"), build.input("tangent")
+    weight = build.call(aten.mm.default, saved, tangent)
+    tied = build.call(aten.add.Tensor, build.call(aten.mm.default, saved, weight), tangent)
+    build.output(tied, weight)
+    assert bring_forward(build.graph, [[tied], [weight]]) == [Moved(3, 3), Moved(1, 1)]
+
+
+def test_views_lead_to_what_they_show() -> None:
+    build = BackwardBuilder()
+    value = build.call(aten.mm.default, build.input("a"), build.input("b"))
+    part = build.call(operator.getitem, build.call(aten.split.Tensor, build.call(aten.t.default, value), 2), 1)
+    assert base_of(part) is value
+    assert base_of(value) is value
+    pair = build.call(aten.max.dim, value, 0)
+    values = build.call(operator.getitem, pair, 0)
+    assert base_of(values) is values

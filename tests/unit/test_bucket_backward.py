@@ -1,0 +1,160 @@
+"""Operators that say, inside a backward graph, when a bucket is complete."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+from backward_graphs import BackwardBuilder, aten, bucket_ready, calls, context
+from torch import fx
+
+from ddp_compile.bucket_plan import BucketSpec
+from ddp_compile.passes.bucket_backward import bucket_backward_pass
+
+
+def ready_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=bucket_ready)
+
+
+def outputs(gm: fx.GraphModule) -> list[str | None]:
+    return [None if node is None else node.name for node in gm.graph.output_node().args[0]]
+
+
+def chain_of_layers(build: BackwardBuilder, num_layers: int) -> list[fx.Node]:
+    """Gradients of the weights of ``x @ w0 @ w1 ...``, the last layer's first."""
+    saved = [build.input(f"saved_{i}") for i in range(num_layers)]
+    gradient = build.input("tangent")
+    gradients = []
+    for value in saved:
+        gradients.append(build.call(aten.mm.default, value, gradient))
+        gradient = build.call(aten.mm.default, gradient, value)
+    return gradients
+
+
+def test_each_bucket_is_ready_behind_its_last_gradient() -> None:
+    build = BackwardBuilder()
+    gradients = chain_of_layers(build, 4)
+    gm = build.output(*reversed(gradients))
+    gm, num_changed, declined = bucket_backward_pass(gm, context([3, 2], [1, 0]))
+    assert (num_changed, declined) == (2, ())
+    # mm_1 is needed by mm_2, mm_3 by the second bucket only.
+    assert calls(gm) == ["mm", "mm_1", "mm_2", "ready [3, 2]", "mm_3", "mm_4", "mm_5", "mm_6", "ready [1, 0]", "mm_7"]
+    gm.graph.lint()
+
+
+def test_the_operator_is_told_the_reducer_and_the_gradients_in_the_buckets_order() -> None:
+    build = BackwardBuilder()
+    first, second = chain_of_layers(build, 2)
+    gm, _, _ = bucket_backward_pass(build.output(second, first), context([0, 1]))
+    (node,) = ready_nodes(gm)
+    assert node.args == ([second, first], 7, [0, 1])
+
+
+def test_outputs_stay_what_they_are() -> None:
+    build = BackwardBuilder()
+    gradients = chain_of_layers(build, 3)
+    gm, _, _ = bucket_backward_pass(build.output(*gradients), context([0], [1], [2]))
+    assert outputs(gm) == [node.name for node in gradients]
+
+
+def test_two_buckets_with_one_last_node_are_ready_in_launch_order() -> None:
+    build = BackwardBuilder()
+    last = build.call(aten.split.Tensor, build.input("tangent"), 2)
+    gm = build.output(build.call(operator.getitem, last, 0), build.call(operator.getitem, last, 1))
+    gm, _, _ = bucket_backward_pass(gm, context([1], [0]))
+    assert [node.args[2] for node in ready_nodes(gm)] == [[1], [0]]
+
+
+def test_slots_of_sizes_and_buffers_are_passed_over() -> None:
+    build = BackwardBuilder()
+    first, second = chain_of_layers(build, 2)
+    # Inputs of the forward: a size, a weight, a buffer, a weight.
+    gm = build.output(None, second, None, first)
+    gm, _, declined = bucket_backward_pass(gm, context([5, 4], parameter_of_input={1: 4, 3: 5}))
+    assert [node.args for node in ready_nodes(gm)] == [([first, second], 7, [5, 4])]
+    assert declined == ()
+
+
+def test_a_bucket_with_a_parameter_without_gradient_is_left_to_the_hooks() -> None:
+    build = BackwardBuilder()
+    first, second = chain_of_layers(build, 2)
+    gm = build.output(second, first, None, of=[0, 1, 2])
+    gm, num_changed, declined = bucket_backward_pass(gm, context([1], [0, 2]))
+    assert num_changed == 1
+    assert [entry.reason for entry in declined] == ["bucket 1 has parameters without a gradient here: p2"]
+
+
+def test_a_bucket_that_another_graph_has_a_part_of_is_left_to_the_hooks() -> None:
+    build = BackwardBuilder()
+    (gradient,) = chain_of_layers(build, 1)
+    _, num_changed, declined = bucket_backward_pass(build.output(gradient), context([0, 9], parameter_of_input={0: 0}))
+    assert num_changed == 0
+    assert [entry.reason for entry in declined] == ["bucket 0 waits for gradients from elsewhere: p9"]
+
+
+def test_a_sparse_bucket_is_left_to_the_hooks() -> None:
+    build = BackwardBuilder()
+    (gradient,) = chain_of_layers(build, 1)
+    ctx = context([0])
+    (bucket,) = ctx.buckets
+    sparse = BucketSpec(0, (replace(bucket.gradients[0], is_sparse=True),), 1)
+    _, num_changed, declined = bucket_backward_pass(build.output(gradient), replace(ctx, buckets=(sparse,)))
+    assert num_changed == 0
+    assert [entry.reason for entry in declined] == ["bucket 0 is sparse"]
+
+
+@pytest.mark.parametrize("of", [[1, 0], [None, None]])
+def test_a_gradient_that_is_said_to_be_of_another_input_is_not_believed(of: list[int | None]) -> None:
+    build = BackwardBuilder()
+    gm = build.output(*chain_of_layers(build, 2), of=of)
+    _, num_changed, declined = bucket_backward_pass(gm, context([0, 1]))
+    assert num_changed == 0
+    assert [entry.reason for entry in declined] == ["bucket 0 waits for gradients from elsewhere: p0, p1"]
+
+
+def test_what_autograd_would_clone_is_cloned_in_the_graph() -> None:
+    build = BackwardBuilder()
+    tangent = build.input("tangent")
+    shared = build.call(aten.mm.default, tangent, tangent)
+    expanded = build.call(aten.expand.default, build.call(aten.sum.default, tangent), [4, 4])
+    view_of_input = build.call(aten.t.default, tangent)
+    own_view = build.call(aten.t.default, build.call(aten.mm.default, tangent, tangent))
+    gm = build.output(tangent, shared, shared, expanded, view_of_input, own_view)
+    gm, _, _ = bucket_backward_pass(gm, context([0, 1, 2, 3, 4, 5]))
+    assert outputs(gm) == ["clone_default", "clone_default_1", "mm", "clone_default_2", "clone_default_3", "t_1"]
+    (node,) = ready_nodes(gm)
+    assert [argument.name for argument in node.args[0]] == outputs(gm)
+    values = [argument.meta["val"] for argument in node.args[0]]
+    assert all(value.stride() in ((4, 1), (1, 4)) for value in values)
+    gm.graph.lint()
+    # Nothing that the operator is given shares memory with another or with an input.
+    storages = {value.untyped_storage()._cdata for value in values}
+    assert len(storages) == len(values) and tangent.meta["val"].untyped_storage()._cdata not in storages
+
+
+def test_the_log_says_how_much_earlier_a_bucket_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    build = BackwardBuilder()
+    saved, tangent = build.input("saved"), build.input("tangent")
+    passed_on = build.call(aten.mm.default, tangent, saved)
+    weight = build.call(aten.mm.default, saved, tangent)
+    with caplog.at_level(logging.INFO, logger="ddp_compile.passes.bucket_backward"):
+        gm = build.output(weight, build.call(aten.mm.default, passed_on, saved))
+        gm, _, _ = bucket_backward_pass(gm, context([0], [1]))
+    assert calls(gm) == ["mm_1", "ready [0]", "mm", "mm_2", "ready [1]"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "graph 0: bucket 0 is ready after call 1 of 3, not 2 as before calls were moved",
+        "graph 0: bucket 1 is ready after call 3 of 3",
+    ]
+
+
+def test_the_edited_graph_computes_the_same() -> None:
+    build = BackwardBuilder()
+    gm = build.output(*reversed(chain_of_layers(build, 4)))
+    inputs = [torch.randn(4, 4) for _ in range(5)]
+    expected = gm(*inputs)
+    gm, _, _ = bucket_backward_pass(gm, context([3, 2], [1, 0]))
+    gm.recompile()
+    assert all(map(torch.equal, gm(*inputs), expected))

@@ -1,0 +1,61 @@
+"""The operator by which compiled code hands buckets over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddp_compile import bucket_ready
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.received: list[tuple[list[int], list[Tensor]]] = []
+
+    def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        self.received.append((list(parameters), list(gradients)))
+
+
+def test_a_receiver_gets_what_was_offered_under_its_number() -> None:
+    ordinals = bucket_ready.next_reducer_ordinal(), bucket_ready.next_reducer_ordinal()
+    receivers = Receiver(), Receiver()
+    for ordinal, receiver in zip(ordinals, receivers, strict=True):
+        bucket_ready.register_receiver(ordinal, receiver)
+    gradients = [torch.randn(3), torch.randn(2, 2)]
+    assert torch.ops.ddp_compile.bucket_ready(gradients, ordinals[1], [4, 2]) is None
+    assert receivers[0].received == []
+    ((parameters, received),) = receivers[1].received
+    assert parameters == [4, 2]
+    assert [g.data_ptr() for g in received] == [g.data_ptr() for g in gradients]
+
+
+def test_a_receiver_is_not_kept_alive_and_not_missed() -> None:
+    ordinal = bucket_ready.next_reducer_ordinal()
+    receiver = Receiver()
+    bucket_ready.register_receiver(ordinal, receiver)
+    del receiver
+    gc.collect()
+    torch.ops.ddp_compile.bucket_ready([torch.randn(3)], ordinal, [0])
+    assert ordinal not in bucket_ready._receivers
+
+
+def test_tracing_calls_nobody() -> None:
+    ordinal, receiver = bucket_ready.next_reducer_ordinal(), Receiver()
+    bucket_ready.register_receiver(ordinal, receiver)
+    with FakeTensorMode():
+        torch.ops.ddp_compile.bucket_ready([torch.empty(3)], ordinal, [0])
+    assert receiver.received == []
+
+
+def test_the_operator_is_registered_as_compilers_need_it() -> None:
+    operator = torch.ops.ddp_compile.bucket_ready.default
+    assert operator._schema.is_mutable  # or inductor removes it
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+    torch.library.opcheck(operator, ([torch.randn(3), torch.randn(2)], -1, [0, 1]), test_utils=OPCHECKS)
+
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
