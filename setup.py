@@ -5,6 +5,7 @@ DDP_COMPILE_NATIVE=1 makes a failed build an error, DDP_COMPILE_NATIVE=0 leaves 
 """
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,11 +13,24 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = "ddp_compile/kernels/native/csrc"
+NATIVE = "ddp_compile/kernels/native"
+SOURCES = f"{NATIVE}/csrc"
+SOURCE_HASH = runpy.run_path(f"{NATIVE}/source_hash.py")["source_hash"](Path(SOURCES))
+
+
+def remove_library() -> None:
+    """What an earlier build left in place."""
+    for left_over in Path(NATIVE).glob("_core*"):
+        left_over.unlink()
 
 
 class BuildCore(build_ext):
-    """Gives each compiler the flags it knows."""
+    """Gives each compiler the flags it knows; what an earlier build left never takes the place of one that fails."""
+
+    def run(self) -> None:
+        if self.inplace:
+            remove_library()
+        super().run()
 
     def build_extensions(self) -> None:
         is_msvc = self.compiler.compiler_type == "msvc"
@@ -28,7 +42,6 @@ class BuildCore(build_ext):
                 else ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-psabi", "-g0"]
             )
             extension.extra_link_args = [] if is_msvc else ["-pthread"]
-            # If this build fails, what an earlier one left must not take its place.
             Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
         super().build_extensions()
 
@@ -48,15 +61,15 @@ if wanted not in ("", "0", "1"):
 core = Extension(
     "ddp_compile.kernels.native._core",
     sources=[f"{SOURCES}/{name}.cpp" for name in ("library", "simd", "tensor_table")],
-    depends=[f"{SOURCES}/{name}.h" for name in ("dlpack_abi", "formats", "loops", "simd", "tensor_table")],
+    depends=[f"{SOURCES}/{name}.h" for name in ("dlpack_abi", "formats", "lanes", "loops", "simd", "tensor_table")],
+    define_macros=[("DDP_COMPILE_SOURCE_HASH", f'"{SOURCE_HASH}"')],
     language="c++",
     py_limited_api=True,
     optional=wanted != "1",
 )
 
 if wanted == "0":
-    for left_over in Path("ddp_compile/kernels/native").glob("_core*"):
-        left_over.unlink()
+    remove_library()
 
 setup(
     ext_modules=[] if wanted == "0" else [core],

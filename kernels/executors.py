@@ -41,7 +41,8 @@ class FlattenExecutor(Protocol):
             Indices of the tensors that `move` will leave to the reference.
 
         Raises:
-            ValueError: They do not fit the plan, or share memory; with ``written``, the tensors are what is written.
+            ValueError: They do not fit the plan, or one that `move` will move shares memory with ``flat`` outside of
+                its place, or, where the tensors are ``written``, with any other tensor.
         """
 
     def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
@@ -100,8 +101,10 @@ class OpStatus(NamedTuple):
 
 
 def status() -> list[OpStatus]:
-    """Which implementation of each op runs on each kind of device, and why; raises nothing."""
-    return [OpStatus(op, device_type, *available(device_type)) for device_type in ("cpu", "cuda") for op in OPS]
+    """Which implementation of each op runs on the CPU and on the current CUDA device, and why; raises nothing."""
+    current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    devices = (torch.device("cpu"), torch.device("cuda", current))
+    return [OpStatus(op, device.type, *available(device)) for device in devices for op in OPS]
 
 
 def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | None) -> ImplementationName:
@@ -117,7 +120,7 @@ def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | No
         _check_forced(device, dtypes, forced)
     if any(dtype not in KERNEL_DTYPES for dtype in dtypes):
         return "reference"
-    implementation, reason = available(device.type)
+    implementation, reason = available(device)
     if forced not in (None, implementation):
         raise KernelUnavailableError(f"implementation={forced!r} is not available: {reason}")
     return implementation
@@ -132,19 +135,19 @@ def executor_for(
 
 
 @functools.cache
-def available(device_type: str) -> tuple[ImplementationName, str]:
-    """The best implementation for a kind of device, and the reason; where there should be a better one, warns once."""
+def available(device: torch.device) -> tuple[ImplementationName, str]:
+    """The best implementation for a device, and the reason; where there should be a better one, warns once."""
     try:
-        if device_type == "cpu":
+        if device.type == "cpu":
             core = native_library.load()
             return "native", f"{core.path.name} with {core.instruction_set().decode()} instructions"
-        if device_type == "cuda":
-            return "cuda", cuda_module.description()
+        if device.type == "cuda":
+            return "cuda", cuda_module.description(device)
     except KernelUnavailableError as error:
-        if device_type == "cpu" or torch.cuda.is_available():
-            log.warning("gradients on %s are moved by torch's own operations: %s", device_type, error)
+        if device.type == "cpu" or torch.cuda.is_available():
+            log.warning("gradients on %s are moved by torch's own operations: %s", device, error)
         return "reference", str(error)
-    return "reference", f"there are no kernels for devices of type {device_type}"
+    return "reference", f"there are no kernels for devices of type {device.type}"
 
 
 def _check_forced(device: torch.device, dtypes: Sequence[torch.dtype], forced: str) -> None:

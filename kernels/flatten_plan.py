@@ -147,13 +147,10 @@ class FlattenPlan:
     ) -> tuple[Tensor, Tensor] | None:
         for i in others:
             self._check_other(i, tensors[i])
+        # Where one of a pair is moved by a kernel, reading has checked the pair.
+        layout.check_memory(tensors, self.views, self.flat, written=not to_flat, indices=others)
         places, moved = [self.views[i] for i in others], [tensors[i] for i in others]
-        if to_flat:
-            layout.check_memory(moved, places, self.flat, written=False)
-            sources, destinations = moved, places
-        else:
-            layout.check_memory(tensors, self.views, self.flat, written=True)
-            sources, destinations = places, moved
+        sources, destinations = (moved, places) if to_flat else (places, moved)
         stats = reference.stats_of(sources, destinations, scale) if with_stats else None
         reference.scale_into(sources, destinations, scale)
         return stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -87,11 +87,26 @@ def check_tensor(index: int, tensor: Tensor, shape: Sequence[int], flat: Tensor)
         raise ValueError(f"tensor {index} is of {tensor.dtype}; gradients need a floating dtype")
 
 
-def check_memory(tensors: Sequence[Tensor], places: Sequence[Tensor], flat: Tensor, written: bool) -> None:
-    """Raise ValueError where a tensor lies in ``flat`` outside of its place, or two that are written share memory."""
+def check_memory(
+    tensors: Sequence[Tensor],
+    places: Sequence[Tensor],
+    flat: Tensor,
+    written: bool,
+    indices: Iterable[int] | None = None,
+) -> None:
+    """Raise ValueError where a tensor lies in ``flat`` outside of its place, or two that are written share memory.
+
+    Args:
+        tensors: Of the bucket.
+        places: Of all of them, in ``flat``.
+        flat: The flat buffer.
+        written: Whether the tensors are about to be written.
+        indices: Of the tensors that are looked at; all of them when None.
+    """
     flat_begin, flat_end = _memory(flat)
     ranges = []
-    for i, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+    for i in range(len(tensors)) if indices is None else indices:
+        tensor, place = tensors[i], places[i]
         if not tensor.numel() or tensor.data_ptr() == 0:
             continue
         if written and _overlaps_itself(tensor):

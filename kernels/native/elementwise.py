@@ -20,6 +20,7 @@ def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
         chunk_numel,
         rows.shape[1],
         rows.data_ptr(),
+        torch.get_num_threads(),
     )
 
 
@@ -33,6 +34,7 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
         -(-values.numel() // len(rows)),
         rows.shape[1],
         values.data_ptr(),
+        torch.get_num_threads(),
     )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels.native.source_hash import source_hash
 
-# Where the build puts the library.
+# Where the build puts the library, and where its sources are: not in every installation.
 FOLDER = Path(__file__).parent
+SOURCES = FOLDER / "csrc"
 
 # What ddp_compile_interface() of a library that fits this file returns.
-INTERFACE = 2
+INTERFACE = 3
 
 # Numbers of formats.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,7 +38,10 @@ _WITH_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 )
 _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("interface", _INT, ()),
+    ("source_hash", ctypes.c_char_p, ()),
     ("instruction_set", ctypes.c_char_p, ()),
+    ("instruction_set_at", ctypes.c_char_p, (_INT,)),
+    ("set_instruction_set", _INT, (ctypes.c_char_p,)),
     ("table_place_at", _INT, (_HANDLE, _INTS, _INT)),
     ("table_any_overlap", _INT, (_HANDLE,)),
     ("table_first_astray", _INT, (_HANDLE, ctypes.c_uint64, _INT, _INT)),
@@ -49,8 +55,8 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("table_others", _INTS, (_HANDLE,)),
     ("copy", None, (_HANDLE, ctypes.c_void_p, _INT, _INT, ctypes.c_float, _INT, ctypes.c_void_p)),
     ("average", None, (_INT, *[ctypes.c_void_p] * 3, _INT, ctypes.c_float, _INT)),
-    ("minmax_u8_compress", None, (_INT, ctypes.c_void_p, _INT, _INT, _INT, _INT, ctypes.c_void_p)),
-    ("minmax_u8_decompress", None, (_INT, ctypes.c_void_p, _INT, _INT, _INT, _INT, ctypes.c_void_p)),
+    ("minmax_u8_compress", None, (_INT, ctypes.c_void_p, _INT, _INT, _INT, _INT, ctypes.c_void_p, _INT)),
+    ("minmax_u8_decompress", None, (_INT, ctypes.c_void_p, _INT, _INT, _INT, _INT, ctypes.c_void_p, _INT)),
 )
 
 
@@ -79,7 +85,26 @@ class NativeLibrary:
             raise KernelUnavailableError(
                 f"{path} has interface {self.interface()} where {INTERFACE} is needed; install ddp_compile again"
             )
+        if source_hash(SOURCES) not in ("", self.source_hash().decode()):
+            raise KernelUnavailableError(
+                f"{path} was built from other sources than those in {SOURCES}; build it again with"
+                " pip install -e ."
+            )
         self.exchange_api = _exchange_api()
+
+    def instruction_sets(self) -> list[str]:
+        """Those that there are loops for and this processor has; the first one is used unless told otherwise."""
+        names = itertools.takewhile(bool, map(self.instruction_set_at, itertools.count()))
+        return [name.decode() for name in names]
+
+    def use_instruction_set(self, name: str) -> None:
+        """Run another one's loops from now on, in the whole process; for tests and measurements.
+
+        Raises:
+            ValueError: It is none of `instruction_sets`.
+        """
+        if not self.set_instruction_set(name.encode()):
+            raise ValueError(f"instruction set {name!r} is none of {', '.join(self.instruction_sets())}")
 
     def __getattr__(self, name: str) -> Any:
         # Only for type checkers: what __init__ declares is found before this is asked.

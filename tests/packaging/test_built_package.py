@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -105,6 +106,18 @@ def test_a_failed_build_is_an_error_where_the_library_is_wanted(sdist: Path, tmp
     result = run(*pip, sdist, cwd=tmp_path, native="1", **NO_COMPILER)
     assert result.returncode != 0
     assert "/nonexistent/c" in result.stdout + result.stderr
+
+
+def test_what_an_earlier_build_left_does_not_outlive_a_failed_one(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    for native, command in ((None, "build_ext --inplace"), ("1", "build_ext --inplace"), ("0", "--version")):
+        left_over = tree / "ddp_compile" / "kernels" / "native" / "_core.abi3.so"
+        left_over.write_bytes(b"built from other sources")
+        result = run(sys.executable, "setup.py", *command.split(), cwd=tree, native=native, **NO_COMPILER)
+        assert (result.returncode == 0) == (native != "1"), result.stdout + result.stderr
+        assert not left_over.exists()
 
 
 def test_a_setting_that_means_nothing_is_refused(sdist: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the kernels run on: the C++ library with what it leaves to torch, or torch's operations alone."""
+"""What the tests of the kernels run on: each instruction set of the C++ library, or torch's operations alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ddp_compile import kernels
+
+#: Names that `NativeLibrary.instruction_sets` has on one processor or another.
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
+#: The loops of compilers without vector types: a library of its own, which the tests build.
+PLAIN_LOOPS = "plain"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 
 from ddp_compile import kernels
 from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels import executors
 from ddp_compile.kernels.cuda import binary_cache, module
+from ddp_compile.kernels.cuda.compiler import Compiler
 from ddp_compile.kernels.cuda.module import KernelDevice
 from ddp_compile.kernels.cuda.programs import PROGRAMS, STATS_KERNEL, Program
 
@@ -42,6 +45,7 @@ class FakeCompiler:
     """Stands in for NVRTC; its binaries say what they are of."""
 
     version = "13.0"
+    architectures = (80, 90, 100)
     compiled: list[str]
 
     def target(self, capability: tuple[int, int]) -> str:
@@ -53,7 +57,7 @@ class FakeCompiler:
 
 
 @pytest.fixture
-def cuda_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeCompiler]:
+def cuda_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeCompiler]]:
     """A machine on which torch sees a device; with a compiler and a driver that only pretend."""
     properties = SimpleNamespace(name="Device X", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -65,7 +69,9 @@ def cuda_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeCo
     monkeypatch.setattr(module, "CudaDriver", CountingDriver)
     monkeypatch.setattr(module, "_devices", {})
     monkeypatch.setenv(binary_cache.ENVIRONMENT_VARIABLE, str(tmp_path))
-    return compiler
+    executors.available.cache_clear()
+    yield compiler
+    executors.available.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -145,6 +151,41 @@ def test_devices_are_apart(cuda_machine: type[FakeCompiler]) -> None:
     assert first is not second
     assert first is module.kernel_device(torch.device("cuda", 0)) is module.kernel_device()
     assert cuda_machine.compiled == ["statistics"]  # the second one found it on disk
+
+
+@pytest.mark.parametrize("unsupported", [0, 1])
+def test_each_tensor_gets_what_its_own_device_can_run(
+    cuda_machine: type[FakeCompiler],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    unsupported: int,
+) -> None:
+    """Whichever of two devices is the current one, and whichever was asked for first."""
+
+    def properties_of(ordinal: int) -> SimpleNamespace:
+        major = 7 if ordinal == unsupported else 9
+        return SimpleNamespace(name=f"Device {ordinal}", major=major, minor=0, multi_processor_count=132)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
+    monkeypatch.setattr(cuda_machine, "target", Compiler.target)
+    dtypes = [torch.float32]
+    for _ in range(2):
+        for ordinal in (0, 1):
+            device = torch.device("cuda", ordinal)
+            expected = "reference" if ordinal == unsupported else "cuda"
+            assert executors.choose(device, dtypes, None) == expected
+            assert executors.choose(device, dtypes, "reference") == "reference"
+    reason = "the kernels need compute capability 8.0 or newer, the device has 7.0"
+    with pytest.raises(KernelUnavailableError, match=f"implementation='cuda' is not available: {reason}"):
+        executors.choose(torch.device("cuda", unsupported), dtypes, "cuda")
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"gradients on cuda:{unsupported} are moved by torch's own operations: {reason}"
+    ]
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        found = [row for row in kernels.status() if row.device_type == "cuda"]
+        assert {row.implementation for row in found} == {"reference" if current == unsupported else "cuda"}
+        assert all((f"Device {current}" in row.reason) == (current != unsupported) for row in found)
 
 
 def test_a_program_is_loaded_once_by_all_threads() -> None:

@@ -48,6 +48,15 @@ def test_a_tensor_in_its_place_in_another_order_is_not_in_its_place(asked: Asked
     assert flat.tolist() == [1, 2, 3, 4]
 
 
+def test_the_tensor_that_is_astray_is_named_by_its_place_among_all(asked: Asked) -> None:
+    flat = torch.arange(1.0, 9.0)
+    plan = asked.plan([torch.zeros(4), torch.zeros(2, 2)], flat)
+    for call in (lambda tensors: plan.flatten(tensors, 0.5), plan.unflatten):
+        with pytest.raises(ValueError, match="tensor 1 shares memory with flat"):
+            call([torch.zeros(4), flat[4:].view(2, 2).t()])
+    assert flat.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     "overlapping", [torch.full((1,), 5.0).expand(3), torch.zeros(4).as_strided((3,), (0,)), torch.zeros(1).expand(3)]
 )
@@ -56,6 +65,30 @@ def test_a_destination_whose_elements_overlap_is_refused(asked: Asked, overlappi
     with pytest.raises(ValueError, match=r"tensor 1 with strides .* cannot be written"):
         asked.unflatten(torch.arange(5.0), [first, overlapping])
     assert first.tolist() == [0, 0] and torch.equal(overlapping, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_a_destination_of_other_strides_that_meets_another_one(asked: Asked, dtype: torch.dtype) -> None:
+    """Whatever moves the one and the other, no pair goes unseen, and a plan that has found none looks again."""
+    plan = asked.plan([torch.zeros(3), torch.zeros(2, 3), torch.zeros(0), torch.zeros(2)], torch.arange(11.0))
+    memory = torch.zeros(96, dtype=torch.uint8)
+
+    def floats(begin: int, count: int) -> Tensor:
+        return memory[begin : begin + 4 * count].view(torch.float32)
+
+    end = 32 + 6 * dtype.itemsize
+    odd = memory[32:end].view(dtype).view(3, 2).t()
+    before, behind, empty = floats(20, 3), floats(-(-end // 4) * 4, 2), floats(36, 0)
+    for _ in range(2):
+        plan.unflatten([before, odd, empty, behind])
+        assert before.tolist() == [0, 1, 2] and behind.tolist() == [9, 10]
+        assert odd.float().tolist() == [[3, 4, 5], [6, 7, 8]]
+        kept = memory.clone()
+        with pytest.raises(ValueError, match="tensors 0 and 1 share memory"):
+            plan.unflatten([floats(24, 3), odd, empty, behind])
+        with pytest.raises(ValueError, match="tensors 1 and 3 share memory"):
+            plan.unflatten([before, odd, empty, floats((end - 1) // 4 * 4, 2)])
+        assert torch.equal(memory, kept)
 
 
 def test_a_flat_buffer_that_has_changed_since_the_plan_was_made(asked: Asked) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,10 @@ from torch import Tensor
 from ddp_compile import KernelUnavailableError, kernels
 from ddp_compile.kernels import executors
 from ddp_compile.kernels.native import library
+from ddp_compile.kernels.native.source_hash import source_hash
+
+# As they are before a test puts others in their place.
+SOURCES, LIBRARY = library.SOURCES, library.load().path
 
 OPS = torch.ops.ddp_compile
 
@@ -73,11 +80,12 @@ def test_status_names_every_op_and_says_why() -> None:
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """An installation without a compiler."""
     library.load.cache_clear()
     executors.available.cache_clear()
     monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "csrc")
     yield
     library.load.cache_clear()
     executors.available.cache_clear()
@@ -105,6 +113,47 @@ def test_a_library_that_does_not_load_is_named(no_library: None, tmp_path: Path)
     (tmp_path / "_core.abi3.so").write_bytes(b"not a library")
     with pytest.raises(KernelUnavailableError, match=r"_core.abi3.so cannot be used, install ddp_compile again"):
         library.load()
+
+
+@pytest.fixture
+def another_tree(no_library: None, tmp_path: Path) -> Path:
+    """The library as it was built here, beside a copy of its sources."""
+    shutil.copy(LIBRARY, tmp_path)
+    return Path(shutil.copytree(SOURCES, tmp_path / "csrc"))
+
+
+def test_a_library_whose_sources_have_changed_is_not_used(another_tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (another_tree / "loops.h").write_text((another_tree / "loops.h").read_text() + "// changed\n")
+    tensors, flat = tensors_and_flat()
+    kernels.flatten_scale(tensors, flat, 1.0)
+    assert torch.equal(flat[:12], tensors[0].reshape(-1))
+    reason = r"_core\..* was built from other sources than those in .*csrc; build it again with pip install -e \."
+    assert re.search(reason, caplog.text)
+    for row in kernels.status():
+        if row.device_type == "cpu":
+            assert row.implementation == "reference" and re.search(reason, row.reason)
+    with pytest.raises(KernelUnavailableError, match=reason):
+        kernels.flatten_scale(tensors, flat, 1.0, implementation="native")
+
+
+@pytest.mark.parametrize("state", ["as they were", "with other line endings", "not installed"])
+def test_a_library_is_used_with_the_sources_it_was_built_from_or_none(another_tree: Path, state: str) -> None:
+    if state == "not installed":
+        shutil.rmtree(another_tree)
+    elif state == "with other line endings":
+        for path in another_tree.iterdir():
+            path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert library.load().path.parent == another_tree.parent
+
+
+def test_a_source_of_another_name_is_another_source(tmp_path: Path) -> None:
+    (tmp_path / "a.h").write_text("x")
+    before = source_hash(tmp_path)
+    (tmp_path / "a.h").rename(tmp_path / "b.h")
+    assert source_hash(tmp_path) != before
+    (tmp_path / "b.h").rename(tmp_path / "a.h")
+    (tmp_path / "notes.txt").write_text("not compiled")
+    assert source_hash(tmp_path) == before != ""
 
 
 @pytest.mark.parametrize(

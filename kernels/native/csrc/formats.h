@@ -1,4 +1,4 @@
-// The number formats that gradients come in, and their conversion to and from float.
+// The number formats that gradients come in, and what is found out about them.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace ddp_compile {
 
-// The numbers of kernels/tensor_table.py, NATIVE_DTYPES.
+// The numbers of kernels/native/library.py, DTYPE_CODES.
 enum Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kOther = 255 };
 
 struct Float32 {

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <exception>
+#include <limits>
+#include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -24,24 +26,22 @@ namespace {
 // Threads are started for every call, so that no pool has to survive a fork, and not for less work than this.
 constexpr int64_t kMinElementsPerThread = 1 << 19;
 
-// Calls work(begin, end, part) on consecutive parts of 0..count, each on a thread of its own.
+// Calls work(begin, end, part) on consecutive parts of 0..count, each on a thread of its own. The parts are the same for
+// the same numbers, whatever happens.
 template <class Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
   const int64_t parts = std::max<int64_t>(1, std::min(num_threads, count / kMinElementsPerThread));
+  const auto run = [&](int64_t part) { work(count * part / parts, count * (part + 1) / parts, part); };
   std::vector<std::thread> threads;
-  threads.reserve(size_t(parts));
-  int64_t begin = count / parts;
+  int64_t part = 1;
   try {
-    for (int64_t part = 1; part < parts; ++part) {
-      const int64_t end = count * (part + 1) / parts;
-      threads.emplace_back(work, begin, end, part);
-      begin = end;
-    }
-  } catch (const std::system_error&) {
+    threads.reserve(size_t(parts));
+    for (; part < parts; ++part) threads.emplace_back(run, part);
+  } catch (const std::exception&) {
     // No more threads are to be had: what has not been given away is done here.
-    work(begin, count, 0);
+    for (; part < parts; ++part) run(part);
   }
-  work(0, count / parts, 0);
+  run(0);
   for (std::thread& thread : threads) thread.join();
 }
 
@@ -83,6 +83,103 @@ struct Copy {
   }
 };
 
+// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as there are any; it goes to row j: its extremes,
+// codes, zeros up to row_bytes.
+struct Chunks {
+  Dtype dtype;
+  int64_t count;
+  int64_t num_chunks;
+  int64_t chunk_numel;
+  int64_t row_bytes;
+
+  // What one thread has of one chunk.
+  struct Share {
+    int64_t chunk;
+    int64_t begin;     // counted over all elements
+    int64_t position;  // counted over those of the chunk
+    int64_t numel;
+    bool is_whole;
+  };
+
+  int64_t numel_of(int64_t chunk) const {
+    return std::max<int64_t>(0, std::min(count - chunk * chunk_numel, chunk_numel));
+  }
+
+  // Calls function(share) for each chunk that has elements in begin..end.
+  template <class Function>
+  void for_each_share(int64_t begin, int64_t end, const Function& function) const {
+    while (begin < end) {
+      const int64_t chunk = begin / chunk_numel;
+      const int64_t position = begin - chunk * chunk_numel;
+      const int64_t numel = std::min(end - begin, numel_of(chunk) - position);
+      function(Share{chunk, begin, position, numel, numel == numel_of(chunk)});
+      begin += numel;
+    }
+  }
+
+  void compress(const char* values, uint8_t* rows, int64_t num_threads) const;
+  void decompress(const uint8_t* rows, char* values, int64_t num_threads) const;
+};
+
+Extremes extremes_of(const uint8_t* row) {
+  Extremes extremes;
+  memcpy(&extremes, row, sizeof extremes);
+  return extremes;
+}
+
+// Of both, in any order; NaNs stay.
+Extremes merged(const Extremes& a, const Extremes& b) {
+  if (b.minimum != b.minimum) return b;
+  return {b.minimum < a.minimum ? b.minimum : a.minimum, b.maximum > a.maximum ? b.maximum : a.maximum};
+}
+
+void Chunks::compress(const char* values, uint8_t* rows, int64_t num_threads) const {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    uint8_t* row = rows + chunk * row_bytes;
+    const int64_t numel = numel_of(chunk);
+    const Extremes none = numel > 0 ? Extremes{kInfinity, -kInfinity} : Extremes{0, 0};
+    memcpy(row, &none, sizeof none);
+    memset(row + sizeof none + numel, 0, size_t(row_bytes - int64_t(sizeof none) - numel));
+  }
+  const auto encode = [&](const Share& share) {
+    uint8_t* row = rows + share.chunk * row_bytes;
+    const Extremes extremes = extremes_of(row);
+    const char* from = values + share.begin * element_bytes(dtype);
+    loops().encode(dtype, from, share.numel, extremes, row + sizeof extremes + share.position);
+  };
+  // A chunk that one thread has all of is encoded while it is in the caches; the others once all their threads are done.
+  std::mutex merging;
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
+    for_each_share(begin, end, [&](const Share& share) {
+      uint8_t* row = rows + share.chunk * row_bytes;
+      Extremes found;
+      loops().find_extremes(dtype, values + share.begin * element_bytes(dtype), share.numel, &found);
+      {
+        const std::lock_guard<std::mutex> lock(merging);
+        found = merged(extremes_of(row), found);
+        memcpy(row, &found, sizeof found);
+      }
+      if (share.is_whole) encode(share);
+    });
+  });
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
+    for_each_share(begin, end, [&](const Share& share) {
+      if (!share.is_whole) encode(share);
+    });
+  });
+}
+
+void Chunks::decompress(const uint8_t* rows, char* values, int64_t num_threads) const {
+  in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
+    for_each_share(begin, end, [&](const Share& share) {
+      const uint8_t* row = rows + share.chunk * row_bytes;
+      loops().decode(dtype, extremes_of(row), row + sizeof(Extremes) + share.position, share.numel,
+                     values + share.begin * element_bytes(dtype));
+    });
+  });
+}
+
 // No exception may leave the library.
 template <class Function>
 int64_t unless_out_of_memory(const Function& function) {
@@ -96,9 +193,14 @@ int64_t unless_out_of_memory(const Function& function) {
 }  // namespace
 
 // Changes with every change of a signature below; library.py asks for the number it was written for.
-DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 2; }
+DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 3; }
+
+// Of the files in this folder, as source_hash.py computes it; setup.py passes it on.
+DDP_COMPILE_EXPORT const char* ddp_compile_source_hash() { return DDP_COMPILE_SOURCE_HASH; }
 
 DDP_COMPILE_EXPORT const char* ddp_compile_instruction_set() { return instruction_set(); }
+DDP_COMPILE_EXPORT const char* ddp_compile_instruction_set_at(int64_t index) { return instruction_set_at(index); }
+DDP_COMPILE_EXPORT int64_t ddp_compile_set_instruction_set(const char* name) { return use_instruction_set(name); }
 
 // The next three need Python's lock: they are called through ctypes.PyDLL.
 
@@ -174,35 +276,16 @@ DDP_COMPILE_EXPORT void ddp_compile_average(int64_t dtype, void* x, const void* 
   });
 }
 
-// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as there are any; it goes to row j: two floats,
-// codes, zeros up to row_bytes.
 DDP_COMPILE_EXPORT void ddp_compile_minmax_u8_compress(int64_t dtype, const void* values, int64_t count,
                                                        int64_t num_chunks, int64_t chunk_numel, int64_t row_bytes,
-                                                       uint8_t* rows) {
-  for (int64_t j = 0; j < num_chunks; ++j) {
-    const int64_t begin = std::min(count, j * chunk_numel);
-    const int64_t numel = std::min(count - begin, chunk_numel);
-    uint8_t* row = rows + j * row_bytes;
-    float header[2] = {0, 0};
-    if (numel > 0) {
-      const void* chunk = static_cast<const char*>(values) + begin * element_bytes(Dtype(dtype));
-      loops().compress(Dtype(dtype), chunk, numel, header, row + sizeof header);
-    }
-    memcpy(row, header, sizeof header);
-    memset(row + sizeof header + numel, 0, size_t(row_bytes - int64_t(sizeof header) - numel));
-  }
+                                                       uint8_t* rows, int64_t num_threads) {
+  const Chunks chunks = {Dtype(dtype), count, num_chunks, chunk_numel, row_bytes};
+  chunks.compress(static_cast<const char*>(values), rows, num_threads);
 }
 
 DDP_COMPILE_EXPORT void ddp_compile_minmax_u8_decompress(int64_t dtype, const uint8_t* rows, int64_t count,
                                                          int64_t num_chunks, int64_t chunk_numel, int64_t row_bytes,
-                                                         void* values) {
-  for (int64_t j = 0; j < num_chunks; ++j) {
-    const int64_t begin = std::min(count, j * chunk_numel);
-    const int64_t numel = std::min(count - begin, chunk_numel);
-    if (numel <= 0) return;
-    float header[2];
-    memcpy(header, rows + j * row_bytes, sizeof header);
-    loops().decompress(Dtype(dtype), header, rows + j * row_bytes + sizeof header, numel,
-                       static_cast<char*>(values) + begin * element_bytes(Dtype(dtype)));
-  }
+                                                         void* values, int64_t num_threads) {
+  const Chunks chunks = {Dtype(dtype), count, num_chunks, chunk_numel, row_bytes};
+  chunks.decompress(rows, static_cast<char*>(values), num_threads);
 }

@@ -5,16 +5,30 @@
 
 namespace ddp_compile {
 
+// The smallest and largest value of a chunk, as they stand at the beginning of its compressed form.
+struct Extremes {
+  float minimum;
+  float maximum;
+};
+static_assert(sizeof(Extremes) == 8, "8 bytes");
+
 struct Loops {
   // destination[i] = source[i] * scale, with stats (unless null) of what was written; streaming writes past the caches.
   void (*scale)(Dtype from, Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming,
                 Stats* stats);
   void (*average)(Dtype dtype, void* x, const void* sum, const void* copy, int64_t count, float world_size);
-  void (*compress)(Dtype dtype, const void* from, int64_t count, float* header, uint8_t* codes);
-  void (*decompress)(Dtype dtype, const float* header, const uint8_t* codes, int64_t count, void* to);
+  void (*find_extremes)(Dtype dtype, const void* from, int64_t count, Extremes* found);
+  void (*encode)(Dtype dtype, const void* from, int64_t count, const Extremes& extremes, uint8_t* codes);
+  void (*decode)(Dtype dtype, const Extremes& extremes, const uint8_t* codes, int64_t count, void* to);
 };
 
 const Loops& loops();
+
+// Names of the instruction sets that there are loops for and this processor has, the fastest first, then null.
+const char* instruction_set_at(int64_t index);
+
+// What `loops` returns: those of the fastest one until another one is asked for. False if there is none of that name.
 const char* instruction_set();
+bool use_instruction_set(const char* name);
 
 }  // namespace ddp_compile

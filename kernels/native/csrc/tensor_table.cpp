@@ -32,6 +32,16 @@ int64_t numel_of(const DLTensor& tensor) {
   return numel;
 }
 
+// Bytes from the beginning of the first element to the end of the last one.
+uint64_t span_of(const DLTensor& tensor) {
+  uint64_t last = 0;
+  for (int32_t d = 0; d < tensor.ndim; ++d) {
+    if (tensor.shape[d] == 0) return 0;
+    last += uint64_t((tensor.shape[d] - 1) * tensor.strides[d]);
+  }
+  return (last + 1) * ((uint64_t(tensor.dtype_bits) * tensor.dtype_lanes + 7) / 8);
+}
+
 // Whether some order of the dimensions makes the tensor contiguous.
 bool is_dense(const DLTensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dims;
@@ -103,6 +113,7 @@ Fit TensorTable::describe(const DLPackExchangeAPI* api, void* tuple) {
   }
   addresses.resize(size_t(count));
   dtypes.resize(size_t(count));
+  spans_.resize(size_t(count));
   places_.reserve(size_t(count));  // so that place_at needs no memory
   return kFits;
 }
@@ -143,6 +154,7 @@ Fit TensorTable::read(const DLPackExchangeAPI* api, void* tuple) {
     const Fit fits = fit(i, tensor, object);
     addresses[size_t(i)] = uint64_t(reinterpret_cast<uintptr_t>(tensor.data)) + tensor.byte_offset;
     dtypes[size_t(i)] = fits == kFits ? dtype_of(tensor) : kOther;
+    spans_[size_t(i)] = tensor.data == nullptr ? 0 : span_of(tensor);
     if (fits == kFits) continue;
     others.push_back(i);
     if (fits != kOtherLayout) return fits;
@@ -180,20 +192,18 @@ int64_t TensorTable::first_astray(uint64_t flat, Dtype flat_dtype, int64_t flat_
 }
 
 bool TensorTable::any_overlap() {
-  if (addresses == disjoint_ && dtypes == disjoint_dtypes_) return false;
+  if (addresses == disjoint_ && spans_ == disjoint_spans_) return false;
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
   ranges.reserve(addresses.size());
-  for (int64_t i = 0; i < size(); ++i) {
-    const size_t at = size_t(i);
-    if (dtypes[at] == kOther || numels[at] == 0) continue;
-    ranges.emplace_back(addresses[at], addresses[at] + uint64_t(numels[at] * element_bytes(dtypes[at])));
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    if (spans_[i] != 0) ranges.emplace_back(addresses[i], addresses[i] + spans_[i]);
   }
   if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
   for (size_t i = 1; i < ranges.size(); ++i) {
     if (ranges[i].first < ranges[i - 1].second) return true;
   }
   disjoint_ = addresses;
-  disjoint_dtypes_ = dtypes;
+  disjoint_spans_ = spans_;
   return false;
 }
 

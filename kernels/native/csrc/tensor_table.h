@@ -33,7 +33,8 @@ class TensorTable {
   // or whose place would overlap another one, else -1.
   int64_t place_at(const int64_t* offsets, int64_t flat_numel);
 
-  // Whether two tensors that have just been read share memory. Costs a sort where the addresses have changed.
+  // Whether two tensors that have just been read share memory, those in `others` as well: whether what lies between the
+  // first and last element of one meets that of another. Costs a sort where the addresses have changed.
   bool any_overlap();
 
   // The first tensor that shares memory with the flat buffer without lying exactly in its place, else -1.
@@ -60,9 +61,10 @@ class TensorTable {
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;
   std::vector<std::pair<int64_t, int64_t>> places_;  // of place_at
+  std::vector<uint64_t> spans_;  // bytes of each tensor, as last read, gaps included; 0 for those without memory
   // What any_overlap has found disjoint.
   std::vector<uint64_t> disjoint_;
-  std::vector<Dtype> disjoint_dtypes_;
+  std::vector<uint64_t> disjoint_spans_;
 };
 
 int64_t element_bytes(Dtype dtype);

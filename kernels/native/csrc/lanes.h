@@ -1,0 +1,234 @@
+// Reading, converting and writing elements, one at a time and a register full at a time. simd.cpp includes this file and
+// loops.h once for each instruction set, each time inside another namespace: so there is no include guard, and nothing is
+// included from here.
+//
+// Vectors are those of GCC and clang, as wide as the registers: wider ones are correct as well, but GCC keeps them in
+// memory. Intrinsics of x86 are used for what the types cannot say; DDP_COMPILE_AVX is 0, 2 or 512 there. (__AVX2__ and
+// __AVX512F__ are about the command line: GCC 12 leaves them alone where a pragma chooses the instruction set.)
+
+#if defined(DDP_COMPILE_VECTORS)
+#if DDP_COMPILE_AVX == 512
+constexpr int kLanes = 16;
+#elif DDP_COMPILE_AVX == 2
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float f32v __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
+// Double precision has half as many lanes.
+constexpr int kHalf = kLanes / 2;
+typedef double f64v __attribute__((vector_size(8 * kHalf)));
+typedef uint64_t u64v __attribute__((vector_size(8 * kHalf)));
+typedef float f32h __attribute__((vector_size(4 * kHalf)));
+typedef uint8_t u8h __attribute__((vector_size(kHalf)));
+#endif
+
+template <class V>
+inline V load(const void* from) {
+  V value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class V>
+inline void store(void* to, V value) {
+  memcpy(to, &value, sizeof value);
+}
+
+// Bit casts and selections, for one element and for vectors alike.
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class U>
+inline U larger(U a, U b) {
+  return a > b ? a : b;
+}
+
+// U: uint32_t or a vector of it; F: float or a vector of it. The upper halves of the results are the bfloat16, rounded
+// to nearest, ties to even; a NaN stays a NaN.
+template <class U, class F>
+inline U bfloat16_in_upper_half(F value) {
+  const U bits = bit_cast<U>(value);
+  const U rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return value != value ? (rounded & 0u) + 0x7fc00000u : rounded;
+}
+
+template <class U, class F>
+inline U float16_bits(F value) {
+  const U bits = bit_cast<U>(value);
+  const U magnitude = bits & 0x7fffffffu;
+  const U sign = (bits >> 16) & 0x8000u;
+  // Exponents from -14 on: shift the bias from 127 to 15. What rounds up to 2^16 becomes infinite by itself.
+  const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Below 2^-14 an addition of 0.5 aligns the last bit of a subnormal with that of the sum, rounding to even.
+  const F half = bit_cast<F>((magnitude & 0u) + 0x3f000000u);
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude) + half) - 0x3f000000u;
+  U result = magnitude < (113u << 23) ? subnormal : normal;
+  result = magnitude >= (143u << 23) ? (result & 0u) + 0x7c00u : result;
+  result = magnitude > 0x7f800000u ? (result & 0u) + 0x7e00u : result;
+  return result | sign;
+}
+
+template <class U, class F>
+inline F float16_value(U half) {
+  const U magnitude = (half & 0x7fffu) << 13;
+  // The bias goes from 15 to 127. A subnormal is what it adds to 2^-14; as a float32 it would be subnormal as well, which
+  // threads that flush those take for zero.
+  const F smallest_normal = bit_cast<F>((half & 0u) + (113u << 23));
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude + (113u << 23)) - smallest_normal);
+  const U finite = magnitude < (1u << 23) ? subnormal : magnitude + (112u << 23);
+  const U special = magnitude | 0x7f800000u;
+  const U bits = magnitude >= (31u << 23) ? special : finite;
+  return bit_cast<F>(bits | ((half & 0x8000u) << 16));
+}
+
+inline float read(const Float32* from) { return from->value; }
+inline float read(const BFloat16* from) { return bit_cast<float>(uint32_t(from->bits) << 16); }
+inline void write(Float32* to, float value) { to->value = value; }
+inline void write(BFloat16* to, float value) { to->bits = uint16_t(bfloat16_in_upper_half<uint32_t>(value) >> 16); }
+
+// One element is converted by the same instruction as sixteen, so that a NaN becomes the same one wherever it stands.
+#if DDP_COMPILE_AVX
+inline float read(const Float16* from) { return _cvtsh_ss(from->bits); }
+inline void write(Float16* to, float value) { to->bits = uint16_t(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT)); }
+#else
+inline float read(const Float16* from) { return float16_value<uint32_t, float>(from->bits); }
+inline void write(Float16* to, float value) { to->bits = uint16_t(float16_bits<uint32_t>(value)); }
+#endif
+
+// The smallest magnitude of a float, in bits, that is infinite once it is written; those of NaNs are larger.
+inline uint32_t first_infinite(const Float32*) { return 0x7f800000u; }
+inline uint32_t first_infinite(const BFloat16*) { return 0x7f7f8000u; }
+inline uint32_t first_infinite(const Float16*) { return 0x477ff000u; }
+
+#if defined(DDP_COMPILE_VECTORS)
+
+inline u32v widened(const void* from) { return __builtin_convertvector(load<u16v>(from), u32v); }
+inline f32v read_lanes(const Float32* from) { return load<f32v>(from); }
+inline f32v read_lanes(const BFloat16* from) { return bit_cast<f32v>(widened(from) << 16); }
+inline void write_lanes(Float32* to, f32v value) { store(to, value); }
+inline void write_lanes(BFloat16* to, f32v value) {
+  store(to, __builtin_convertvector(bfloat16_in_upper_half<u32v>(value) >> 16, u16v));
+}
+
+#if DDP_COMPILE_AVX == 512
+// Masked, as is an insertion below: GCC 12 warns of the undefined register in what takes no mask.
+inline f32v read_lanes(const Float16* from) {
+  return bit_cast<f32v>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)));
+}
+inline u16v float16_lanes(f32v value) {
+  return bit_cast<u16v>(_mm512_maskz_cvtps_ph(0xffff, bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+}
+#elif DDP_COMPILE_AVX == 2
+inline f32v read_lanes(const Float16* from) { return bit_cast<f32v>(_mm256_cvtph_ps(load<__m128i>(from))); }
+inline u16v float16_lanes(f32v value) {
+  return bit_cast<u16v>(_mm256_cvtps_ph(bit_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+inline f32v read_lanes(const Float16* from) { return float16_value<u32v, f32v>(widened(from)); }
+inline u16v float16_lanes(f32v value) { return __builtin_convertvector(float16_bits<u32v>(value), u16v); }
+#endif
+inline void write_lanes(Float16* to, f32v value) { store(to, float16_lanes(value)); }
+
+// write_two: one vector after the other, past the caches if kStreaming, to an address that is a multiple of a register's
+// size then. Two vectors of a half format fill one register.
+#if defined(DDP_COMPILE_X86)
+
+#if DDP_COMPILE_AVX == 512
+typedef __m512i Register;
+inline void stream(void* to, Register value) { _mm512_stream_si512(static_cast<Register*>(to), value); }
+inline Register upper_halves(u32v first, u32v second) {
+  static const uint16_t kOdd[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(bit_cast<Register>(first), load<Register>(kOdd), bit_cast<Register>(second));
+}
+inline Register float16_register(f32v first, f32v second) {
+  const Register low = _mm512_castsi256_si512(bit_cast<__m256i>(float16_lanes(first)));
+  return _mm512_maskz_inserti64x4(0xff, low, bit_cast<__m256i>(float16_lanes(second)), 1);
+}
+#elif DDP_COMPILE_AVX == 2
+typedef __m256i Register;
+inline void stream(void* to, Register value) { _mm256_stream_si256(static_cast<Register*>(to), value); }
+inline Register upper_halves(u32v first, u32v second) {
+  const Register low = _mm256_srli_epi32(bit_cast<Register>(first), 16);
+  const Register high = _mm256_srli_epi32(bit_cast<Register>(second), 16);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);  // packing is by halves of the register
+}
+inline Register float16_register(f32v first, f32v second) {
+  const Register low = _mm256_castsi128_si256(bit_cast<__m128i>(float16_lanes(first)));
+  return _mm256_inserti128_si256(low, bit_cast<__m128i>(float16_lanes(second)), 1);
+}
+#else
+typedef __m128i Register;
+inline void stream(void* to, Register value) { _mm_stream_si128(static_cast<Register*>(to), value); }
+inline Register upper_halves(u32v first, u32v second) {
+  // With their signs, as there is no packing without.
+  return _mm_packs_epi32(_mm_srai_epi32(bit_cast<Register>(first), 16), _mm_srai_epi32(bit_cast<Register>(second), 16));
+}
+inline Register float16_register(f32v first, f32v second) {
+  return upper_halves(float16_bits<u32v>(first) << 16, float16_bits<u32v>(second) << 16);
+}
+#endif
+inline void end_streaming() { _mm_sfence(); }
+
+template <bool kStreaming>
+inline void put(void* to, Register value) {
+  if (kStreaming) {
+    stream(to, value);
+  } else {
+    store(to, value);
+  }
+}
+
+template <bool kStreaming>
+inline void write_two(Float32* to, f32v first, f32v second) {
+  put<kStreaming>(to, bit_cast<Register>(first));
+  put<kStreaming>(to + kLanes, bit_cast<Register>(second));
+}
+template <bool kStreaming>
+inline void write_two(BFloat16* to, f32v first, f32v second) {
+  const u32v low = bfloat16_in_upper_half<u32v>(first), high = bfloat16_in_upper_half<u32v>(second);
+  put<kStreaming>(to, upper_halves(low, high));
+}
+template <bool kStreaming>
+inline void write_two(Float16* to, f32v first, f32v second) {
+  put<kStreaming>(to, float16_register(first, second));
+}
+
+#else
+
+template <bool kStreaming, class D>
+inline void write_two(D* to, f32v first, f32v second) {
+  write_lanes(to, first);
+  write_lanes(to + kLanes, second);
+}
+
+#endif
+
+inline f32v plus_square(f32v sum, f32v value) {
+#if DDP_COMPILE_AVX == 512
+  return bit_cast<f32v>(_mm512_fmadd_ps(bit_cast<__m512>(value), bit_cast<__m512>(value), bit_cast<__m512>(sum)));
+#elif DDP_COMPILE_AVX == 2
+  return bit_cast<f32v>(_mm256_fmadd_ps(bit_cast<__m256>(value), bit_cast<__m256>(value), bit_cast<__m256>(sum)));
+#else
+  return sum + value * value;
+#endif
+}
+
+// The lower (part 0) or upper (part 1) half of the lanes.
+inline f64v half_in_double(f32v value, int part) {
+  return __builtin_convertvector(load<f32h>(reinterpret_cast<const float*>(&value) + kHalf * part), f64v);
+}
+
+#endif
+
+#if !defined(DDP_COMPILE_X86)
+inline void end_streaming() {}
+#endif

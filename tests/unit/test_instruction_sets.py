@@ -1,0 +1,143 @@
+"""The C++ loops of every instruction set that this processor has, and the plain ones, against torch's operations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_values import DTYPES, same_bits, values_of
+from torch import Tensor
+
+from ddp_compile import kernels
+from ddp_compile.kernels import FlattenPlan
+from ddp_compile.kernels.native import library
+
+# Around the widths of all registers, around the four vectors of one turn, around a block of statistics.
+SIZES = [0, 1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 200, 4095, 4096, 4097, 9001]
+
+
+def check_both_ways(tensors: list[Tensor], flat_dtype: torch.dtype, scale: float) -> None:
+    """Flatten and unflatten with statistics, natively and with the reference, and compare every bit."""
+    flats, backs, stats = [], [], []
+    for implementation in ("native", "reference"):
+        flat = torch.full((sum(tensor.numel() for tensor in tensors) + 1,), 7.0, dtype=flat_dtype)
+        plan = FlattenPlan(tensors, flat, implementation=implementation)
+        back = [torch.full_like(tensor, 7.0) for tensor in tensors]
+        stats += [plan.flatten(tensors, scale, with_stats=True), plan.unflatten(back, scale, with_stats=True)]
+        # Without statistics, other loops do the same.
+        again = torch.full_like(flat, 7.0)
+        FlattenPlan(tensors, again, implementation=implementation).flatten(tensors, scale)
+        assert same_bits(again, flat)
+        flats.append(flat)
+        backs.append(torch.cat(back))
+    assert same_bits(*flats) and same_bits(*backs)
+    for ours, expected in zip(stats[:2], stats[2:], strict=True):
+        assert ours is not None and expected is not None
+        torch.testing.assert_close(ours.sum_of_squares, expected.sum_of_squares, rtol=1e-6, atol=0, equal_nan=True)
+        assert ours.non_finite == expected.non_finite
+
+
+def test_what_runs_is_what_was_asked_for(loops: str) -> None:
+    assert library.load().instruction_set().decode() == loops
+    assert loops in library.load().instruction_sets()
+
+
+def test_an_instruction_set_that_there_is_not_is_refused() -> None:
+    core = library.load()
+    before = core.instruction_set()
+    with pytest.raises(ValueError, match=r"instruction set 'mmx' is none of .*baseline"):
+        core.use_instruction_set("mmx")
+    assert core.instruction_set() == before
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_pairs_of_dtypes_and_sizes(loops: str, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
+    tensors = [values_of(numel, dtype, seed) for seed, numel in enumerate(SIZES)]
+    check_both_ways(tensors, flat_dtype, 1 / 3)
+    ordinary = [torch.randn(numel).to(dtype) for numel in SIZES]
+    check_both_ways(ordinary, flat_dtype, 1.0)
+    unaligned = [torch.randn(numel + 1).to(dtype)[1:] for numel in SIZES]
+    check_both_ways(unaligned, flat_dtype, -2.5)
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+def test_buckets_that_are_written_past_the_caches(loops: str, flat_dtype: torch.dtype) -> None:
+    numel = (8 << 20) // flat_dtype.itemsize
+    tensors = [torch.randn(3), torch.randn(numel // 2 + 5), torch.randn(numel // 2)]
+    check_both_ways(tensors, flat_dtype, 1 / 3)
+
+
+def test_every_half_precision_value_and_every_tie_between_two(loops: str) -> None:
+    """All 65536 bit patterns as sources; as destinations, all neighbours' midpoints and the values beside those."""
+    for dtype in (torch.bfloat16, torch.float16):
+        patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+        widened = torch.empty(65536)
+        FlattenPlan([patterns], widened, implementation="native").flatten([patterns], 1.0)
+        assert same_bits(widened, patterns.float())
+        finite = patterns[patterns.isfinite() & (patterns >= 0)].double().sort().values
+        midpoints = ((finite[1:] + finite[:-1]) / 2).float()
+        around = torch.cat([midpoints, *(torch.nextafter(midpoints, torch.tensor(to)) for to in (0.0, math.inf))])
+        around = torch.cat([around, -around])
+        narrowed = torch.empty(len(around), dtype=dtype)
+        FlattenPlan([around], narrowed, implementation="native").flatten([around], 1.0)
+        assert same_bits(narrowed, around.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_nan_becomes_the_same_one_wherever_it_stands(loops: str, dtype: torch.dtype) -> None:
+    """Where a thread's part begins must not show in any bit."""
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    for nan in nans:
+        flat = torch.empty(67, dtype=dtype)
+        kernels.flatten_scale([nan.repeat(67)], flat, 1.0, implementation="native")
+        assert len(flat.view(torch.int16).unique()) == 1 and flat.isnan().all()
+
+
+@pytest.mark.parametrize("flat_dtype", DTYPES)
+@pytest.mark.parametrize(
+    "value",
+    [1e30, 3e38, 2e19, 1e-30, 1e-45, 0.0, 65519.0, 65520.0, 3.3895e38, 3.3961775e38, math.inf, -math.inf, math.nan],
+)
+def test_statistics_at_the_edges_of_the_float_range(loops: str, flat_dtype: torch.dtype, value: float) -> None:
+    """Squares may overflow or vanish in float32 where the sum in float64 does neither."""
+    for numel in (64, 5000):
+        tensors = [torch.full((numel,), value), torch.zeros(numel)]
+        check_both_ways(tensors, flat_dtype, 1.0)
+        tensors[1][numel - 1] = value
+        check_both_ways([torch.randn(numel), tensors[1]], flat_dtype, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_of_what_is_scaled_in_its_place(loops: str, dtype: torch.dtype) -> None:
+    flat = torch.cat([torch.randn(5000), torch.full((5000,), 1e-15), torch.full((70,), 6e4)]).to(dtype)
+    expected = (flat.float() * 2).to(dtype)
+    sum_of_squares = (flat.float() * 2).double().square().sum()
+    stats = kernels.flatten_scale([flat[:]], flat, 2.0, with_stats=True, implementation="native")
+    assert stats is not None
+    assert same_bits(flat, expected) and stats.non_finite == (dtype == torch.float16)
+    torch.testing.assert_close(stats.sum_of_squares, sum_of_squares, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
+    for numel in SIZES:
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+        copies = [values.clone() for _ in range(2)]
+        outs = [torch.full_like(values, 7.0) for _ in range(2)]
+        for i, implementation in enumerate(("native", "reference")):
+            kernels.average_into(copies[i], values * 3, values * 0.3, 3, implementation=implementation)
+        assert same_bits(*copies)
+        for num_chunks in (1, 3):
+            rows = [
+                kernels.minmax_u8_compress(values, num_chunks, implementation=name) for name in ("native", "reference")
+            ]
+            assert torch.equal(*rows)
+            for out, implementation in zip(outs, ("native", "reference"), strict=True):
+                kernels.minmax_u8_decompress(rows[0], out, implementation=implementation)
+            assert same_bits(*outs)
+        if numel > 2:
+            values[numel // 2] = math.nan
+            rows = [kernels.minmax_u8_compress(values, 2, implementation=name) for name in ("native", "reference")]
+            assert torch.equal(*rows)
