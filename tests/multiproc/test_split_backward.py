@@ -95,6 +95,11 @@ def accumulate_and_regularise(model: nn.Module, x: Tensor, step: int) -> None:
     contributor_that_appears(model, x, step)
 
 
+def average_and_regularise(model: nn.Module, x: Tensor, step: int) -> None:
+    loss_of(model(2 * x)).backward()
+    contributor_that_appears(model, x, step)
+
+
 def forward_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
     model(3 * x)
     loss_of(model(x)).backward()
@@ -140,6 +145,10 @@ def gradients_asked_for(model: nn.Module, x: Tensor, step: int) -> None:
     loss = loss_of(model(x))
     torch.autograd.grad(loss, first_weight(model), retain_graph=True)
     loss.backward()
+
+
+def gradients_asked_for_later(model: nn.Module, x: Tensor, step: int) -> None:
+    (gradients_asked_for if step >= APPEARS_AT else plain)(model, x, step)
 
 
 def losses_one_by_one(model: nn.Module, x: Tensor, step: int) -> None:
@@ -228,6 +237,7 @@ PATTERNS = {
     "accumulate": Pattern(accumulate, (8, 12, 12, 12, 12)),
     "accumulate_in_no_sync": Pattern(accumulate_in_no_sync),
     "accumulate_and_regularise": Pattern(accumulate_and_regularise, UNTIL_IT_APPEARS),
+    "average_and_regularise": Pattern(average_and_regularise, (4, 8, 8, 8, 6)),
     "forward_that_nobody_uses": Pattern(forward_that_nobody_uses, NEVER),
     "tensor_hook": Pattern(tensor_hook, (0, 4, 4, 3, 3)),
     "tensor_hook_in_place": Pattern(tensor_hook_in_place, (0, 4, 4, 3, 3)),
@@ -235,6 +245,7 @@ PATTERNS = {
     "graph_kept": Pattern(graph_kept, is_ddps=False),
     # The graph runs twice, and neither time is it known to be the last.
     "gradients_asked_for": Pattern(gradients_asked_for, NEVER, is_ddps=False),
+    "gradients_asked_for_later": Pattern(gradients_asked_for_later, (0, 4, 4, 0, 0), is_ddps=False),
     "losses_one_by_one": Pattern(losses_one_by_one, make=lambda: TwoOutputs(33, 4), is_ddps=False),
     "module_used_twice": Pattern(plain, make=lambda: UsedTwice(33, 4)),
     "frame_used_twice": Pattern(plain, NEVER, make=lambda: FrameUsedTwice(33, 4)),
@@ -291,6 +302,21 @@ def test_gradients_are_exact_and_buckets_leave_early(pattern: str, ranks: Ranks)
         # A sum of the round before and of this one rounds otherwise than the sum of both.
         assert trained.worst <= (0.0 if PATTERNS[pattern].is_ddps else 1e-6)
         assert trained.num_early == PATTERNS[pattern].num_early
+
+
+@pytest.mark.parametrize(
+    ("pattern", "setting"),
+    [
+        ("accumulate_in_no_sync", {"find_unused_parameters": True}),
+        ("contributor_that_appears_on_one_rank", {"find_unused_parameters": True}),
+        ("plain", {"static_graph": True}),
+        ("accumulate", {"gradient_as_bucket_view": False}),
+        ("contributor_that_appears", {"gradient_as_bucket_view": False}),
+    ],
+)
+def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str, bool], ranks: Ranks) -> None:
+    for trained in ranks(2).run(train, pattern, "aot_eager", **setting):
+        assert trained == Trained(0.0, PATTERNS[pattern].num_early)
 
 
 @pytest.mark.inductor

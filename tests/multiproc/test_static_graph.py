@@ -63,8 +63,8 @@ def pair(use_reentrant: bool, as_view: bool = True, **options: object) -> tuple[
     return ours, theirs
 
 
-def train(use_reentrant: bool, as_view: bool, num_backwards: int) -> tuple[float, list[bool], list[int]]:
-    ours, theirs = pair(use_reentrant, as_view)
+def train(use_reentrant: bool, as_view: bool, num_backwards: int, split: str) -> tuple[float, list[bool], list[int]]:
+    ours, theirs = pair(use_reentrant, as_view, split=split)
     torch.manual_seed(100 + dist.get_rank())
     worst = 0.0
     arrivals = []
@@ -85,9 +85,9 @@ def train(use_reentrant: bool, as_view: bool, num_backwards: int) -> tuple[float
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("as_view", [True, False])
 def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(
-    ranks: Ranks, use_reentrant: bool, as_view: bool
+    ranks: Ranks, use_reentrant: bool, as_view: bool, split: str
 ) -> None:
-    for worst, unused, arrivals in ranks(2).run(train, use_reentrant, as_view, 1):
+    for worst, unused, arrivals in ranks(2).run(train, use_reentrant, as_view, 1, split):
         assert worst < 1e-6
         assert unused == [True, True]
         # The case is there: a reentrant checkpoint brings the weight's gradient once for each of its uses.

@@ -55,7 +55,9 @@ def result_of(outputs: Any) -> Tensor:
     return outputs.more["y"][0] if isinstance(outputs, Outputs) else outputs
 
 
-def pair(returns: str = "tensor", as_view: bool = True, backend: str = "aot_eager") -> tuple[nn.Module, nn.Module]:
+def pair(
+    returns: str = "tensor", as_view: bool = True, backend: str = "aot_eager", split: str = "auto"
+) -> tuple[nn.Module, nn.Module]:
     """Ours and DistributedDataParallel's, with equal parameters and several buckets."""
     models = []
     for _ in range(2):
@@ -65,6 +67,7 @@ def pair(returns: str = "tensor", as_view: bool = True, backend: str = "aot_eage
         models[0],
         bucket_cap_mb=0.003,
         backend=backend,
+        split=split,
         find_unused_parameters=True,
         gradient_as_bucket_view=as_view,
     )
@@ -90,9 +93,11 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
     return worst
 
 
-def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, backend: str) -> tuple[float, list[bool]]:
+def branch_by_rank_and_step(
+    returns: str, as_view: bool, set_to_none: bool, backend: str, split: str = "auto"
+) -> tuple[float, list[bool]]:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
-    ours, theirs = pair(returns, as_view, backend)
+    ours, theirs = pair(returns, as_view, backend, split)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     torch.manual_seed(100 + dist.get_rank())
     worst = 0.0
@@ -111,8 +116,9 @@ def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, back
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_none: bool) -> None:
-    for worst, never_used in ranks(2).run(branch_by_rank_and_step, "tensor", as_view, set_to_none, "aot_eager"):
+def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_none: bool, split: str) -> None:
+    arguments = "tensor", as_view, set_to_none, "aot_eager", split
+    for worst, never_used in ranks(2).run(branch_by_rank_and_step, *arguments):
         assert worst < 1e-6
         assert never_used == [True, True]
 
