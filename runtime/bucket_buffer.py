@@ -42,8 +42,8 @@ class BucketBuffer:
         self.parameters = tuple(parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.state = BucketState.COLLECTING
-        self._all = frozenset(gradient.index for gradient in spec.gradients)
-        self.missing = set(self._all)
+        self.members = tuple(gradient.index for gradient in spec.gradients)  #: parameter numbers, in its order
+        self.missing = set(self.members)
         self.work: dist.Work | HookWork | None = None
         self._has_waited = False
         self.flat: Tensor | None = None
@@ -190,7 +190,7 @@ class BucketBuffer:
     def reset(self) -> None:
         """Be ready for the next backward."""
         self.state = BucketState.COLLECTING
-        self.missing |= self._all
+        self.missing.update(self.members)
         self.work = None
         self._has_waited = False
         self._is_pointed = False

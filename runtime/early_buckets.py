@@ -54,6 +54,10 @@ class Verdict(NamedTuple):
     repeatable: bool
 
 
+#: Awaited with the gradients of a bucket that has left, and never arrives: hooks tell of the last one of a set.
+_NOBODY = -1
+
+
 class _Offer:
     """The gradients of one bucket as a graph has offered them in this round.
 
@@ -66,9 +70,11 @@ class _Offer:
 
     def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], left: bool) -> None:
         self.left = left
-        self.arrived: set[int] = set()  # places in the bucket
+        self.arrived: set[int] = set()  # places in the bucket; while it is only watched
+        self.is_compared = False
         # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
         self.aliases = [gradient.detach() for gradient in gradients]
+        self.awaited: set[int] = set()
         self.before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -124,6 +130,16 @@ class EarlyBuckets:
         self._offers[members] = _Offer([self._parameters[i] for i in members], gradients, left=may_leave)
         return may_leave
 
+    def awaited(self, members: Members) -> set[int]:
+        """The parameters of a bucket that has left whose gradients have not been accumulated yet.
+
+        It has one member more, so that a hook that finds its parameter in it never takes that for the last one. Hooks
+        may strike gradients off without telling: what matters of them is compared when the round ends.
+        """
+        awaited = self._offers[members].awaited
+        awaited.update(members, (_NOBODY,))
+        return awaited
+
     def _is_alone(self, members: Members) -> bool:
         """Whether no other contribution to the bucket is known of, and nobody but us looks at its gradients."""
         return (
@@ -136,7 +152,7 @@ class EarlyBuckets:
 
     def contributions(self, bucket: BucketBuffer) -> list[Tensor]:
         """What a bucket that leaves has to send: what was offered, and what earlier backwards had left in ``.grad``."""
-        offer = self._offers[_members(bucket)]
+        offer = self._offers[bucket.members]
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
         offer.before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
         return _sums(offer.before, offer.aliases)
@@ -155,31 +171,45 @@ class EarlyBuckets:
         offer = self._offers.get(members)
         if offer is None:
             return False
+        if offer.left:
+            if index in offer.awaited:
+                offer.awaited.remove(index)
+            else:
+                self._late.add(index)
+            return True
         parameter = self._parameters[index]
-        is_offered = parameter.grad is not None and parameter.grad.data_ptr() == offer.aliases[place].data_ptr()
-        if place in offer.arrived or not is_offered:
+        if place in offer.arrived or not _is_on_memory_of(offer.aliases[place], parameter.grad):
             self._late.add(index)
         old = offer.before[place]
-        if not offer.left and old is not None and place not in offer.arrived:
+        if old is not None and place not in offer.arrived:
             # As AccumulateGrad would have done it, had the gradient of before been there.
             parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         offer.arrived.add(place)
-        return offer.left
+        return False
 
     def hand_over_for_now(self, buckets: Sequence[BucketBuffer]) -> None:
         """A backward has ended and another one may bring the rest: what has left must be averaged all the same."""
         for bucket in buckets:
-            offer = self._offers.get(_members(bucket))
+            offer = self._offers.get(bucket.members)
             if offer is not None and offer.left:
-                self._unrepeatable.add(_members(bucket))
+                self._compare(bucket.members, offer)
+                self._unrepeatable.add(bucket.members)
+                bucket.point_gradients_at_views()
                 bucket.hand_over()
+
+    def _compare(self, members: Members, offer: _Offer) -> None:
+        """Find the parameters whose ``.grad`` is not, or not only, what was offered."""
+        if not offer.is_compared:
+            pairs = zip(members, offer.aliases, strict=True)
+            self._late.update(i for i, alias in pairs if not _is_on_memory_of(alias, self._parameters[i].grad))
+        offer.is_compared = True
 
     def learn(self, buckets: Sequence[BucketBuffer]) -> None:
         """At the end of the first round, agree with the other ranks on what may leave early; waits for them."""
-        single = [self._has_one_contributor(_members(bucket)) for bucket in buckets]
+        single = [self._has_one_contributor(bucket.members) for bucket in buckets]
         agreed = torch.tensor(single, dtype=torch.uint8, device=self._parameters[0].device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._process_group)
-        allowed = [_members(bucket) for bucket, may in zip(buckets, agreed.tolist(), strict=True) if may]
+        allowed = [bucket.members for bucket, may in zip(buckets, agreed.tolist(), strict=True) if may]
         self._allowed = frozenset(allowed)
         log.info(
             "rank %d: %d of %d buckets may leave inside the compiled backward (%d by this rank's first one)",
@@ -211,10 +241,13 @@ class EarlyBuckets:
             size = len(self._parameters) + len(buckets)
             self._message = torch.zeros(size, dtype=torch.uint8, device=self._parameters[0].device)
         self._message.zero_()
+        for members, offered in self._offers.items():
+            if offered.left:
+                self._compare(members, offered)
         for index in self._late:
             self._message[index] = 1
         for bucket in buckets:
-            members = _members(bucket)
+            members = bucket.members
             offer = self._offers.get(members)
             holds_its_own = offer is not None and offer.left and members not in self._unrepeatable
             if members in self._allowed and not (holds_its_own and repeatable):
@@ -231,16 +264,16 @@ class EarlyBuckets:
         late = [index for index in range(len(self._parameters)) if said[index]]
         if not late:
             return Verdict([], [], True)
-        affected = [bucket for bucket in buckets if not set(late).isdisjoint(_members(bucket))]
+        affected = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.members)]
         repeatable = not any(said[len(self._parameters) + bucket.spec.index] for bucket in affected)
-        self._allowed = (self._allowed or frozenset()).difference(map(_members, affected))
+        self._allowed = (self._allowed or frozenset()).difference(bucket.members for bucket in affected)
         return Verdict(late, affected, repeatable)
 
     def own_gradients(self, bucket: BucketBuffer) -> list[Tensor]:
         """This rank's gradients of a bucket that has left in this round, complete now."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         assert all(gradient is not None for gradient in gradients)
-        return _sums(self._offers[_members(bucket)].before, [g for g in gradients if g is not None])
+        return _sums(self._offers[bucket.members].before, [g for g in gradients if g is not None])
 
     def put_back(self) -> None:
         """Let ``.grad`` be the tensors that they were before the round, for the result to be copied into."""
@@ -259,8 +292,8 @@ class EarlyBuckets:
         self._unrepeatable.clear()
 
 
-def _members(bucket: BucketBuffer) -> Members:
-    return tuple(gradient.index for gradient in bucket.spec.gradients)
+def _is_on_memory_of(alias: Tensor, gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.data_ptr() == alias.data_ptr()
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -54,6 +54,11 @@ class ParameterHooks:
         """
         self._missing[:] = missing
 
+    def count_apart(self, indices: Sequence[int], missing: set[int]) -> None:
+        """As `count`, for the parameters of one bucket."""
+        for index in indices:
+            self._missing[index] = missing
+
     def call_for_each(self) -> None:
         """From now on, tell the listener of every gradient, as at the beginning."""
         self._missing[:] = self._nothing_missing

@@ -182,6 +182,7 @@ class Reducer:
             for index in members:
                 self._optional.note(index)
         self._complete(bucket, self._early.contributions(bucket), from_graph=True)
+        self._hooks.count_apart(members, self._early.awaited(members))
 
     def finalize_backward(self) -> None:
         """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
