@@ -98,8 +98,8 @@ def gradient_gone(rank: int, name: str) -> GradientArrivalError:
 def gradient_with_graph(rank: int, name: str) -> GradientArrivalError:
     """The backward was given ``create_graph=True``; what is computed from the mean would not lead back to it."""
     return GradientArrivalError(
-        f"rank {rank}: the gradient of {name} requires a gradient itself, because of create_graph=True, but its mean over"
-        " the ranks does not lead back to the ranks' gradients. Take the gradients that the loss is made of with"
+        f"rank {rank}: the gradient of {name} requires a gradient itself, because of create_graph=True, but its mean"
+        " over the ranks does not lead back to the ranks' gradients. Take the gradients that the loss is made of with"
         " torch.autograd.grad(..., create_graph=True), and call backward() on the loss without it"
     )
 

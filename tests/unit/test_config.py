@@ -70,7 +70,13 @@ def test_an_argument_of_ddp_is_refused_with_what_to_write_instead(name: str) -> 
 @pytest.mark.parametrize("name", DDP_ARGUMENTS_REPLACED)
 def test_an_argument_of_ddp_that_is_off_is_let_through(name: str) -> None:
     refuse_unknown_arguments({name: None})
-    refuse_unknown_arguments({name: False})
+    if name != "forward_sync_buffers":
+        refuse_unknown_arguments({name: False})
+
+
+def test_an_argument_whose_false_would_turn_something_off_is_refused() -> None:
+    with pytest.raises(TypeError, match="forward_sync_buffers=False; use broadcast_buffers=True or False"):
+        refuse_unknown_arguments({"forward_sync_buffers": False})
 
 
 @pytest.mark.parametrize("value", [3, None, False])
