@@ -14,11 +14,12 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test bench gpu-bench gpu-check lint venv clean
+.PHONY: help train test parity bench gpu-bench gpu-check lint venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite'
+	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
@@ -37,6 +38,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+parity: $(STAMP)
+	$(BIN)/python tests/parity/write_page.py
 
 bench: $(STAMP)
 	$(BIN)/python -m ddp_compile bench $(ARGS)

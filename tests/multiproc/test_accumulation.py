@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
@@ -106,55 +106,60 @@ def test_gradients_stay_local_inside_no_sync(ranks: Ranks) -> None:
     assert ranks(2).run(gradients_in_no_sync) == [(True, False), (True, False)]
 
 
-def two_forwards(one_backward: bool) -> float:
-    torch.manual_seed(3)
-    reference = Mlp(width=17, num_layers=3)
-    torch.manual_seed(3)
-    model = ddp_compile(Mlp(width=17, num_layers=3), bucket_cap_mb=0.001, backend="aot_eager")
-    worst = 0.0
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        first, second = torch.randn(4, 17), torch.randn(4, 17)
-        for each in (model, reference):
-            each.zero_grad()
-            losses = loss_of(each(first)), loss_of(each(second))
-            if one_backward:
-                (losses[0] + losses[1]).backward()
-            else:
-                losses[0].backward()
-                losses[1].backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            dist.all_reduce(q.grad)
-            worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
-    return worst
+def differences_to_the_mean(run: Callable[[nn.Module, Tensor, Tensor], None]) -> tuple[float, float]:
+    """Over three steps, how far our gradients and DistributedDataParallel's are from the mean of the plain module's.
 
-
-@pytest.mark.parametrize("one_backward", [True, False])
-def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
-    assert max(ranks(2).run(two_forwards, one_backward)) < 1e-6
-
-
-def backward_twice(donated_buffer: bool) -> tuple[float, float]:
-    """Largest difference to twice the mean: of ours, and of DistributedDataParallel's."""
+    Args:
+        run: What is done in a step, with two inputs.
+    """
     torch.manual_seed(3)
     reference = Mlp(width=17, num_layers=3)
     with_ddp = DistributedDataParallel(copy.deepcopy(reference))
     model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
-    worst = [0.0, 0.0]
+    worst = {model: 0.0, with_ddp: 0.0}
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, 17)
+        first, second = torch.randn(4, 17), torch.randn(4, 17)
         for each in (model, with_ddp, reference):
             each.zero_grad()
-            with torch._functorch.config.patch(donated_buffer=donated_buffer):
-                loss = loss_of(each(x))
-                loss.backward(retain_graph=True)
-                loss.backward()
-        for p, r, q in zip(model.parameters(), with_ddp.parameters(), reference.parameters(), strict=True):
-            dist.all_reduce(q.grad)
-            mean = q.grad / dist.get_world_size()
-            worst = [max(worst[0], relative_difference(p.grad, mean)), max(worst[1], relative_difference(r.grad, mean))]
-    return worst[0], worst[1]
+            run(each, first, second)
+        for parameter in reference.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        for each in worst:
+            gradients = zip(each.parameters(), reference.parameters(), strict=True)
+            worst[each] = max(worst[each], *(relative_difference(p.grad, q.grad) for p, q in gradients))
+    return worst[model], worst[with_ddp]
+
+
+def two_forwards(one_backward: bool) -> tuple[float, float]:
+    def run(model: nn.Module, first: Tensor, second: Tensor) -> None:
+        losses = loss_of(model(first)), loss_of(model(second))
+        if one_backward:
+            (losses[0] + losses[1]).backward()
+        else:
+            losses[0].backward()
+            losses[1].backward()
+
+    return differences_to_the_mean(run)
+
+
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
+    for ours, ddps in ranks(2).run(two_forwards, one_backward):
+        assert ours < 1e-6
+        # DistributedDataParallel leaves what a second backward brings on its rank.
+        assert ddps < 1e-6 if one_backward else ddps > 0.1
+
+
+def backward_twice(donated_buffer: bool) -> tuple[float, float]:
+    def run(model: nn.Module, x: Tensor, _: Tensor) -> None:
+        with torch._functorch.config.patch(donated_buffer=donated_buffer):
+            loss = loss_of(model(x))
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    return differences_to_the_mean(run)
 
 
 @pytest.mark.parametrize("donated_buffer", [True, False])

@@ -74,8 +74,8 @@ def test_an_argument_of_ddp_that_is_off_is_let_through(name: str) -> None:
         refuse_unknown_arguments({name: False})
 
 
-def test_an_argument_of_ddp_whose_false_changes_something_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"forward_sync_buffers=False; use broadcast_buffers"):
+def test_an_argument_whose_false_would_turn_something_off_is_refused() -> None:
+    with pytest.raises(TypeError, match="forward_sync_buffers=False; use broadcast_buffers=True or False"):
         refuse_unknown_arguments({"forward_sync_buffers": False})
 
 

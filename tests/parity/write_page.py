@@ -1,0 +1,161 @@
+"""Writes docs/ddp_parity.md from the rows in the TOML files beside this one, if every test that they list passes.
+
+``make parity`` runs the tests and writes the page. ``--collect`` runs nothing and prints as JSON which cases the listed
+tests have, and the markers of each; `tests/unit/test_ddp_parity.py` compares the page with that.
+
+In each row ``says`` is what an argument, method or behaviour of DistributedDataParallel is here; ``verdict`` whether it
+is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` what proves it: node
+ids below tests/, of a whole test or of one of its cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tomllib
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "ddp_parity.md"
+SECTIONS = {
+    "arguments": "Arguments of the constructor",
+    "methods": "Methods and attributes",
+    "behaviour": "Behaviour",
+}
+VERDICTS = ("same", "better", "refused", "not yet")
+PROVED = ("same", "better", "refused")
+
+HEAD = """\
+# DistributedDataParallel, line by line
+
+Every argument, public method and documented behaviour of torch 2.13's DistributedDataParallel, and what it is here:
+the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. The last column is the
+number of tests that hold the line; most compare gradients with DistributedDataParallel's own, on two or three ranks
+with gloo. How arguments are written here: [arguments.md](arguments.md).
+
+`make parity` runs these tests and writes this page from `tests/parity/*.toml`; do not edit it.
+"""
+
+
+class Row(NamedTuple):
+    section: str
+    name: str
+    verdict: str
+    says: str
+    tests: tuple[str, ...]
+
+
+def load_rows() -> list[Row]:
+    """All rows, in the order of the page."""
+    rows = []
+    for section in SECTIONS:
+        entries = tomllib.loads((Path(__file__).parent / f"{section}.toml").read_text())
+        for name, entry in entries.items():
+            tests = tuple(f"tests/{test}" for test in entry.get("tests", ()))
+            rows.append(Row(section, name, entry["verdict"], entry["says"], tests))
+    return rows
+
+
+def cases_of(row: Row, cases: Mapping[str, Any]) -> list[str]:
+    """Which of the collected cases prove a row."""
+    return [case for case in cases if any(case == test or case.startswith(f"{test}[") for test in row.tests)]
+
+
+def problems_of(rows: Sequence[Row], cases: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the rows: one line for each.
+
+    Args:
+        rows: All rows.
+        cases: The node ids of all collected cases.
+    """
+    problems = []
+    for row in rows:
+        if row.verdict not in VERDICTS:
+            problems.append(f"{row.name}: verdict {row.verdict!r} is none of {VERDICTS}")
+        if (row.verdict in PROVED) != bool(row.tests):
+            problems.append(f"{row.name}: {row.verdict!r} with {len(row.tests)} tests; {PROVED} need some, others none")
+        for test in row.tests:
+            if not cases_of(row._replace(tests=(test,)), cases):
+                problems.append(f"{row.name}: there is no {test}")
+    return problems
+
+
+def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
+    """The page's text.
+
+    Args:
+        rows: All rows.
+        cases: The node ids of all cases, which have passed.
+    """
+    proving = {case for row in rows for case in cases_of(row, cases)}
+    totals = ", ".join(f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS)
+    lines = [HEAD, f"{len(rows)} lines: {totals}. {len(proving)} tests.", ""]
+    for section, title in SECTIONS.items():
+        lines += [f"## {title}", "", "| DistributedDataParallel | | here | tests |", "|---|---|---|---|"]
+        for row in rows:
+            if row.section == section:
+                name = row.name if section == "behaviour" else f"`{row.name}`"
+                lines.append(f"| {name} | {row.verdict} | {row.says} | {len(cases_of(row, cases)) or ''} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+class _Recorder:
+    """A pytest plugin that leaves out all cases but the listed ones, and notes their markers and how they ended."""
+
+    def __init__(self, listed: Container[str]) -> None:
+        self.listed = listed
+        self.markers: dict[str, list[str]] = {}
+        self.outcomes: dict[str, set[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.listed or item.nodeid.split("[")[0] in self.listed]
+        self.markers = {item.nodeid: sorted({mark.name for mark in item.iter_markers()}) for item in items}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.outcomes.setdefault(report.nodeid, set()).add(report.outcome)
+
+
+def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
+    """Run pytest over what the rows list.
+
+    Args:
+        rows: All rows.
+        options: Further arguments for pytest.
+    """
+    recorder = _Recorder({test for row in rows for test in row.tests})
+    # Whole files, since pytest collects nothing at all if it is given one test that does not exist.
+    files = sorted({str(ROOT / test.split("::")[0]) for row in rows for test in row.tests})
+    pytest.main(["--rootdir", str(ROOT), *options, *files], plugins=[recorder])
+    return recorder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--collect", action="store_true", help="print what would run, as JSON, and run nothing")
+    collects = parser.parse_args().collect
+    rows = load_rows()
+    if collects:
+        with contextlib.redirect_stdout(sys.stderr):
+            markers = run_pytest(rows, "--collect-only", "--quiet").markers
+        print(json.dumps(markers))
+        return 0
+    recorder = run_pytest(rows, "--quiet")
+    problems = problems_of(rows, recorder.markers)
+    problems += [f"{case} did not pass" for case in recorder.markers if recorder.outcomes.get(case) != {"passed"}]
+    if problems:
+        print(f"{PAGE.name} is not written:", *problems, sep="\n  ", file=sys.stderr)
+        return 1
+    PAGE.write_text(format_page(rows, recorder.markers))
+    print(f"{PAGE} written: {len(rows)} lines, {len(recorder.markers)} tests passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""docs/ddp_parity.md has a line for everything that DistributedDataParallel has, and each line names tests that exist.
+
+That the tests pass is seen where they run; ``make parity`` runs just these and writes the page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+from parity import write_page
+from parity.write_page import PAGE, ROOT, Row, format_page, load_rows, problems_of
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile.config import DDP_ARGUMENTS_REPLACED
+
+ROWS = load_rows()
+
+
+@pytest.fixture(scope="module")
+def markers() -> dict[str, list[str]]:
+    """The markers of each case that the rows list, by node id; from a process of its own, as pytest does not nest."""
+    completed = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "parity" / "write_page.py"), "--collect"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
+
+
+def names(section: str) -> set[str]:
+    return {row.name for row in ROWS if row.section == section}
+
+
+def test_every_argument_has_a_row_and_no_other_has() -> None:
+    arguments = set(inspect.signature(DistributedDataParallel).parameters)
+    assert arguments <= names("arguments")
+    # An older torch has fewer arguments than the rows, which follow torch 2.13.
+    if "forward_sync_buffers" in arguments:
+        assert names("arguments") == arguments
+
+
+def test_arguments_are_refused_where_the_code_refuses_them() -> None:
+    for row in ROWS:
+        if row.section == "arguments":
+            assert (row.verdict == "refused") == (row.name in DDP_ARGUMENTS_REPLACED), row.name
+
+
+def test_every_public_method_has_a_row() -> None:
+    public = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
+    assert public - names("methods") == set()
+
+
+def test_every_row_is_proved_by_tests_that_exist(markers: dict[str, list[str]]) -> None:
+    assert problems_of(ROWS, markers) == []
+
+
+def test_the_page_is_that_of_the_rows(markers: dict[str, list[str]]) -> None:
+    assert PAGE.read_text() == format_page(ROWS, markers), "run make parity"
+
+
+def test_a_dozen_tests_run_with_inductor_and_are_named(markers: dict[str, list[str]]) -> None:
+    (row,) = [row for row in ROWS if row.name == "with inductor"]
+    with_inductor = {case for case, marks in markers.items() if "inductor" in marks}
+    assert set(write_page.cases_of(row, markers)) == with_inductor
+    assert len(with_inductor) >= 12
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (Row("behaviour", "a", "equal", "", ("tests/a.py::b",)), "a: verdict 'equal' is none of"),
+        (Row("behaviour", "a", "same", "", ()), "a: 'same' with 0 tests"),
+        (Row("behaviour", "a", "not yet", "", ("tests/a.py::b",)), "a: 'not yet' with 1 tests"),
+        (Row("behaviour", "a", "same", "", ("tests/a.py::b", "tests/a.py::c")), "a: there is no tests/a.py::c"),
+        (Row("behaviour", "a", "refused", "", ("tests/a.py::b[2]",)), "a: there is no tests/a.py::b[2]"),
+    ],
+)
+def test_a_row_that_proves_nothing_is_a_problem(row: Row, problem: str) -> None:
+    assert any(problem in each for each in problems_of([row], {"tests/a.py::b[1]": [], "tests/a.py::bc": []}))
+
+
+def test_a_good_row_is_none() -> None:
+    cases = {"tests/a.py::b[1]": [], "tests/a.py::b[2]": [], "tests/a.py::bc": []}
+    row = Row("behaviour", "a", "same", "so", ("tests/a.py::b",))
+    assert problems_of([row], cases) == []
+    assert "| a | same | so | 2 |" in format_page([row], cases)
