@@ -18,11 +18,11 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import PlanBuilder
-from ddp_compile.errors import ReductionError
+from ddp_compile.errors import RanksDifferError, ReductionError
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.agreement import agree_on_plan
+from ddp_compile.runtime.agreement import agree_on_plan, verify_comm_hooks_agree
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
-from ddp_compile.runtime.comm_hooks import CommHook, verify_hooks_agree
+from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.reducer_state import ReducerSettings, ReducerState
 
@@ -53,6 +53,7 @@ class Reducer:
         self.builder = builder
         self.process_group = process_group
         self.settings = settings
+        self._progress = settings.progress
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self.state = ReducerState.ARMED
@@ -81,11 +82,14 @@ class Reducer:
 
         Raises:
             RuntimeError: A hook is registered already, or a backward has not been completed.
+            RanksDifferError: After the first backward, another rank registered another hook or none.
         """
         if self._comm_hook is not None:
             raise refusals.second_comm_hook(self.rank, hook.name, self._comm_hook.name)
         if self.state not in (ReducerState.ARMED, ReducerState.LOCAL):
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
+        if self.builder.sealed is not None:
+            self._progress.agree_on_comm_hook(hook.name)
         self._comm_hook = hook
         self.builder.leave_no_gaps()
         if self.builder.sealed is not None:
@@ -205,10 +209,13 @@ class Reducer:
             if not self._complete_without_the_missing():
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._wait_for_launched()
+                self._progress.backward_is_incomplete()
                 self.state = ReducerState.INCOMPLETE
                 return
         self._wait_for_launched()
-        untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
+        self._progress.compare()
+        with self._progress.standings_on_failure():
+            untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
         if self._sends:
             for bucket in self.buckets:
                 if bucket.state is BucketState.LAUNCHED:
@@ -239,9 +246,15 @@ class Reducer:
         # A comm hook is called on a single rank as well, as DistributedDataParallel's is.
         return self.world_size > 1 or self._comm_hook is not None
 
+    @property
+    def _comm_hook_name(self) -> str:
+        return "none" if self._comm_hook is None else self._comm_hook.name
+
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
+        if self.state is ReducerState.ARMED:
+            self._progress.backward_begins(self._forward_since_round)
         if not self.buckets:
             self._seal_plan()
         self.state = ReducerState.REDUCING
@@ -267,6 +280,7 @@ class Reducer:
         self._tasks_with_callback.clear()
         arrived, self._arrived_before_plan = self._arrived_before_plan, set()
         if len(arrived) == len(self.parameters):
+            self._progress.backward_begins(after_forward=False)
             self._seal_plan()
             self.state = ReducerState.REDUCING
             if self._optional is not None:
@@ -280,11 +294,13 @@ class Reducer:
         device = self.parameters[0].device
         proposed = self.builder.propose()
         try:
+            verify_comm_hooks_agree(self._comm_hook_name, self.process_group, device)
             plan = agree_on_plan(proposed, self.process_group, device)
+        except RanksDifferError:
+            raise
         except RuntimeError as error:
-            first = proposed.buckets[0].gradients
-            raise refusals.no_plan_to_agree_on(self.rank, first, error) from error
-        verify_hooks_agree(plan, self._comm_hook, self.rank)
+            with self._progress.standings_on_failure():
+                raise refusals.no_plan_to_agree_on(self.rank, proposed.buckets[0].gradients, error) from error
         self.builder.seal(plan)
         as_view = self.settings.gradient_as_bucket_view
         self.buckets = [
@@ -301,7 +317,8 @@ class Reducer:
                 if self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
                     bucket.point_gradients_at_views(self._unused())
         bucket.state = BucketState.READY
-        self._launch_ready_buckets()
+        with self._progress.standings_on_failure():
+            self._launch_ready_buckets()
 
     def _launch_ready_buckets(self, skip: bool = False) -> None:
         """Launch what can leave in plan order; with ``skip``, the next bucket will not leave in this round."""
@@ -312,8 +329,11 @@ class Reducer:
             if bucket.state is not BucketState.READY:
                 return
             if self._sends:
+                assert self.builder.sealed is not None
+                is_last = bucket is self.buckets[-1]
+                self._progress.bucket_leaves(is_last, self.builder.sealed, self._comm_hook_name)
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-                    bucket.launch(self.process_group, self._comm_hook, is_last=bucket is self.buckets[-1])
+                    bucket.launch(self.process_group, self._comm_hook, is_last)
             bucket.state = BucketState.LAUNCHED
             self._count_launch()
 
@@ -384,14 +404,20 @@ class Reducer:
         return gradients
 
     def _wait_for_launched(self) -> None:
-        for bucket in self.buckets:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                    bucket.wait()
-            except ReductionError:
-                raise  # a comm hook's own
-            except RuntimeError as error:
-                raise refusals.all_reduce_failed(self.rank, bucket.describe(), error) from error
+        with self._progress.standings_on_failure():
+            for bucket in self.buckets:
+                if bucket.is_under_way:
+                    self._progress.bucket_is_awaited(bucket.spec.index)
+                    self._wait_for(bucket)
+
+    def _wait_for(self, bucket: BucketBuffer) -> None:
+        try:
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                bucket.wait()
+        except ReductionError:
+            raise  # a comm hook's own
+        except RuntimeError as error:
+            raise refusals.all_reduce_failed(self.rank, bucket.describe(), error) from error
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
@@ -414,6 +440,7 @@ class Reducer:
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         self._handed_over.clear()
+        self._progress.round_ends()
         if self._optional is not None:
             self._optional.begin_round()
 
