@@ -10,7 +10,7 @@ class DDPCompileError(RuntimeError):
 
 
 class RanksDifferError(DDPCompileError):
-    """The ranks were given models that cannot be reduced together; names the first difference."""
+    """The ranks were given different models or comm hooks, or got out of step; names ranks and difference."""
 
 
 class MissingGradientError(DDPCompileError):

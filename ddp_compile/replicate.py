@@ -55,7 +55,8 @@ class ReplicatedModule(nn.Module):
         """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
 
         Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` and of `ddp_compile.comm_hooks` can be given, and
-        functions of your own. Register the same one on every rank, at any time but inside a backward.
+        functions of your own. Register the same one on every rank, at any time but inside a backward. After the first
+        backward, registering waits for the other ranks to do so as well.
 
         Args:
             state: Passed to the hook with every bucket; for most hooks a process group, None being the default one.
@@ -70,6 +71,7 @@ class ReplicatedModule(nn.Module):
             TypeError: The hook is not callable, or not with a state and a bucket.
             ValueError: The annotation of the bucket or of the result is of another type.
             RuntimeError: A hook is registered already, or a backward has not been completed.
+            RanksDifferError: After the first backward, another rank registered another hook, or none in time.
         """
         reducer = _state_of(self).reducer
         if (builtin := builtin_hook(hook)) is not None:

@@ -19,6 +19,7 @@ from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReductionError
 from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
+from ddp_compile.runtime.progress import Progress
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_state import ReducerSettings
 
@@ -49,6 +50,7 @@ class ReplicateState:
         named = reduced_parameters(module, ignored)
         parameters = list(named.values())
         verify_modules_agree(_describe(module, config), process_group, parameters[0].device)
+        self.progress = Progress(process_group, parameters[0].device)
         # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
         self._buffer_places = [
             (owner, name)
@@ -74,6 +76,7 @@ class ReplicateState:
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
             takes_whole_buckets=config.split == "backward",
+            progress=self.progress,
             on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
@@ -81,25 +84,48 @@ class ReplicateState:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the module."""
+        try:
+            return self._forward(module, args, kwargs)
+        except Exception as error:
+            self.progress.raised(error)
+            raise
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = self._kind_of_forward(module)
+        self.progress.forward_begins(kind)
         if not torch.is_grad_enabled():
-            return self._call_evaluation(module, *args, **kwargs)
+            outputs = self._call_evaluation(module, *args, **kwargs)
+            self.progress.forward_ends(kind)
+            return outputs
         self.reducer.prepare_for_backward(self.requires_sync)
         if module.training:
             if self.requires_sync and self.config.broadcast_buffers:
-                self._broadcast_buffers()
+                with self.progress.standings_on_failure():
+                    self._broadcast_buffers(kind)
             outputs = self._call_training(module, *args, **kwargs)
         else:
             outputs = self._call_evaluation(module, *args, **kwargs)
         if self.requires_sync:
             self.reducer.search_unused_parameters(outputs)
+        # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
+        self.progress.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
+
+    def _kind_of_forward(self, module: nn.Module) -> str:
+        if not torch.is_grad_enabled():
+            return "evaluation forward"
+        kind = "training forward" if module.training else "forward with gradients in evaluation mode"
+        return kind if self.requires_sync else f"{kind} in no_sync"
 
     def _buffers(self) -> list[Tensor]:
         buffers = (owner._buffers[name] for owner, name in self._buffer_places if name in owner._buffers)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self, kind_of_forward: str) -> None:
         buffers = self._buffers()
+        if not buffers:
+            return
+        self.progress.buffers_are_broadcast(kind_of_forward)
         try:
             broadcast_from_rank_0(buffers, self.process_group)
         except RuntimeError as error:

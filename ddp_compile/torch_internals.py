@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -198,6 +199,37 @@ def broadcast_coalesced(
     # that backward fail because a buffer has been broadcast in between.
     with _unsafe_preserve_version_counter(tuple(tensors)):
         _broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
+
+
+def group_timeout(process_group: Any, device: torch.device) -> timedelta:
+    """How long a collective of tensors on this device may take; torch's default where the backend does not say."""
+    try:
+        return process_group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):  # a process group, or a backend, that is written in Python
+        return torch.distributed.constants.default_pg_timeout
+
+
+def watch_compilations(begins: Callable[[str], None], ends: Callable[[], None]) -> Callable[[], None]:
+    """Call two functions around everything that torch compiles: frames, backwards compiled late, CUDA graphs.
+
+    Args:
+        begins: Called with the number of the compilation, "0/1" for example.
+        ends: Called when it is over, or has failed.
+
+    Returns:
+        What ends the watching. ``torch._dynamo.reset()`` ends it too.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    begins_with_arguments = handler.register_start_callback(lambda arguments: begins(str(arguments.compile_id)))
+    ends_with_arguments = handler.register_end_callback(lambda _arguments: ends())
+
+    def stop() -> None:
+        if begins_with_arguments in handler.start_callbacks:
+            handler.remove_start_callback(begins_with_arguments)
+        if ends_with_arguments in handler.end_callbacks:
+            handler.remove_end_callback(ends_with_arguments)
+
+    return stop
 
 
 def current_graph_task_id() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import RanksDifferError
+from ddp_compile.runtime import refusals
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,32 @@ def _first_difference(ours: list[str], theirs: list[str]) -> str:
     if len(ours) > len(theirs):
         return f"{ours[len(theirs)]} of rank 0 is missing"
     return f"{theirs[len(ours)]}, which rank 0 does not have, exists"
+
+
+def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Sixteen characters that rank 0 has drawn, the same on every rank and new in each call."""
+    drawn = _to_tensor(os.urandom(8), device)
+    if process_group.size() > 1:
+        dist.broadcast(drawn, dist.get_global_rank(process_group, 0), group=process_group)
+    return _to_bytes(drawn).hex()
+
+
+def verify_comm_hooks_agree(comm_hook: str, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check, before anything is reduced, that every rank has registered the same comm hook.
+
+    Args:
+        comm_hook: Its name, or "none".
+        process_group: The ranks to compare.
+        device: Device for the messages.
+
+    Raises:
+        RanksDifferError: On every rank, with what each of them registered.
+    """
+    if process_group.size() == 1:
+        return
+    names = _all_gather_bytes_if_different(comm_hook.encode(), process_group, device)
+    if names is not None:
+        raise refusals.comm_hooks_differ(process_group.rank(), [name.decode() for name in names])
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

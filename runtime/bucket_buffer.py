@@ -121,6 +121,11 @@ class BucketBuffer:
         """Whether a tensor lies in the flat buffer."""
         return self.flat is not None and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its reduction has been started and not been waited for."""
+        return self.work is not None and not self._has_waited
+
     def wait(self) -> None:
         """Wait for the reduction, once; raises RuntimeError if it failed or timed out."""
         if self.work is not None and not self._has_waited:

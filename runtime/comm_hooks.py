@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.bucket_plan import BucketPlan
-from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.errors import ReductionError
 
 #: Hooks that start all their communication before they return, as "module.name".
 _START_AT_ONCE = frozenset(
@@ -229,24 +228,9 @@ class CommHook:
         ) from cause
 
 
-def verify_hooks_agree(plan: BucketPlan, hook: CommHook | None, rank: int) -> None:
-    """Check that either this rank and rank 0, whose plan it is, have both registered a hook, or neither has.
-
-    Raises:
-        RanksDifferError: One of them has.
-    """
-    rank_0_has_one = all(bucket.layout == "ddp" for bucket in plan.buckets)
-    if rank_0_has_one != (hook is not None):
-        ours = "none" if hook is None else hook.name
-        theirs = "one" if rank_0_has_one else "none"
-        raise RanksDifferError(
-            f"rank {rank}: before the first backward this rank registered {ours} as its comm hook and rank 0"
-            f" registered {theirs}; call register_comm_hook on every rank, with the same hook"
-        )
-
-
 def _name_of(function: object) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+    # Of an object its class, as its repr holds an address, and ranks compare names.
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _describe(value: object) -> str:

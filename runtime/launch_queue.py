@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.comm_hooks import CommHook
+from ddp_compile.runtime.progress import Progress
 
 
 class LaunchQueue:
@@ -19,17 +21,29 @@ class LaunchQueue:
 
     Args:
         process_group: The ranks to average over.
+        progress: What the ranks tell each other about it.
 
     Every rank launches the same buckets in the same order, whatever order they are completed in: a collective finds its
     counterpart on another rank by its place in the sequence alone.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.buckets: list[BucketBuffer] = []  #: in plan order; empty until the plan is sealed
+    def __init__(self, process_group: dist.ProcessGroup, progress: Progress) -> None:
+        self.buckets: Sequence[BucketBuffer] = ()  #: in plan order; none until the plan is sealed
         self.comm_hook: CommHook | None = None
+        self._plan: BucketPlan | None = None
+        self._progress = progress
         self._process_group = process_group
         self._rank = process_group.rank()
         self._num_gone = 0  # launched, or passed over
+
+    def install(self, plan: BucketPlan, buckets: Sequence[BucketBuffer]) -> None:
+        """Launch the buckets of this plan from now on; between two rounds."""
+        self._plan, self.buckets = plan, buckets
+
+    @property
+    def comm_hook_name(self) -> str:
+        """For comparisons between ranks: "none" where the buckets are all-reduced."""
+        return "none" if self.comm_hook is None else self.comm_hook.name
 
     @property
     def sends(self) -> bool:
@@ -72,13 +86,19 @@ class LaunchQueue:
         gone_before = self._num_gone
         if skip:
             self._num_gone += 1
-        while not self.all_gone and (bucket := self.buckets[self._num_gone]).state is BucketState.READY:
-            if self.sends:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-                    bucket.launch(self._process_group, self.comm_hook, is_last=bucket is self.buckets[-1])
-            bucket.state = BucketState.LAUNCHED
-            self._num_gone += 1
+        with self._progress.standings_on_failure():
+            while not self.all_gone and (bucket := self.buckets[self._num_gone]).state is BucketState.READY:
+                if self.sends:
+                    self._launch(bucket, is_last=bucket is self.buckets[-1])
+                bucket.state = BucketState.LAUNCHED
+                self._num_gone += 1
         return self.all_gone and self._num_gone > gone_before
+
+    def _launch(self, bucket: BucketBuffer, is_last: bool) -> None:
+        assert self._plan is not None
+        self._progress.bucket_leaves(is_last, self._plan, self.comm_hook_name)
+        with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
+            bucket.launch(self._process_group, self.comm_hook, is_last)
 
     def send_again(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
         """Reduce a bucket that has left in this round once more; every rank does so, in the same order.
@@ -98,11 +118,13 @@ class LaunchQueue:
 
         Raises:
             ReductionError: A reduction failed or timed out.
+            RanksDifferError: The ranks have found that they are out of step.
         """
         launched = [bucket for bucket in self.buckets if bucket.state is BucketState.LAUNCHED] if self.sends else []
         for bucket in launched:
             bucket.point_gradients_at_views(untouched)
         self.wait()
+        self._progress.compare()
         for bucket in launched:
             bucket.hand_over(untouched)
 
@@ -112,14 +134,20 @@ class LaunchQueue:
         Raises:
             ReductionError: A reduction failed or timed out.
         """
-        for bucket in self.buckets:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                    bucket.wait()
-            except ReductionError:
-                raise  # a comm hook's own
-            except RuntimeError as error:
-                raise refusals.all_reduce_failed(self._rank, bucket.describe(), error) from error
+        with self._progress.standings_on_failure():
+            for bucket in self.buckets:
+                if bucket.is_under_way:
+                    self._progress.bucket_is_awaited(bucket.spec.index)
+                    self._wait_for(bucket)
+
+    def _wait_for(self, bucket: BucketBuffer) -> None:
+        try:
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                bucket.wait()
+        except ReductionError:
+            raise  # a comm hook's own
+        except RuntimeError as error:
+            raise refusals.all_reduce_failed(self._rank, bucket.describe(), error) from error
 
     def reset(self) -> None:
         """Be ready for the next round."""

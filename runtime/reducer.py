@@ -18,10 +18,11 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
+from ddp_compile.errors import RanksDifferError
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0
+from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_comm_hooks_agree
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
-from ddp_compile.runtime.comm_hooks import CommHook, verify_hooks_agree
+from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
@@ -55,9 +56,10 @@ class Reducer:
         self.builder = builder
         self.process_group = process_group
         self.settings = settings
+        self._progress = settings.progress
         self.rank = process_group.rank()
         self.state = ReducerState.ARMED
-        self._queue = LaunchQueue(process_group)
+        self._queue = LaunchQueue(process_group, settings.progress)
         self._bucket_of_parameter: list[BucketBuffer] = []
         self._missing_of_parameter: list[set[int]] = []
         self._tasks_with_callback: set[int] = set()
@@ -84,11 +86,14 @@ class Reducer:
 
         Raises:
             RuntimeError: A hook is registered already, or a backward has not been completed.
+            RanksDifferError: After the first backward, another rank registered another hook or none.
         """
         if self._queue.comm_hook is not None:
             raise refusals.second_comm_hook(self.rank, hook.name, self._queue.comm_hook.name)
         if self.state not in (ReducerState.ARMED, ReducerState.LOCAL):
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
+        if self.builder.sealed is not None:
+            self._progress.agree_on_comm_hook(hook.name)
         self._queue.comm_hook = hook
         self.builder.leave_no_gaps()
         if self.builder.sealed is not None:
@@ -202,6 +207,7 @@ class Reducer:
             if not self._complete_without_the_missing():
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
+                self._progress.backward_is_incomplete()
                 if self._early is not None:
                     self._early.hand_over_for_now(self.buckets)
                 self._hooks.call_for_each()
@@ -229,15 +235,18 @@ class Reducer:
                 self._queue.comm_hook.settle()  # it may start more collectives
             early.exchange(self.buckets, repeatable=self._queue.comm_hook is None)
             self._queue.wait()
-        untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
-        if early is not None:
-            self._settle_early_buckets(early)
+        with self._progress.standings_on_failure():
+            untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
+            if early is not None:
+                self._settle_early_buckets(early)
         self._queue.finish(untouched)
         self._reset()
 
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
+        if self.state is ReducerState.ARMED:
+            self._progress.backward_begins(self._forward_since_round)
         # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
         self.state = ReducerState.REDUCING
         if not self.buckets:
@@ -268,6 +277,7 @@ class Reducer:
         self._tasks_with_callback.clear()
         arrived, self._arrived_before_plan = self._arrived_before_plan, set()
         if len(arrived) == len(self.parameters):
+            self._progress.backward_begins(after_forward=False)
             self.state = ReducerState.REDUCING
             self._seal_plan()
             if self._optional is not None:
@@ -281,11 +291,13 @@ class Reducer:
         device = self.parameters[0].device
         proposed = self.builder.propose()
         try:
+            verify_comm_hooks_agree(self._queue.comm_hook_name, self.process_group, device)
             plan = agree_on_plan(proposed, self.process_group, device)
+        except RanksDifferError:
+            raise
         except RuntimeError as error:
-            first = proposed.buckets[0].gradients
-            raise refusals.no_plan_to_agree_on(self.rank, first, error) from error
-        verify_hooks_agree(plan, self._queue.comm_hook, self.rank)
+            with self._progress.standings_on_failure():
+                raise refusals.no_plan_to_agree_on(self.rank, proposed.buckets[0].gradients, error) from error
         self._install_plan(plan)
         log.info("rank %d: plan %s sealed, %d buckets", self.rank, plan.digest, len(plan.buckets))
         self.settings.on_plan_sealed(plan)
@@ -302,7 +314,7 @@ class Reducer:
                 bucket = BucketBuffer(spec, [self.parameters[g.index] for g in spec.gradients], as_view)
             bucket.spec = spec
             buckets.append(bucket)
-        self._queue.buckets = buckets
+        self._queue.install(plan, buckets)
         self._bucket_of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
         self._missing_of_parameter = [bucket.missing for bucket in self._bucket_of_parameter]
 
@@ -431,6 +443,7 @@ class Reducer:
         self._hooks.call_for_each()
         self._forward_since_round = False
         self._tasks_with_callback.clear()
+        self._progress.round_ends()
         if self._optional is not None:
             self._optional.begin_round()
         if self._early is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.runtime.progress import Progress
 
 
 class ReducerState(Enum):
@@ -42,6 +43,7 @@ class ReducerSettings:
         find_unused_parameters: Let buckets leave without the gradients that a backward does not bring.
         static_graph: Learn from the first round which gradients come, and how often; every later round is the same.
         takes_whole_buckets: Let buckets leave inside compiled backwards that offer them; the same on every rank.
+        progress: What ranks tell each other while they train.
         on_plan_sealed: Called once, on every rank, with the plan all ranks agreed on.
     """
 
@@ -49,4 +51,5 @@ class ReducerSettings:
     find_unused_parameters: bool
     static_graph: bool
     takes_whole_buckets: bool
+    progress: Progress
     on_plan_sealed: Callable[[BucketPlan], None]

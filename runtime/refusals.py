@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_compile.bucket_plan import GradientSpec
-from ddp_compile.errors import GradientArrivalError, MissingGradientError, ReductionError
+from ddp_compile.errors import GradientArrivalError, MissingGradientError, RanksDifferError, ReductionError
+from ddp_compile.runtime.rank_names import name_values
 
 
 def no_plan_to_agree_on(rank: int, gradients: Sequence[GradientSpec], error: RuntimeError) -> ReductionError:
     """The collective that seals the plan failed."""
     return ReductionError(
-        f"rank {rank}: no rank 0 to agree on the bucket plan with, before bucket 0 ({gradients[0].fqn}, ...,"
+        f"rank {rank}: the ranks did not come to agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
         f" {gradients[-1].fqn}) could leave. Another rank has raised, exited, or not come to its backward within"
         f" the process group's timeout; look for its error. ({error})"
     )
@@ -23,6 +24,22 @@ def all_reduce_failed(rank: int, what: str, error: RuntimeError) -> ReductionErr
         f"rank {rank}: the all-reduce of {what} failed. Another rank has raised, exited,"
         " or not come to its backward within the process group's timeout; look for its error."
         f" ({error})"
+    )
+
+
+def comm_hooks_differ(rank: int, names: Sequence[str]) -> RanksDifferError:
+    """What each rank registered, by rank."""
+    return RanksDifferError(
+        f"rank {rank}: the ranks have registered different comm hooks: {name_values(names)}. Call register_comm_hook on"
+        " every rank, with the same hook, between the same two steps"
+    )
+
+
+def ranks_out_of_step(rank: int, round_number: int, difference: str) -> RanksDifferError:
+    """The ranks have not done the same until the end of a round."""
+    return RanksDifferError(
+        f"rank {rank}: at the end of round {round_number} the ranks are out of step. {difference}. Gradients of"
+        " different steps may have been averaged since the agreement point before: start again from a checkpoint"
     )
 
 

@@ -271,7 +271,7 @@ def register_on_rank_0() -> None:
     loss_of(model(torch.randn(2, WIDTH))).backward()
 
 
-def test_a_hook_on_one_rank_only_is_an_error(ranks: Ranks) -> None:
-    waits, knows = ranks(2).run_expecting_failures(register_on_rank_0, timeout_s=3.0)
-    assert waits.kind == "ReductionError" and "the comm hook allreduce_hook" in waits.message
-    assert knows.kind == "RanksDifferError" and "call register_comm_hook on every rank" in knows.message
+def test_a_hook_on_one_rank_only_is_an_error_on_both(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(register_on_rank_0):
+        assert failure.kind == "RanksDifferError"
+        assert "allreduce_hook on rank 0, none on rank 1. Call register_comm_hook on every rank" in failure.message

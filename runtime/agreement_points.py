@@ -1,0 +1,237 @@
+"""The ranks compare, every so many rounds, whether they have done the same.
+
+Note [Agreement points]
+They are rounds 1, 2, 4, 8, ... and then every 64th; a round is one reduction of all buckets. Before its last bucket
+leaves, each rank adds 1 to a counter in the store whose name is a digest of its record. When the round's collectives
+are over, all ranks have done that, since the last one needed them all: nobody waits for anybody. A counter that has
+come to the world size proves that all records are equal, with one question from each rank, however many ranks there
+are. Otherwise ranks post the records themselves and compare. The counter of an agreement point is deleted after the
+next one, which no rank reaches before all have read the one before.
+Where ``wait`` returns before a collective is over, as with NCCL, a rank may read before the others have added. Then it
+asks again for some seconds and leaves the rest to the next agreement point; what is compared is never forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.runtime import refusals
+from ddp_compile.runtime.group_store import ANSWER_LIMIT_S, GroupStore, StoreLostError
+from ddp_compile.runtime.rank_names import format_ranks
+from ddp_compile.runtime.record import Record, describe_differences
+
+log = logging.getLogger(__name__)
+
+#: Rounds from one agreement point to the next, once there have been so many.
+ROUNDS_BETWEEN_AGREEMENTS = 64
+#: After so many agreement points at which not every rank answered, there are no more.
+_MOST_UNANSWERED = 3
+_QUESTIONS = 10  # at one agreement point
+
+
+def is_agreement_point(round_number: int) -> bool:
+    """Whether the ranks compare at the end of a round; the first one is number 1."""
+    if round_number < ROUNDS_BETWEEN_AGREEMENTS:
+        return round_number.bit_count() == 1
+    return round_number % ROUNDS_BETWEEN_AGREEMENTS == 0
+
+
+class AgreementPoints:
+    """Counts rounds, and compares the ranks' records at some of them.
+
+    Args:
+        store: Where ranks tell each other.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+        self.num_rounds = 0  #: in which a bucket has left
+        self.forwards = ForwardsLeftOut()
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._is_round_open = False
+        self._begins_after_forward = True
+        self._backwards_repeated = 0
+        self._digest_of: tuple[BucketPlan, str] | None = None
+        self._added: tuple[Record, str] | None = None  # this rank's record of the round, and its counter
+        self._old_counter: str | None = None
+        self._num_unanswered = 0
+
+    @property
+    def current_round(self) -> int:
+        """Number of the round that is under way or, between rounds, comes next; the first one is number 1."""
+        return self.num_rounds + (not self._is_round_open)
+
+    def backward_begins(self, after_forward: bool) -> None:
+        """Note the first gradient of a round.
+
+        Args:
+            after_forward: Whether a synchronised forward has come since the round before.
+        """
+        self._begins_after_forward = after_forward
+
+    def bucket_leaves(self, is_last: bool, plan: BucketPlan, comm_hook: str) -> None:
+        """Before a bucket leaves: count the round, and at the last one tell the other ranks.
+
+        A backward that sends nothing, of a regulariser over a few parameters, concerns no other rank and is no round.
+
+        Args:
+            is_last: Whether no bucket leaves after this one.
+            plan: The plan the bucket belongs to.
+            comm_hook: Name of this rank's comm hook, or "none".
+        """
+        if not self._is_round_open:
+            self._is_round_open = True
+            self.num_rounds += 1
+            self._backwards_repeated += not self._begins_after_forward
+        holds = self._store.lost is None and self._num_unanswered < _MOST_UNANSWERED
+        if is_last and holds and is_agreement_point(self.num_rounds):
+            self._add(plan, comm_hook)
+
+    def compare(self) -> None:
+        """When the round's collectives are over: compare the ranks' records, if this is an agreement point.
+
+        Raises:
+            RanksDifferError: On every rank, naming the ranks and what differs.
+        """
+        if self._added is None:
+            return
+        (record, counter), self._added = self._added, None
+        try:
+            # Whoever has added to this counter has read the one before, which rank 0 deletes.
+            old_counter, self._old_counter = self._old_counter, counter
+            forget = old_counter if self._rank == 0 else None
+            if not self._store.has_come_to(counter, self._world_size, forget):
+                self._compare_records(record, counter)
+        except StoreLostError as error:
+            self._give_up(f"the store of the process group is gone ({error})")
+
+    def round_ends(self) -> None:
+        """The next bucket that leaves begins another round."""
+        self.forwards.round_ends()
+        self._is_round_open = False
+        self._added = None
+
+    def _add(self, plan: BucketPlan, comm_hook: str) -> None:
+        if self._digest_of is None or self._digest_of[0] is not plan:
+            self._digest_of = plan, f"{plan.digest} of generation {plan.generation}"
+        record = Record(
+            plan=self._digest_of[1],
+            comm_hook=comm_hook,
+            forwards_left_out=self.forwards.num_left_out,
+            backwards_repeated=self._backwards_repeated,
+        )
+        counter = f"agreement/{record.digest(self.num_rounds)}"
+        try:
+            self._store.add(counter, 1)
+            self._added = record, counter
+        except StoreLostError as error:
+            self._give_up(f"the store of the process group is gone ({error})")
+
+    def _compare_records(self, record: Record, counter: str) -> None:
+        keys = [f"record/{self.num_rounds}/{rank}" for rank in range(self._world_size)]
+        self._store.post(keys[self._rank], record.to_json())
+        for _ in range(_QUESTIONS):
+            found = self._store.read(keys, ANSWER_LIMIT_S / _QUESTIONS, lambda found: len(found) == len(keys))
+            if len(found) == len(keys):
+                difference = describe_differences([Record.from_json(found[key]) for key in keys])
+                if difference is not None:
+                    raise refusals.ranks_out_of_step(self._rank, self.num_rounds, difference)
+                return
+            # Ranks that come later and see that all agree post nothing.
+            if self._store.has_come_to(counter, self._world_size):
+                return
+        self._num_unanswered += 1
+        silent = format_ranks(rank for rank, key in enumerate(keys) if key not in found)
+        log.warning(
+            "rank %d: ranks that said nothing at the end of round %d: %s. Either they are late, or they cannot reach"
+            " the store of the process group; nothing was compared",
+            self._rank,
+            self.num_rounds,
+            silent,
+        )
+        if self._num_unanswered == _MOST_UNANSWERED:
+            self._give_up(f"{_MOST_UNANSWERED} times not every rank answered")
+
+    def _give_up(self, why: str) -> None:
+        self._num_unanswered = _MOST_UNANSWERED
+        log.warning("rank %d: from now on it is not noticed when ranks get out of step: %s", self._rank, why)
+
+
+class ForwardsLeftOut:
+    """Counts forwards that no backward has reached, although it has reached later ones.
+
+    Several forwards for one backward are no difference between ranks, nor is a forward whose backward is still to come.
+
+    Note [Forwards that are watched]
+    A hook on the autograd node of an output says that a backward has reached it. It costs more than all the rest, and
+    training loops mostly have one forward for each round, which the round then belongs to. So the hook is set only when
+    another forward begins before the round is over. Until then the node is held, which keeps the graph alive for as
+    long as another forward has not begun.
+    """
+
+    def __init__(self) -> None:
+        self._num_watched = 0
+        self._num_reached = 0
+        self._latest_reached = 0
+        self._only_one: set[Any] = set()  # nodes of the only forward since the last round, without a hook
+        self._is_first = True
+
+    @property
+    def num_left_out(self) -> int:
+        """Of the rounds that are over, and the one whose buckets leave."""
+        if self._only_one:
+            return self._num_watched - (self._num_reached + 1)
+        return self._latest_reached - self._num_reached
+
+    def another_begins(self) -> None:
+        """A forward of any kind begins."""
+        if self._only_one:
+            self._set_hooks(self._only_one)
+            self._only_one = set()
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count a forward that has returned.
+
+        Args:
+            tensors: Its outputs; one without any that has an autograd graph is not counted.
+        """
+        # Outputs of one compiled graph have one node.
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        if not nodes:
+            return
+        self._num_watched += 1
+        if self._is_first:
+            self._only_one, self._is_first = nodes, False
+        else:
+            self._set_hooks(nodes)
+
+    def round_ends(self) -> None:
+        """A backward has brought all gradients: the only forward since the last round is the one it came from."""
+        if self._only_one:
+            self._reach(self._num_watched)
+            self._only_one = set()
+        self._is_first = True
+
+    def _set_hooks(self, nodes: set[Any]) -> None:
+        number, is_reached = self._num_watched, False
+
+        def reach(_gradients: Any) -> None:
+            nonlocal is_reached
+            if not is_reached:
+                is_reached = True
+                self._reach(number)
+
+        for node in nodes:
+            node.register_prehook(reach)
+
+    def _reach(self, number: int) -> None:
+        self._num_reached += 1
+        self._latest_reached = max(self._latest_reached, number)

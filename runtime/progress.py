@@ -1,0 +1,196 @@
+"""Keeps the ranks in step: they compare what they have done, and say where they stood when a collective fails.
+
+Note [Ranks that get out of step]
+Collectives pair up by order alone. A rank that leaves a backward out, or calls one twice, reduces with another step of
+the other ranks: a mean of what does not belong together, and at the end a collective that nobody joins. So the ranks
+compare, see Note [Agreement points], and each posts where it stands, so that the error of a collective that failed can
+say where the others are. docs/divergence.md lists what can differ and what happens then.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_compile import torch_internals
+from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import refusals
+from ddp_compile.runtime.agreement import name_from_rank_0
+from ddp_compile.runtime.agreement_points import AgreementPoints
+from ddp_compile.runtime.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.standing import Standings
+from ddp_compile.runtime.used_parameters import tensors_in
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """What the ranks of one module tell each other while they train, through the store of their process group.
+
+    Every rank makes one at the same time. With one rank, and where the process group has no store, nothing is told.
+
+    Args:
+        process_group: The ranks.
+        device: Device of a message, one that the process group can reach.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank, self._world_size = process_group.rank(), process_group.size()
+        self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
+        # The name keeps it apart from other modules, and from an earlier process group in the same store.
+        self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
+        self._points = AgreementPoints(self._store, self._rank, self._world_size)
+        self._standings = Standings(self._store, self._rank, self._world_size)
+        self._num_forwards: Counter[str] = Counter()
+        self._awaited_bucket: int | None = None
+        if self._store.lost is None:
+            # torch keeps what watches for good, and it must not lead here.
+            stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._standings)))
+            weakref.finalize(self, stop)
+
+    def forward_begins(self, kind: str) -> None:
+        """A forward begins: a "training forward", an "evaluation forward" and so on; each kind is counted by itself."""
+        self._num_forwards[kind] += 1
+        self._points.forwards.another_begins()
+        self._standings.note(kind, self._num_forwards[kind])
+
+    def buffers_are_broadcast(self, kind: str) -> None:
+        """The forward waits for rank 0's buffers."""
+        self._standings.note(kind, self._num_forwards[kind], ", broadcast of buffers")
+
+    def forward_ends(self, kind: str, outputs: Any = None) -> None:
+        """A forward has returned.
+
+        Args:
+            kind: As in `forward_begins`.
+            outputs: What it returned, if a backward has to follow it on every rank or on none.
+        """
+        if outputs is not None and self._store.lost is None:
+            self._points.forwards.watch(tensors_in(outputs))
+        self._standings.note(kind, self._num_forwards[kind], " has returned")
+
+    def backward_begins(self, after_forward: bool) -> None:
+        """The first gradient of a round has arrived; see `AgreementPoints.backward_begins`."""
+        self._points.backward_begins(after_forward)
+        self._standings.note("backward of round", self._points.current_round)
+
+    def bucket_leaves(self, is_last: bool, plan: BucketPlan, comm_hook: str) -> None:
+        """A bucket is about to leave; see `AgreementPoints.bucket_leaves`."""
+        self._points.bucket_leaves(is_last, plan, comm_hook)
+
+    def bucket_is_awaited(self, index: int) -> None:
+        """The backward has ended, and the bucket of this number may still be on its way."""
+        if self._awaited_bucket is None:
+            self._standings.note("waiting for the buckets of round", self._points.current_round)
+        self._awaited_bucket = index
+
+    def backward_is_incomplete(self) -> None:
+        """The backward has ended without all gradients, and another one may bring them."""
+        self._awaited_bucket = None
+        self._standings.note("backward of round", self._points.current_round, " has left gradients out")
+
+    def compare(self) -> None:
+        """All collectives of the round are over; see `AgreementPoints.compare`."""
+        self._awaited_bucket = None
+        self._points.compare()
+        self._standings.note("round", self._points.num_rounds, " is over")
+
+    def round_ends(self) -> None:
+        """The next bucket that leaves begins another round."""
+        self._awaited_bucket = None
+        self._points.round_ends()
+
+    def agree_on_comm_hook(self, comm_hook: str) -> None:
+        """Wait until every rank has registered a hook, when earlier rounds were reduced without one.
+
+        Raises:
+            RanksDifferError: Another rank registered another hook, or none within the process group's timeout.
+        """
+        if self._world_size == 1:
+            return
+        self._standings.note(f"register_comm_hook({comm_hook}) after round", self._points.num_rounds)
+        keys = [f"comm_hook/{rank}" for rank in range(self._world_size)]
+        self._store.post(keys[self._rank], comm_hook)
+        try:
+            found = self._store.read(keys, self._timeout_s, lambda found: len(found) == len(keys))
+        except StoreLostError as error:
+            log.warning(
+                "rank %d: whether every rank has registered the comm hook %s is not known: the store of the process"
+                " group is gone (%s)",
+                self._rank,
+                comm_hook,
+                error,
+            )
+            return
+        names = [found.get(key, "none") for key in keys]
+        if len(set(names)) > 1:
+            raise refusals.comm_hooks_differ(self._rank, names)
+
+    def standings_on_failure(self) -> AbstractContextManager[None]:
+        """A context that does `report_failure` with the error of a collective that fails inside."""
+        return _StandingsOnFailure(self)
+
+    def raised(self, error: Exception) -> None:
+        """A forward raised: the others will read it when they miss this rank."""
+        first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
+        self._standings.fail(f": raised {type(error).__name__}: {first_line}")
+
+    def report_failure(self, error: ReductionError) -> ReductionError:
+        """The error of a collective that failed, with a table of where every rank stands.
+
+        Waits for about a second, for ranks whose collectives fail at the same time.
+        """
+        if self._world_size == 1 or self._standings.has_failed:
+            return error
+        if self._awaited_bucket is not None:
+            self._standings.fail(f", bucket {self._awaited_bucket}: failed")
+        self._standings.fail(": failed")
+        return ReductionError(f"{error}\n{self._standings.report()}")
+
+
+class _StandingsOnFailure:
+    """A context, as a class since it is entered for every bucket and a generator would cost ten times as much."""
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, ReductionError):
+            reported = self._progress.report_failure(error)
+            if reported is not error:
+                raise reported from error.__cause__
+
+
+_MOST_CHARACTERS = 200
+
+
+def _compilation_notes(
+    standings: weakref.ref[Standings],
+) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """What to do when torch begins to compile something, and when it has done so."""
+    stood_at = ""
+
+    def begin(compile_id: str) -> None:
+        nonlocal stood_at
+        if (alive := standings()) is not None:
+            stood_at = alive.now.at
+            alive.note(f"{stood_at}, compiling {compile_id}")
+
+    def end() -> None:
+        if (alive := standings()) is not None:
+            alive.note(stood_at)
+
+    return begin, end

@@ -1,0 +1,73 @@
+"""What has to be equal on all ranks at an agreement point, and the text of an error where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ddp_compile.runtime.rank_names import name_values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What one rank has done up to a round.
+
+    Args:
+        plan: Digest and generation of its bucket plan.
+        comm_hook: Name of its comm hook, or "none".
+        forwards_left_out: Training forwards that no backward has reached, although it has reached later ones.
+        backwards_repeated: Rounds that no forward came before.
+    """
+
+    plan: str
+    comm_hook: str
+    forwards_left_out: int
+    backwards_repeated: int
+
+    def digest(self, round_number: int) -> str:
+        """Equal for two ranks where their records of a round are equal."""
+        return hashlib.sha256(f"{round_number} {self.to_json()}".encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        return cls(**json.loads(text))
+
+
+class _Field(NamedTuple):
+    what: str
+    way_out: str
+
+
+_FIELDS = {
+    "plan": _Field("bucket plan", "Call ddp_compile and register_comm_hook alike on every rank"),
+    "comm_hook": _Field("comm hook", "Register the same hook on every rank, between the same two steps"),
+    "forwards_left_out": _Field(
+        "training forwards without a backward",
+        "Call a backward for each of them on every rank, and put a forward that needs none into torch.no_grad() or"
+        " model.no_sync(), or behind model.eval()",
+    ),
+    "backwards_repeated": _Field(
+        "backwards without a forward before them", "Call backward equally often on every rank"
+    ),
+}
+
+
+def describe_differences(records: Sequence[Record]) -> str | None:
+    """What differs between the ranks, the fewest ranks first, and what to do about it; None where nothing does.
+
+    Args:
+        records: By rank.
+    """
+    differences, ways_out = [], []
+    for name, field in _FIELDS.items():
+        values = [getattr(record, name) for record in records]
+        if len(set(values)) > 1:
+            differences.append(f"{field.what}: {name_values(values)}")
+            ways_out.append(field.way_out)
+    return f"{'; '.join(differences)}. {'. '.join(ways_out)}" if differences else None

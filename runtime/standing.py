@@ -1,0 +1,180 @@
+"""Where each rank stands: noted at every step of the training loop, told to the others when a collective fails.
+
+Note [What a post may cost]
+A rank posts where it stands to the store, so that others can read it when it cannot answer any more. Posts are paid
+from a budget that grows by 0.2 % of the time that passes: mostly every note is posted, in steps of a few milliseconds
+some are left out. A post is charged with what it takes here, by a moving average, and at least with what the posts of
+all ranks take on the one thread of the store's server. Where posts stay on a disk for good (FileStore), the budget is
+one a second. A note that is not posted costs less than a microsecond, and its text is not made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ddp_compile.runtime.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.rank_names import format_ranks
+
+_SHARE_OF_TIME = 0.002
+_SERVER_S = 5e-6  # what a post takes on the server of a TCPStore: 1.4 us was measured on an idle machine
+_GROWING_STORE_S = 2e-3
+_MOST_POSTS_SAVED = 32
+#: How long a rank whose collective has failed waits for the others to say where theirs did.
+WAIT_FOR_OTHERS_S = 1.0
+
+
+class Standing(NamedTuple):
+    """Where one rank stood.
+
+    Args:
+        at: The step of the training loop.
+        since: When it came there, in seconds of its machine's clock.
+        failed: Whether it raised there.
+    """
+
+    at: str
+    since: float
+    failed: bool
+
+    def to_text(self) -> str:
+        return f"{self.since} {int(self.failed)} {self.at}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Standing:
+        since, failed, at = text.split(" ", 2)
+        return cls(at, float(since), failed == "1")
+
+
+class _Note(NamedTuple):
+    at: str
+    number: int | None
+    then: str
+    noted_at: float
+
+    def to_text(self) -> str:
+        return f"{self.at}{self.then}" if self.number is None else f"{self.at} {self.number}{self.then}"
+
+
+class Standings:
+    """Where this rank stands, and where the others were heard last.
+
+    Args:
+        store: Where ranks tell each other.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._own_key = f"standing/{rank}"
+        self._keys = {f"standing/{other}": other for other in range(world_size)}
+        self._failure: Standing | None = None
+        self._noted = _Note("before the first forward", None, "", time.perf_counter())
+        self._least_charge_s = max(_SERVER_S * world_size, _GROWING_STORE_S if store.only_grows else 0.0)
+        self._post(self.now)
+        self._budget_at = self._next_post_at = time.perf_counter()
+        self._post_s = self._budget_at - self._noted.noted_at
+        self._budget_s = _MOST_POSTS_SAVED * self._least_charge_s
+
+    @property
+    def now(self) -> Standing:
+        """Where this rank stands."""
+        if self._failure is not None:
+            return self._failure
+        return Standing(self._noted.to_text(), time.time() - (time.perf_counter() - self._noted.noted_at), failed=False)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure has been posted, and nothing been noted since."""
+        return self._failure is not None
+
+    def note(self, at: str, number: int | None = None, then: str = "") -> None:
+        """This rank has come to another step of the training loop; posted if the budget allows it.
+
+        Args:
+            at: Where it is, "training forward" for example.
+            number: The how manieth.
+            then: What comes after the number.
+        """
+        now = time.perf_counter()
+        self._noted = _Note(at, number, then, now)
+        self._failure = None
+        if now >= self._next_post_at and self._store.lost is None:
+            self._post_from_budget(now)
+
+    def fail(self, then: str) -> None:
+        """This rank raises; posted at once, unless it has posted a failure before.
+
+        Args:
+            then: What comes after where it stands.
+        """
+        if self._failure is None:
+            at, since, _ = self.now
+            self._failure = Standing(f"{at}{then}", since, failed=True)
+            self._post(self._failure)
+
+    def report(self) -> str:
+        """Where every rank was heard last, as text of several lines; to be asked after `fail`.
+
+        Waits for at most a second until the others have failed as well, and then for the store's answer.
+        """
+        try:
+            found = self._store.read(list(self._keys), WAIT_FOR_OTHERS_S, self._have_all_failed)
+        except StoreLostError as error:
+            return (
+                f"Where the other ranks stood is not known: the store that they tell it to is gone ({error}). It ends"
+                " with the process that made it, which is rank 0's unless torchrun has started the ranks"
+            )
+        heard = {self._keys[key]: Standing.from_text(value) for key, value in found.items()}
+        heard[self._rank] = self.now
+        return format_standings([heard.get(rank) for rank in self._keys.values()], time.time())
+
+    def _have_all_failed(self, found: Mapping[str, str]) -> bool:
+        return len(found) == len(self._keys) and all(Standing.from_text(value).failed for value in found.values())
+
+    def _post_from_budget(self, now: float) -> None:
+        charge_s = max(self._post_s, self._least_charge_s)
+        saved_s = self._budget_s + (now - self._budget_at) * _SHARE_OF_TIME
+        self._budget_s = min(saved_s, _MOST_POSTS_SAVED * charge_s) - charge_s
+        self._post(self.now)
+        self._budget_at = time.perf_counter()
+        self._post_s += 0.1 * (self._budget_at - now - self._post_s)
+        missing_s = max(self._post_s, self._least_charge_s) - self._budget_s
+        self._next_post_at = self._budget_at + max(0.0, missing_s) / _SHARE_OF_TIME
+
+    def _post(self, standing: Standing) -> None:
+        self._store.post(self._own_key, standing.to_text())
+
+
+def format_standings(standings: Iterable[Standing | None], now: float) -> str:
+    """A small table with a line for each place where ranks stood.
+
+    Args:
+        standings: By rank; None for one that was never heard of.
+        now: Seconds of this machine's clock.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    ages_s: dict[str, list[float]] = {}
+    for rank, standing in enumerate(standings):
+        at = "never heard of" if standing is None else standing.at
+        ranks_at.setdefault(at, []).append(rank)
+        if standing is not None:
+            # The clocks of two machines may differ by a little.
+            ages_s.setdefault(at, []).append(max(0.0, now - standing.since))
+    lines = [
+        ("ranks", "since", "where"),
+        *((format_ranks(ranks_at[at]), _format_ages(ages_s.get(at)), at) for at in ranks_at),
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    table = [f"  {ranks:<{widths[0]}}  {since:<{widths[1]}}  {where}" for ranks, since, where in lines]
+    return "\n".join(["Where each rank was heard last, and for how long it had stood there:", *table])
+
+
+def _format_ages(ages_s: list[float] | None) -> str:
+    if ages_s is None:
+        return ""
+    shortest, longest = f"{min(ages_s):.1f}", f"{max(ages_s):.1f}"
+    return f"{shortest} s" if shortest == longest else f"{shortest} to {longest} s"

@@ -1,0 +1,407 @@
+"""Ranks that do not do the same: an error naming rank and difference, or exact means; docs/divergence.md lists them.
+
+The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
+meet in a group of their own afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+Scenario = Callable[[dist.ProcessGroup], None]
+
+TIMEOUT_S = 2.0
+WIDTH = 8
+
+
+def make_model(group: dist.ProcessGroup | None = None, **settings: Any) -> nn.Module:
+    torch.manual_seed(3)
+    settings = {"backend": "eager", "bucket_cap_mb": 4e-4, **settings}
+    return ddp_compile(Mlp(width=WIDTH, num_layers=2), process_group=group, **settings)
+
+
+def some_rows() -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+# Ranks that get out of step without anybody waiting in vain
+
+
+def leave_a_backward_out(culprit: int) -> None:
+    model = make_model()
+    for step in range(4):
+        loss = loss_of(model(some_rows()))
+        if (dist.get_rank(), step) != (culprit, 1):
+            loss.backward()
+
+
+def forward_once_more(culprit: int) -> None:
+    model = make_model()
+    for step in range(4):
+        if (dist.get_rank(), step) == (culprit, 1):
+            model(some_rows())
+        loss_of(model(some_rows())).backward()
+
+
+def call_backward_twice(culprit: int) -> None:
+    model = make_model()
+    for step in range(5):
+        loss = loss_of(model(some_rows()))
+        loss.backward(retain_graph=True)
+        if (dist.get_rank(), step) == (culprit, 1):
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "difference", "round_number"),
+    [
+        (leave_a_backward_out, "training forwards without a backward", 2),
+        (forward_once_more, "training forwards without a backward", 2),
+        (call_backward_twice, "backwards without a forward before them", 4),
+    ],
+)
+def test_every_rank_raises_at_the_next_agreement_point(
+    scenario: Callable[[int], None], difference: str, round_number: int, ranks: Ranks
+) -> None:
+    for rank, failure in enumerate(ranks(2).run_expecting_failures(scenario, 1)):
+        assert failure.kind == "RanksDifferError"
+        assert failure.message.startswith(f"rank {rank}: at the end of round {round_number} ")
+        assert f"{difference}: 0 on rank 0, 1 on rank 1." in failure.message
+
+
+def test_one_rank_of_three_is_named(ranks: Ranks) -> None:
+    for failure in ranks(3).run_expecting_failures(leave_a_backward_out, 1):
+        assert failure.kind == "RanksDifferError"
+        assert "training forwards without a backward: 1 on rank 1, 0 on ranks 0, 2." in failure.message
+        assert "torch.no_grad()" in failure.message
+
+
+def go_on_after_the_error() -> str:
+    with pytest.raises(RuntimeError, match="out of step"):
+        model = make_model()
+        loss_of(model(some_rows())).backward()
+        if dist.get_rank() == 1:
+            model(some_rows())
+        loss_of(model(some_rows())).backward()
+    with pytest.raises(RuntimeError) as refused:
+        model(some_rows())
+    return str(refused.value)
+
+
+def test_no_rank_goes_on_after_the_error(ranks: Ranks) -> None:
+    for rank, refusal in enumerate(ranks(2).run(go_on_after_the_error)):
+        assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
+
+
+# Ranks that differ, and yet average what they should
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(some_rows())
+    model.train()
+
+
+def evaluate_with_gradients(model: nn.Module) -> None:
+    model.eval()
+    model(some_rows())
+    model.train()
+
+
+def forward_in_no_sync(model: nn.Module) -> None:
+    with model.no_sync():
+        model(some_rows())
+
+
+def two_forwards_for_one_backward(model: nn.Module) -> Tensor:
+    return loss_of(model(some_rows())) + loss_of(model(some_rows()))
+
+
+def recompile(model: nn.Module) -> Tensor:
+    """With dynamic=False every number of rows is a graph of its own."""
+    num_rows = int(torch.randint(5, 500, ()))
+    return loss_of(model(torch.randn(num_rows, WIDTH)))
+
+
+def mean_of_local_gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    means = list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+    for mean in means:
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return means
+
+
+def train_beside(only_rank_1: Callable[[nn.Module], Tensor | None]) -> float:
+    """Largest relative difference of any gradient from the mean of what the ranks computed, in five rounds."""
+    model = make_model(dynamic=False)
+    torch.manual_seed(100 + dist.get_rank())
+    worst = 0.0
+    for _ in range(5):
+        model.zero_grad()
+        loss = only_rank_1(model) if dist.get_rank() == 1 else None
+        loss = loss_of(model(some_rows())) if loss is None else loss
+        means = mean_of_local_gradients(model, loss)
+        loss.backward()
+        for parameter, mean in zip(model.parameters(), means, strict=True):
+            worst = max(worst, relative_difference(parameter.grad, mean))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "only_rank_1",
+    [evaluate, evaluate_with_gradients, forward_in_no_sync, two_forwards_for_one_backward, recompile],
+)
+def test_what_one_rank_may_do_alone(only_rank_1: Callable[[nn.Module], Tensor | None], ranks: Ranks) -> None:
+    assert max(ranks(2).run(train_beside, only_rank_1)) < 1e-6
+
+
+# Comm hooks
+
+
+def register_different_hooks(rounds_before: int) -> None:
+    model = make_model()
+    for _ in range(rounds_before):
+        loss_of(model(some_rows())).backward()
+    hook = default_hooks.fp16_compress_hook if dist.get_rank() else default_hooks.allreduce_hook
+    model.register_comm_hook(None, hook)
+    loss_of(model(some_rows())).backward()
+
+
+@pytest.mark.parametrize("rounds_before", [0, 1])
+def test_different_comm_hooks_are_refused_on_every_rank(rounds_before: int, ranks: Ranks) -> None:
+    for rank, failure in enumerate(ranks(2).run_expecting_failures(register_different_hooks, rounds_before)):
+        assert failure.kind == "RanksDifferError"
+        assert failure.message.startswith(f"rank {rank}: ")
+        assert "allreduce_hook on rank 0, fp16_compress_hook on rank 1" in failure.message
+
+
+class HookObject:
+    def __call__(self, state: Any, bucket: Any) -> Any:
+        return default_hooks.allreduce_hook(None, bucket)
+
+
+def register_hook_objects(rounds_before: int) -> float:
+    model = make_model()
+    for _ in range(rounds_before):
+        loss_of(model(some_rows())).backward()
+    padding = [object() for _ in range(1000 * dist.get_rank())]  # so that the ranks' objects have other addresses
+    model.register_comm_hook(padding, HookObject())
+    model.zero_grad()
+    loss = loss_of(model(some_rows()))
+    means = mean_of_local_gradients(model, loss)
+    loss.backward()
+    return max(relative_difference(p.grad, mean) for p, mean in zip(model.parameters(), means, strict=True))
+
+
+@pytest.mark.parametrize("rounds_before", [0, 1])
+def test_hooks_that_are_objects_of_one_class_are_equal(rounds_before: int, ranks: Ranks) -> None:
+    assert max(ranks(2).run(register_hook_objects, rounds_before)) < 1e-6
+
+
+# Ranks that others wait for in vain
+
+
+def run_and_meet(scenario: Scenario) -> str:
+    """What the scenario raised on this rank, in a group of short timeout; the ranks leave it together."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    started = time.monotonic()
+    try:
+        scenario(group)
+        outcome = "nothing"
+    except Exception as error:
+        assert time.monotonic() - started < 3 * TIMEOUT_S
+        outcome = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return outcome
+
+
+def step(model: nn.Module) -> None:
+    loss_of(model(some_rows())).backward()
+
+
+def evaluate_for_long(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    step(model)
+    if dist.get_rank() == 1:
+        evaluate(model)
+        return
+    step(model)
+
+
+def compile_for_long(group: dist.ProcessGroup) -> None:
+    def slow_on_rank_1(gm: Any, _inputs: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(TIMEOUT_S + 1.5)
+            raise KeyError("not needed any more")
+        return gm.forward
+
+    model = make_model(group, backend=slow_on_rank_1)
+    step(model)
+
+
+def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    model = ddp_compile(model, process_group=group, backend="eager")
+    step(model)
+    if dist.get_rank() == 1:
+        model(some_rows())
+    step(model)
+
+
+def stop_early(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    for _ in range(3 - dist.get_rank()):
+        step(model)
+
+
+def step_once_in_no_sync(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    for number in range(3):
+        alone = (dist.get_rank(), number) == (1, 1)
+        with model.no_sync() if alone else contextlib.nullcontext():
+            step(model)
+
+
+class RaisesInForward(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            raise KeyError("bad sample")
+        return super().forward(x)
+
+
+def raise_in_forward(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(RaisesInForward(WIDTH, 2), process_group=group, backend="eager")
+    step(model)
+    loss_of(model(torch.randn(1 if dist.get_rank() == 1 else 4, WIDTH))).backward()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if dist.get_rank() == 0 else self.right(x)
+
+
+def take_another_branch(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(Branches(), process_group=group, backend="eager", bucket_cap_mb=1e-4)
+    for _ in range(2):
+        step(model)
+
+
+def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    step(model)
+    if dist.get_rank() == 1:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    step(model)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "culprit_stood", "culprit_raised"),
+    [
+        (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
+        (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
+        (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
+        (stop_early, "round 2 is over", "nothing"),
+        (step_once_in_no_sync, "round 2 is over", "nothing"),
+        (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
+        (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
+        (register_a_hook_on_rank_1, "register_comm_hook(allreduce_hook) after round 1", "RanksDifferError"),
+    ],
+)
+def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
+    scenario: Scenario, culprit_stood: str, culprit_raised: str, ranks: Ranks
+) -> None:
+    waiting, culprit = ranks(2).run(run_and_meet, scenario)
+    assert waiting.startswith("ReductionError: rank 0: ") and culprit.startswith(culprit_raised)
+    rows = waiting[waiting.index("Where each rank was heard last") :].splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert "failed" in rows[0] and culprit_stood in rows[1]
+
+
+def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), process_group=group, backend="eager"
+    )
+    if dist.get_rank() == 1:
+        model(some_rows())
+
+
+def test_a_broadcast_of_buffers_that_fails_says_where_rank_0_stands(ranks: Ranks) -> None:
+    late, waiting = ranks(2).run(run_and_meet, late_for_the_broadcast)
+    assert late == "nothing"
+    assert waiting.startswith("ReductionError: rank 1: the broadcast of 3 buffers from rank 0")
+    assert "before the first forward\n" in waiting
+    assert waiting.endswith("training forward 1, broadcast of buffers: failed")
+
+
+# Stores
+
+
+def in_group_with_tcp_store(port: int) -> None:
+    dist.destroy_process_group()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def train_on_a_tcp_store(port: int) -> tuple[int, list[str]]:
+    in_group_with_tcp_store(port)
+    model = make_model()
+    for _ in range(20):
+        step(model)
+    progress = model._ddp_compile_state.progress
+    dist.barrier()
+    counters = progress._store._store._underlying_non_prefix_store.list_keys()
+    dist.barrier()
+    return progress._points.num_rounds, [key for key in counters if "/agreement/" in key]
+
+
+def test_agreement_points_leave_one_counter_behind(ranks: Ranks) -> None:
+    for num_rounds, counters in ranks(2).run(train_on_a_tcp_store, free_port()):
+        assert num_rounds == 20
+        assert len(counters) == 1
+
+
+def rank_0_exits(port: int) -> None:
+    in_group_with_tcp_store(port)
+    model = make_model()
+    step(model)
+    if dist.get_rank() == 0:
+        os._exit(0)
+    step(model)
+
+
+def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Ranks) -> None:
+    started = time.monotonic()
+    exited, waiting = ranks(2).run_expecting_failures(rank_0_exits, free_port())
+    assert exited.kind == "EOFError"
+    assert waiting.kind == "ReductionError"
+    assert "bucket 0" in waiting.message and "the store that they tell it to is gone" in waiting.message
+    assert time.monotonic() - started < 30
