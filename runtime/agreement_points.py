@@ -115,7 +115,6 @@ class AgreementPoints:
 
     def round_ends(self) -> None:
         """The next bucket that leaves begins another round."""
-        self.forwards.round_ends()
         self._is_round_open = False
         self._added = None
 
@@ -169,33 +168,19 @@ class ForwardsLeftOut:
     """Counts forwards that no backward has reached, although it has reached later ones.
 
     Several forwards for one backward are no difference between ranks, nor is a forward whose backward is still to come.
-
-    Note [Forwards that are watched]
-    A hook on the autograd node of an output says that a backward has reached it. It costs more than all the rest, and
-    training loops mostly have one forward for each round, which the round then belongs to. So the hook is set only when
-    another forward begins before the round is over. Until then the node is held, which keeps the graph alive for as
-    long as another forward has not begun.
+    A hook on the autograd node of an output says that a backward has come to it, one that raises further down included:
+    such a step may be done over.
     """
 
     def __init__(self) -> None:
         self._num_watched = 0
         self._num_reached = 0
         self._latest_reached = 0
-        self._only_one: set[Any] = set()  # nodes of the only forward since the last round, without a hook
-        self._is_first = True
 
     @property
     def num_left_out(self) -> int:
-        """Of the rounds that are over, and the one whose buckets leave."""
-        if self._only_one:
-            return self._num_watched - (self._num_reached + 1)
+        """Of the forwards before the latest one that a backward has reached."""
         return self._latest_reached - self._num_reached
-
-    def another_begins(self) -> None:
-        """A forward of any kind begins."""
-        if self._only_one:
-            self._set_hooks(self._only_one)
-            self._only_one = set()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count a forward that has returned.
@@ -204,21 +189,9 @@ class ForwardsLeftOut:
             tensors: Its outputs; one without any that has an autograd graph is not counted.
         """
         # Outputs of one compiled graph have one node.
-        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-        if not nodes:
-            return
-        self._num_watched += 1
-        if self._is_first:
-            self._only_one, self._is_first = nodes, False
-        else:
+        if nodes := {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
+            self._num_watched += 1
             self._set_hooks(nodes)
-
-    def round_ends(self) -> None:
-        """A backward has brought all gradients: the only forward since the last round is the one it came from."""
-        if self._only_one:
-            self._reach(self._num_watched)
-            self._only_one = set()
-        self._is_first = True
 
     def _set_hooks(self, nodes: set[Any]) -> None:
         number, is_reached = self._num_watched, False

@@ -59,7 +59,6 @@ class Progress:
     def forward_begins(self, kind: str) -> None:
         """A forward begins: a "training forward", an "evaluation forward" and so on; each kind is counted by itself."""
         self._num_forwards[kind] += 1
-        self._points.forwards.another_begins()
         self._standings.note(kind, self._num_forwards[kind])
 
     def buffers_are_broadcast(self, kind: str) -> None:

@@ -253,7 +253,7 @@ def compile_for_long(group: dist.ProcessGroup) -> None:
             raise KeyError("not needed any more")
         return gm.forward
 
-    model = make_model(group, backend=slow_on_rank_1)
+    model = make_model(group, backend=slow_on_rank_1, fullgraph=True)  # or it would go on eagerly
     step(model)
 
 

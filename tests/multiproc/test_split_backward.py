@@ -105,6 +105,12 @@ def forward_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
 
 
+def forward_in_no_sync_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
+    with model.no_sync():
+        model(3 * x)
+    loss_of(model(x)).backward()
+
+
 def halve(gradient: Tensor) -> Tensor:
     return gradient / 2
 
@@ -345,7 +351,7 @@ def late_and_not_repeatable(because: str) -> tuple[str, float]:
         model.zero_grad()
         step = contributor_on_one_rank
         if because == "rank_0_waits_for_hooks" and dist.get_rank() == 0 and attempt == 0:
-            step = forward_that_nobody_uses
+            step = forward_in_no_sync_that_nobody_uses  # outside, it would be one that the ranks miss
         try:
             step(model, x, attempt)
         except GradientArrivalError as error:

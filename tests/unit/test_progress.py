@@ -91,16 +91,12 @@ class Forward:
         x = torch.ones(2, requires_grad=True)
         self.forwards = forwards
         self.outputs = (x * 2, x + 1)
-        forwards.another_begins()
         forwards.watch([*self.outputs, torch.ones(1)])
 
     def backward(self, output: int = 0) -> int:
         """Number of forwards left out, as told to the other ranks before the backward has ended."""
         self.outputs[output].sum().backward(retain_graph=True)
-        num_left_out = self.forwards.num_left_out
-        self.forwards.round_ends()
-        assert self.forwards.num_left_out == num_left_out
-        return num_left_out
+        return self.forwards.num_left_out
 
 
 def test_a_forward_is_left_out_when_a_later_one_has_its_backward() -> None:
@@ -126,7 +122,6 @@ def test_several_forwards_of_one_backward_are_not_left_out() -> None:
         first, second = Forward(forwards), Forward(forwards)
         (first.outputs[0] + second.outputs[1]).sum().backward()
         assert forwards.num_left_out == 0
-        forwards.round_ends()
 
 
 def test_a_forward_beside_the_round_is_left_out_though_it_came_last() -> None:
@@ -135,20 +130,34 @@ def test_a_forward_beside_the_round_is_left_out_though_it_came_last() -> None:
     assert [first.backward(), Forward(forwards).backward()] == [0, 1]
 
 
+def test_a_backward_that_raises_further_down_has_reached_its_forward() -> None:
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise ValueError("user error")
+
+    forwards = ForwardsLeftOut()
+    x = torch.ones(2, requires_grad=True)
+    inner = x * 2
+    inner.register_hook(refuse)
+    output = inner + 1
+    forwards.watch([output])
+    with pytest.raises(ValueError, match="user error"):
+        output.sum().backward()
+    assert Forward(forwards).backward() == 0  # the step done over
+
+
 def test_a_forward_without_a_graph_is_not_counted() -> None:
     forwards = ForwardsLeftOut()
     forwards.watch([torch.ones(2)])
     assert Forward(forwards).backward() == 0
 
 
-def test_the_graph_of_a_forward_goes_when_another_begins() -> None:
+def test_a_forward_that_is_watched_keeps_no_graph_alive() -> None:
     forwards = ForwardsLeftOut()
     x = torch.ones(2, requires_grad=True)
     saved = x * 1
     kept = weakref.ref(saved)
     forwards.watch([saved.square()])
     del saved
-    forwards.another_begins()
     gc.collect()
     assert kept() is None
 
