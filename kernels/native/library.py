@@ -87,8 +87,7 @@ class NativeLibrary:
             )
         if source_hash(SOURCES) not in ("", self.source_hash().decode()):
             raise KernelUnavailableError(
-                f"{path} was built from other sources than those in {SOURCES}; build it again with"
-                " pip install -e ."
+                f"{path} was built from other sources than those in {SOURCES}; build it again with pip install -e ."
             )
         self.exchange_api = _exchange_api()
 
