@@ -220,7 +220,7 @@ def ways_of(case: Case) -> dict[str, Way]:
 
 def make_buckets(case: Case, device: str) -> list[Bucket]:
     count = max(2 if case.new_addresses else 1, -(-ROTATED_BYTES[device] // case.moved_bytes))
-    flats = [torch.zeros(sum(case.numels), dtype=case.flat_dtype, device=device) for _ in range(count)]
+    flats = [torch.randn(sum(case.numels), device=device).to(case.flat_dtype) for _ in range(count)]
     if case.new_addresses:
         flats = flats[:1] * count  # one bucket whose tensors have moved
     buckets = []

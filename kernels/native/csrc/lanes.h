@@ -101,6 +101,11 @@ inline float read(const Float16* from) { return float16_value<uint32_t, float>(f
 inline void write(Float16* to, float value) { to->bits = uint16_t(float16_bits<uint32_t>(value)); }
 #endif
 
+// Without the sign, in bits.
+inline uint32_t magnitude(const Float32* from) { return bit_cast<uint32_t>(from->value) & 0x7fffffffu; }
+inline uint32_t magnitude(const BFloat16* from) { return from->bits & 0x7fffu; }
+inline uint32_t magnitude(const Float16* from) { return from->bits & 0x7fffu; }
+
 // The smallest magnitude of a float, in bits, that is infinite once it is written; those of NaNs are larger.
 inline uint32_t first_infinite(const Float32*) { return 0x7f800000u; }
 inline uint32_t first_infinite(const BFloat16*) { return 0x7f7f8000u; }

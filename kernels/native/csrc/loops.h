@@ -44,6 +44,22 @@ double write_scaled(const S* from, D* to, int64_t count, float scale) {
   return total;
 }
 
+// Gradients of rows that were not looked up, and of units that are off, are zeros, and many of them.
+template <class S>
+bool are_zeros(const S* from, int64_t count) {
+  int64_t i = 0;
+  uint32_t any = 0;
+#if defined(DDP_COMPILE_VECTORS)
+  constexpr int64_t kElements = sizeof(u32v) / sizeof(S);
+  u32v any_lanes = {};
+  for (; i + kElements <= count; i += kElements) any_lanes |= load<u32v>(from + i);
+  for (int lane = 0; lane < kLanes; ++lane) any |= any_lanes[lane];
+  any &= sizeof(S) == 4 ? 0x7fffffffu : 0x7fff7fffu;  // without the signs
+#endif
+  for (; i < count; ++i) any |= magnitude(from + i);
+  return any == 0;
+}
+
 // The largest magnitude of the products, in bits.
 template <class S>
 uint32_t largest_scaled(const S* from, int64_t count, float scale) {
@@ -100,9 +116,9 @@ void scale_with_stats(const S* from, D* to, int64_t count, float scale, Stats* s
       stats->sum_of_squares += sum;
       continue;
     }
-    const uint32_t largest = largest_scaled(block, numel, scale);
-    stats->non_finite |= largest >= first_infinite(to);
-    if (largest != 0) stats->sum_of_squares += sum_in_double(block, numel, scale);
+    if (sum == 0 && are_zeros(block, numel)) continue;
+    stats->non_finite |= largest_scaled(block, numel, scale) >= first_infinite(to);
+    stats->sum_of_squares += sum_in_double(block, numel, scale);
   }
 }
 
