@@ -70,12 +70,13 @@ def uneven(num_bytes: int, count: int) -> tuple[int, ...]:
 MIB = 1 << 20
 BUCKET = uneven(25 * MIB, 200)
 SMALL = (256,) * 5000
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 
 CASES = {
     "cpu": (
         Case(name="25 MiB in 200", numels=BUCKET),
         Case(name="25 MiB in 200 to bf16", numels=BUCKET, flat_dtype=BF16),
+        Case(name="25 MiB in 200 to fp16", numels=BUCKET, flat_dtype=FP16),
         Case(name="25 MiB in 200, back", numels=BUCKET, to_flat=False),
         Case(name="25 MiB in 200, back from bf16", numels=BUCKET, flat_dtype=BF16, to_flat=False),
         Case(name="5000 of 1 KiB", numels=SMALL),
@@ -219,7 +220,7 @@ def ways_of(case: Case) -> dict[str, Way]:
 
 def make_buckets(case: Case, device: str) -> list[Bucket]:
     count = max(2 if case.new_addresses else 1, -(-ROTATED_BYTES[device] // case.moved_bytes))
-    flats = [torch.zeros(sum(case.numels), dtype=case.flat_dtype, device=device) for _ in range(count)]
+    flats = [torch.randn(sum(case.numels), device=device).to(case.flat_dtype) for _ in range(count)]
     if case.new_addresses:
         flats = flats[:1] * count  # one bucket whose tensors have moved
     buckets = []

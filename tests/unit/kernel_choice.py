@@ -1,4 +1,4 @@
-"""What the tests of the kernels run on: each instruction set of the C++ library, or torch's operations alone."""
+"""What the tests of the kernels run on: the C++ library with each kind of loops, or torch's operations alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ddp_compile import kernels
 
-#: Names that `NativeLibrary.instruction_sets` has on one processor or another.
+#: Names that `NativeLibrary.instruction_sets` has on x86 processors.
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
-#: The loops of compilers without vector types: a library of its own, which the tests build.
-PLAIN_LOOPS = "plain"
+#: What is built elsewhere: the macro that makes any compiler build the same here, and the only instruction set then.
+OTHER_BUILDS = {
+    "other processors": ("DDP_COMPILE_NO_INTRINSICS", "baseline"),
+    "other compilers": ("DDP_COMPILE_PLAIN_LOOPS", "plain"),
+}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def test_the_driver_gets_what_it_needs(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), *filter(None, sys.path)]),
     }
     command = [sys.executable, HERE / "cuda_driver_checks.py", libcuda, tmp_path]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,6 +1,6 @@
-// Reading, converting and writing elements, one at a time and a register full at a time. simd.cpp includes this file and
-// loops.h once for each instruction set, each time inside another namespace: so there is no include guard, and nothing is
-// included from here.
+// Reading, converting and writing elements, one at a time and a register full at a time. simd.cpp includes this file
+// and loops.h once for each instruction set, each time inside another namespace: so there is no include guard, and
+// nothing is included from here.
 //
 // Vectors are those of GCC and clang, as wide as the registers: wider ones are correct as well, but GCC keeps them in
 // memory. Intrinsics of x86 are used for what the types cannot say; DDP_COMPILE_AVX is 0, 2 or 512 there. (__AVX2__ and
@@ -19,10 +19,8 @@ typedef uint32_t u32v __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t u16v __attribute__((vector_size(2 * kLanes)));
 // Double precision has half as many lanes.
 constexpr int kHalf = kLanes / 2;
-typedef double f64v __attribute__((vector_size(8 * kHalf)));
-typedef uint64_t u64v __attribute__((vector_size(8 * kHalf)));
-typedef float f32h __attribute__((vector_size(4 * kHalf)));
-typedef uint8_t u8h __attribute__((vector_size(kHalf)));
+typedef double f64v __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t u64v __attribute__((vector_size(4 * kLanes)));
 #endif
 
 template <class V>
@@ -103,10 +101,18 @@ inline float read(const Float16* from) { return float16_value<uint32_t, float>(f
 inline void write(Float16* to, float value) { to->bits = uint16_t(float16_bits<uint32_t>(value)); }
 #endif
 
+// Without the sign, in bits.
+inline uint32_t magnitude(const Float32* from) { return bit_cast<uint32_t>(from->value) & 0x7fffffffu; }
+inline uint32_t magnitude(const BFloat16* from) { return from->bits & 0x7fffu; }
+inline uint32_t magnitude(const Float16* from) { return from->bits & 0x7fffu; }
+
 // The smallest magnitude of a float, in bits, that is infinite once it is written; those of NaNs are larger.
 inline uint32_t first_infinite(const Float32*) { return 0x7f800000u; }
 inline uint32_t first_infinite(const BFloat16*) { return 0x7f7f8000u; }
 inline uint32_t first_infinite(const Float16*) { return 0x477ff000u; }
+
+// Adding 2^52 to a small double leaves it as an integer, rounded to nearest even, in the low bits.
+constexpr double kRounding = 4503599627370496.0;
 
 #if defined(DDP_COMPILE_VECTORS)
 
@@ -119,12 +125,9 @@ inline void write_lanes(BFloat16* to, f32v value) {
 }
 
 #if DDP_COMPILE_AVX == 512
-// Masked, as is an insertion below: GCC 12 warns of the undefined register in what takes no mask.
-inline f32v read_lanes(const Float16* from) {
-  return bit_cast<f32v>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)));
-}
+inline f32v read_lanes(const Float16* from) { return bit_cast<f32v>(_mm512_cvtph_ps(load<__m256i>(from))); }
 inline u16v float16_lanes(f32v value) {
-  return bit_cast<u16v>(_mm512_maskz_cvtps_ph(0xffff, bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+  return bit_cast<u16v>(_mm512_cvtps_ph(bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
 }
 #elif DDP_COMPILE_AVX == 2
 inline f32v read_lanes(const Float16* from) { return bit_cast<f32v>(_mm256_cvtph_ps(load<__m128i>(from))); }
@@ -137,8 +140,8 @@ inline u16v float16_lanes(f32v value) { return __builtin_convertvector(float16_b
 #endif
 inline void write_lanes(Float16* to, f32v value) { store(to, float16_lanes(value)); }
 
-// write_two: one vector after the other, past the caches if kStreaming, to an address that is a multiple of a register's
-// size then. Two vectors of a half format fill one register.
+// write_two: one vector after the other, past the caches if kStreaming, when the address is a multiple of a register's
+// size. Two vectors of a half format fill one register.
 #if defined(DDP_COMPILE_X86)
 
 #if DDP_COMPILE_AVX == 512
@@ -151,7 +154,7 @@ inline Register upper_halves(u32v first, u32v second) {
 }
 inline Register float16_register(f32v first, f32v second) {
   const Register low = _mm512_castsi256_si512(bit_cast<__m256i>(float16_lanes(first)));
-  return _mm512_maskz_inserti64x4(0xff, low, bit_cast<__m256i>(float16_lanes(second)), 1);
+  return _mm512_inserti64x4(low, bit_cast<__m256i>(float16_lanes(second)), 1);
 }
 #elif DDP_COMPILE_AVX == 2
 typedef __m256i Register;
@@ -222,10 +225,59 @@ inline f32v plus_square(f32v sum, f32v value) {
 #endif
 }
 
-// The lower (part 0) or upper (part 1) half of the lanes.
-inline f64v half_in_double(f32v value, int part) {
-  return __builtin_convertvector(load<f32h>(reinterpret_cast<const float*>(&value) + kHalf * part), f64v);
+// Between single and double precision, where the lanes are in two halves; and between double precision and codes, whole
+// numbers from 0 to 255, to which doubles are rounded, ties to even.
+#if DDP_COMPILE_AVX == 512
+inline f64v lower_half(f32v value) {
+  return bit_cast<f64v>(_mm512_cvtps_pd(_mm512_castps512_ps256(bit_cast<__m512>(value))));
 }
+inline f64v upper_half(f32v value) {
+  return bit_cast<f64v>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(bit_cast<__m512>(value), 1)));
+}
+inline f32v in_single(f64v lower, f64v upper) {
+  const __m512 low = _mm512_castps256_ps512(_mm512_cvtpd_ps(bit_cast<__m512d>(lower)));
+  return bit_cast<f32v>(_mm512_insertf32x8(low, _mm512_cvtpd_ps(bit_cast<__m512d>(upper)), 1));
+}
+inline f64v read_codes(const uint8_t* codes) {
+  const __m128i loaded = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  return bit_cast<f64v>(_mm512_cvtepi32_pd(_mm256_cvtepu8_epi32(loaded)));
+}
+inline void write_codes(uint8_t* codes, f64v half) {
+  const __m256i rounded = _mm512_cvtpd_epi32(bit_cast<__m512d>(half));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm256_cvtepi32_epi8(rounded));
+}
+#elif DDP_COMPILE_AVX == 2
+inline f64v lower_half(f32v value) {
+  return bit_cast<f64v>(_mm256_cvtps_pd(_mm256_castps256_ps128(bit_cast<__m256>(value))));
+}
+inline f64v upper_half(f32v value) {
+  return bit_cast<f64v>(_mm256_cvtps_pd(_mm256_extractf128_ps(bit_cast<__m256>(value), 1)));
+}
+inline f32v in_single(f64v lower, f64v upper) {
+  const __m256 low = _mm256_castps128_ps256(_mm256_cvtpd_ps(bit_cast<__m256d>(lower)));
+  return bit_cast<f32v>(_mm256_insertf128_ps(low, _mm256_cvtpd_ps(bit_cast<__m256d>(upper)), 1));
+}
+inline f64v read_codes(const uint8_t* codes) {
+  return bit_cast<f64v>(_mm256_cvtepi32_pd(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int>(codes)))));
+}
+inline void write_codes(uint8_t* codes, f64v half) {
+  const __m128i lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m128i rounded = _mm256_cvtpd_epi32(bit_cast<__m256d>(half));
+  store(codes, _mm_cvtsi128_si32(_mm_shuffle_epi8(rounded, lowest)));
+}
+#else
+inline f64v lower_half(f32v value) { return f64v{value[0], value[1]}; }
+inline f64v upper_half(f32v value) { return f64v{value[2], value[3]}; }
+inline f32v in_single(f64v lower, f64v upper) {
+  return f32v{float(lower[0]), float(lower[1]), float(upper[0]), float(upper[1])};
+}
+inline f64v read_codes(const uint8_t* codes) { return f64v{double(codes[0]), double(codes[1])}; }
+inline void write_codes(uint8_t* codes, f64v half) {
+  const u64v rounded = bit_cast<u64v>(half + kRounding);
+  codes[0] = uint8_t(rounded[0]);
+  codes[1] = uint8_t(rounded[1]);
+}
+#endif
 
 #endif
 

@@ -26,8 +26,8 @@ namespace {
 // Threads are started for every call, so that no pool has to survive a fork, and not for less work than this.
 constexpr int64_t kMinElementsPerThread = 1 << 19;
 
-// Calls work(begin, end, part) on consecutive parts of 0..count, each on a thread of its own. The parts are the same for
-// the same numbers, whatever happens.
+// Calls work(begin, end, part) on consecutive parts of 0..count, each on a thread of its own. The parts are the same
+// for the same numbers, whatever happens.
 template <class Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
   const int64_t parts = std::max<int64_t>(1, std::min(num_threads, count / kMinElementsPerThread));
@@ -83,8 +83,8 @@ struct Copy {
   }
 };
 
-// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as there are any; it goes to row j: its extremes,
-// codes, zeros up to row_bytes.
+// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as there are any; it goes to row j: its
+// extremes, codes, zeros up to row_bytes.
 struct Chunks {
   Dtype dtype;
   int64_t count;
@@ -148,7 +148,7 @@ void Chunks::compress(const char* values, uint8_t* rows, int64_t num_threads) co
     const char* from = values + share.begin * element_bytes(dtype);
     loops().encode(dtype, from, share.numel, extremes, row + sizeof extremes + share.position);
   };
-  // A chunk that one thread has all of is encoded while it is in the caches; the others once all their threads are done.
+  // A chunk that one thread has all of is encoded while it is in the caches; others once all their threads are done.
   std::mutex merging;
   in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
     for_each_share(begin, end, [&](const Share& share) {

@@ -1,5 +1,5 @@
-// The loops over elements, on top of lanes.h; included as it is. Compilers without vector types get the one-element loops
-// alone, which handle the last few elements everywhere else.
+// The loops over elements, on top of lanes.h; included as it is. Compilers without vector types get the one-element
+// loops alone, which handle the last few elements everywhere else.
 
 // Sums of squares are checked after so many elements.
 constexpr int64_t kBlock = 4096;
@@ -44,6 +44,22 @@ double write_scaled(const S* from, D* to, int64_t count, float scale) {
   return total;
 }
 
+// Gradients of rows that were not looked up, and of units that are off, are zeros, and many of them.
+template <class S>
+bool are_zeros(const S* from, int64_t count) {
+  int64_t i = 0;
+  uint32_t any = 0;
+#if defined(DDP_COMPILE_VECTORS)
+  constexpr int64_t kElements = sizeof(u32v) / sizeof(S);
+  u32v any_lanes = {};
+  for (; i + kElements <= count; i += kElements) any_lanes |= load<u32v>(from + i);
+  for (int lane = 0; lane < kLanes; ++lane) any |= any_lanes[lane];
+  any &= sizeof(S) == 4 ? 0x7fffffffu : 0x7fff7fffu;  // without the signs
+#endif
+  for (; i < count; ++i) any |= magnitude(from + i);
+  return any == 0;
+}
+
 // The largest magnitude of the products, in bits.
 template <class S>
 uint32_t largest_scaled(const S* from, int64_t count, float scale) {
@@ -66,15 +82,14 @@ double sum_in_double(const S* from, int64_t count, float scale) {
   int64_t i = 0;
   double total = 0;
 #if defined(DDP_COMPILE_VECTORS)
-  f64v sums[2] = {};
+  f64v sum0 = {}, sum1 = {};
   for (; i + kLanes <= count; i += kLanes) {
     const f32v value = read_lanes(from + i) * scale;
-    for (int part = 0; part < 2; ++part) {
-      const f64v wide = half_in_double(value, part);
-      sums[part] += wide * wide;
-    }
+    const f64v lower = lower_half(value), upper = upper_half(value);
+    sum0 += lower * lower;
+    sum1 += upper * upper;
   }
-  for (int lane = 0; lane < kHalf; ++lane) total += sums[0][lane] + sums[1][lane];
+  for (int lane = 0; lane < kHalf; ++lane) total += sum0[lane] + sum1[lane];
 #endif
   for (; i < count; ++i) {
     const double wide = read(from + i) * scale;
@@ -83,9 +98,9 @@ double sum_in_double(const S* from, int64_t count, float scale) {
   return total;
 }
 
-// Statistics cost one or two instructions for each vector: squares are added in float, and a sum of ordinary size vouches
-// for everything in it. Where there is none, as with infinities, NaNs, and all very large or small, a block is looked at
-// again while it is in the caches.
+// Statistics cost one or two instructions for each vector: squares are added in float, and a sum of ordinary size
+// vouches for everything in it. A block without such a sum, which has infinities, NaNs or very large values, or small
+// ones alone, is looked at again while it is in the caches.
 template <class S, class D, bool kStreaming>
 void scale_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
   S kept[kBlock];
@@ -101,9 +116,9 @@ void scale_with_stats(const S* from, D* to, int64_t count, float scale, Stats* s
       stats->sum_of_squares += sum;
       continue;
     }
-    const uint32_t largest = largest_scaled(block, numel, scale);
-    stats->non_finite |= largest >= first_infinite(to);
-    if (largest != 0) stats->sum_of_squares += sum_in_double(block, numel, scale);
+    if (sum == 0 && are_zeros(block, numel)) continue;
+    stats->non_finite |= largest_scaled(block, numel, scale) >= first_infinite(to);
+    stats->sum_of_squares += sum_in_double(block, numel, scale);
   }
 }
 
@@ -218,25 +233,24 @@ void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* cod
     return;
   }
   const double inverse = 255.0 / range;
-  // Adding 2^52 leaves the integer, rounded to nearest even, in the low bits.
-  const double shift = 4503599627370496.0;
   int64_t i = 0;
 #if defined(DDP_COMPILE_VECTORS)
+  const f64v zero = {}, top = zero + 255.0;
+  const auto steps_of = [&](f64v values) {
+    const f64v steps = (values - minimum) * inverse;
+    const f64v not_negative = steps < zero ? zero : steps;
+    return not_negative > top ? top : not_negative;
+  };
   for (; i + kLanes <= count; i += kLanes) {
     const f32v values = read_lanes(from + i);
-    for (int part = 0; part < 2; ++part) {
-      f64v steps = (half_in_double(values, part) - minimum) * inverse;
-      const f64v zero = {}, top = zero + 255.0;
-      steps = steps < zero ? zero : steps;
-      steps = steps > top ? top : steps;
-      store(codes + i + kHalf * part, __builtin_convertvector(bit_cast<u64v>(steps + shift), u8h));
-    }
+    write_codes(codes + i, steps_of(lower_half(values)));
+    write_codes(codes + i + kHalf, steps_of(upper_half(values)));
   }
 #endif
   for (; i < count; ++i) {
     double steps = (double(read(from + i)) - minimum) * inverse;
     steps = steps < 0.0 ? 0.0 : steps > 255.0 ? 255.0 : steps;
-    codes[i] = uint8_t(bit_cast<uint64_t>(steps + shift));
+    codes[i] = uint8_t(bit_cast<uint64_t>(steps + kRounding));
   }
 }
 
@@ -247,12 +261,9 @@ void decode(const Extremes& extremes, const uint8_t* codes, int64_t count, T* to
   int64_t i = 0;
 #if defined(DDP_COMPILE_VECTORS)
   for (; i + kLanes <= count; i += kLanes) {
-    f32h halves[2];
-    for (int part = 0; part < 2; ++part) {
-      const f64v steps = __builtin_convertvector(load<u8h>(codes + i + kHalf * part), f64v);
-      halves[part] = __builtin_convertvector(steps * step + minimum, f32h);
-    }
-    write_lanes(to + i, load<f32v>(halves));
+    const f64v lower = read_codes(codes + i) * step + minimum;
+    const f64v upper = read_codes(codes + i + kHalf) * step + minimum;
+    write_lanes(to + i, in_single(lower, upper));
   }
 #endif
   for (; i < count; ++i) write(to + i, float(double(codes[i]) * step + minimum));

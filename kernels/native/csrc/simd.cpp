@@ -2,19 +2,22 @@
 
 #include <atomic>
 
-// Without vectors, the loops are those that compilers other than GCC and clang get; the tests build that as well.
+// The tests also build what other processors get, without intrinsics, and what compilers other than GCC and clang get,
+// without vectors.
 #if defined(__GNUC__) && !defined(DDP_COMPILE_PLAIN_LOOPS)
 #define DDP_COMPILE_VECTORS 1
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(DDP_COMPILE_NO_INTRINSICS)
 #define DDP_COMPILE_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
 #endif
 
-// Vectors never leave this file, so their calling convention does not matter.
+// Vectors never leave this file, so their calling convention does not matter. GCC 12 takes the registers that its own
+// intrinsics leave undefined for mistakes.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 namespace ddp_compile {

@@ -153,9 +153,13 @@ Fit TensorTable::read(const DLPackExchangeAPI* api, void* tuple) {
     if (object == nullptr || api->tensor_from_py_object(object, &tensor) != 0) return kPythonError;
     const Fit fits = fit(i, tensor, object);
     addresses[size_t(i)] = uint64_t(reinterpret_cast<uintptr_t>(tensor.data)) + tensor.byte_offset;
-    dtypes[size_t(i)] = fits == kFits ? dtype_of(tensor) : kOther;
+    if (fits == kFits) {
+      dtypes[size_t(i)] = dtype_of(tensor);
+      spans_[size_t(i)] = uint64_t(numels[size_t(i)] * element_bytes(dtypes[size_t(i)]));
+      continue;
+    }
+    dtypes[size_t(i)] = kOther;
     spans_[size_t(i)] = tensor.data == nullptr ? 0 : span_of(tensor);
-    if (fits == kFits) continue;
     others.push_back(i);
     if (fits != kOtherLayout) return fits;
   }
