@@ -243,7 +243,7 @@ def _describe(value: object) -> str:
 
 def _check_signature(function: object, name: str) -> None:
     if not callable(function):
-        raise TypeError(f"the comm hook {name} is not callable; pass a function {_EXPECTED}")
+        raise TypeError(f"the comm hook {function!r} is not callable; pass a function {_EXPECTED}")
     signature = _signature_of(function)
     if signature is None:
         return

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
+from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.progress import Progress
 
@@ -20,6 +20,7 @@ class LaunchQueue:
     """The buckets of one plan on their way out.
 
     Args:
+        bucket_set: The buckets.
         process_group: The ranks to average over.
         progress: What the ranks tell each other about it.
 
@@ -27,18 +28,13 @@ class LaunchQueue:
     counterpart on another rank by its place in the sequence alone.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, progress: Progress) -> None:
-        self.buckets: Sequence[BucketBuffer] = ()  #: in plan order; none until the plan is sealed
+    def __init__(self, bucket_set: BucketSet, process_group: dist.ProcessGroup, progress: Progress) -> None:
+        self._set = bucket_set
         self.comm_hook: CommHook | None = None
-        self._plan: BucketPlan | None = None
         self._progress = progress
         self._process_group = process_group
         self._rank = process_group.rank()
         self._num_gone = 0  # launched, or passed over
-
-    def install(self, plan: BucketPlan, buckets: Sequence[BucketBuffer]) -> None:
-        """Launch the buckets of this plan from now on; between two rounds."""
-        self._plan, self.buckets = plan, buckets
 
     @property
     def comm_hook_name(self) -> str:
@@ -53,12 +49,12 @@ class LaunchQueue:
     @property
     def all_gone(self) -> bool:
         """Whether every bucket of the round has left, or will not leave in it."""
-        return self._num_gone == len(self.buckets)
+        return self._num_gone == len(self._set.buckets)
 
     @property
     def still_here(self) -> Sequence[BucketBuffer]:
         """The buckets that have not left, in plan order."""
-        return self.buckets[self._num_gone :]
+        return self._set.buckets[self._num_gone :]
 
     def complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
         """Bring a bucket's gradients into its flat buffer; `launch_ready` lets it leave.
@@ -87,16 +83,16 @@ class LaunchQueue:
         if skip:
             self._num_gone += 1
         with self._progress.standings_on_failure():
-            while not self.all_gone and (bucket := self.buckets[self._num_gone]).state is BucketState.READY:
+            while not self.all_gone and (bucket := self._set.buckets[self._num_gone]).state is BucketState.READY:
                 if self.sends:
-                    self._launch(bucket, is_last=bucket is self.buckets[-1])
+                    self._launch(bucket, is_last=bucket is self._set.buckets[-1])
                 bucket.state = BucketState.LAUNCHED
                 self._num_gone += 1
         return self.all_gone and self._num_gone > gone_before
 
     def _launch(self, bucket: BucketBuffer, is_last: bool) -> None:
-        assert self._plan is not None
-        self._progress.bucket_leaves(is_last, self._plan, self.comm_hook_name)
+        assert self._set.plan is not None
+        self._progress.bucket_leaves(is_last, self._set.plan, self.comm_hook_name)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
             bucket.launch(self._process_group, self.comm_hook, is_last)
 
@@ -120,7 +116,9 @@ class LaunchQueue:
             ReductionError: A reduction failed or timed out.
             RanksDifferError: The ranks have found that they are out of step.
         """
-        launched = [bucket for bucket in self.buckets if bucket.state is BucketState.LAUNCHED] if self.sends else []
+        launched = (
+            [bucket for bucket in self._set.buckets if bucket.state is BucketState.LAUNCHED] if self.sends else []
+        )
         for bucket in launched:
             bucket.point_gradients_at_views(untouched)
         self.wait()
@@ -135,7 +133,7 @@ class LaunchQueue:
             ReductionError: A reduction failed or timed out.
         """
         with self._progress.standings_on_failure():
-            for bucket in self.buckets:
+            for bucket in self._set.buckets:
                 if bucket.is_under_way:
                     self._progress.bucket_is_awaited(bucket.spec.index)
                     self._wait_for(bucket)
@@ -151,6 +149,6 @@ class LaunchQueue:
 
     def reset(self) -> None:
         """Be ready for the next round."""
-        for bucket in self.buckets:
+        for bucket in self._set.buckets:
             bucket.reset()
         self._num_gone = 0

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
+from ddp_compile.bucket_plan import PlanBuilder
 from ddp_compile.errors import RanksDifferError
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_comm_hooks_agree
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
+from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.launch_queue import LaunchQueue
@@ -59,9 +59,8 @@ class Reducer:
         self._progress = settings.progress
         self.rank = process_group.rank()
         self.state = ReducerState.ARMED
-        self._queue = LaunchQueue(process_group, settings.progress)
-        self._bucket_of_parameter: list[BucketBuffer] = []
-        self._missing_of_parameter: list[set[int]] = []
+        self._bucket_set = BucketSet(self.parameters, builder, process_group, settings.gradient_as_bucket_view)
+        self._queue = LaunchQueue(self._bucket_set, process_group, settings.progress)
         self._tasks_with_callback: set[int] = set()
         # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
         self._forward_since_round = False
@@ -79,7 +78,7 @@ class Reducer:
     @property
     def buckets(self) -> Sequence[BucketBuffer]:
         """The buckets in plan order; none until the plan is sealed."""
-        return self._queue.buckets
+        return self._bucket_set.buckets
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let a hook reduce the buckets, and divide, from the next backward on.
@@ -92,13 +91,10 @@ class Reducer:
             raise refusals.second_comm_hook(self.rank, hook.name, self._queue.comm_hook.name)
         if self.state not in (ReducerState.ARMED, ReducerState.LOCAL):
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
-        if self.builder.sealed is not None:
+        if self.buckets:
             self._progress.agree_on_comm_hook(hook.name)
         self._queue.comm_hook = hook
-        self.builder.leave_no_gaps()
-        if self.builder.sealed is not None:
-            for bucket, spec in zip(self.buckets, self.builder.sealed.buckets, strict=True):
-                bucket.lay_out_as(spec)
+        self._bucket_set.leave_no_gaps()
 
     def prepare_for_backward(self, synchronize: bool) -> None:
         """Say before a forward whether a backward that follows it is to be reduced.
@@ -155,7 +151,7 @@ class Reducer:
         if self._arrival_order is not None:
             self._arrival_order.pop(index, None)
             self._arrival_order[index] = None
-        bucket = self._bucket_of_parameter[index]
+        bucket = self._bucket_set.of_parameter[index]
         if self._optional is not None and self._optional.settles(index, bucket.state is not BucketState.COLLECTING):
             return
         if index not in bucket.missing:
@@ -176,7 +172,7 @@ class Reducer:
         if self._early is None or not self._queue.sends:
             return
         members = tuple(parameters)
-        bucket = self._bucket_of_parameter[members[0]] if self.buckets else None
+        bucket = self._bucket_set.of_parameter[members[0]] if self.buckets else None
         has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
         must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
         if not self._early.offer(members, gradients, must_wait) or bucket is None:
@@ -253,7 +249,7 @@ class Reducer:
             self._seal_plan()
         begins = self._call_back_at_the_end(self.finalize_backward)
         if begins and self._optional is None and self._arrival_order is None:
-            self._hooks.count(self._missing_of_parameter)
+            self._hooks.count(self._bucket_set.missing_of_parameter)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
             self._go_on_without(absent)
 
@@ -288,59 +284,27 @@ class Reducer:
             self.finalize_backward()
 
     def _seal_plan(self) -> None:
-        device = self.parameters[0].device
-        proposed = self.builder.propose()
         try:
-            verify_comm_hooks_agree(self._queue.comm_hook_name, self.process_group, device)
-            plan = agree_on_plan(proposed, self.process_group, device)
+            plan = self._bucket_set.seal(self._queue.comm_hook_name)
         except RanksDifferError:
             raise
         except RuntimeError as error:
             with self._progress.standings_on_failure():
-                raise refusals.no_plan_to_agree_on(self.rank, proposed.buckets[0].gradients, error) from error
-        self._install_plan(plan)
-        log.info("rank %d: plan %s sealed, %d buckets", self.rank, plan.digest, len(plan.buckets))
+                raise refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error) from error
         self.settings.on_plan_sealed(plan)
 
-    def _install_plan(self, plan: BucketPlan) -> None:
-        """Reduce by a plan that all ranks agreed on. Buckets that it has in common with the one before are kept."""
-        self.builder.seal(plan)
-        present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
-        as_view = self.settings.gradient_as_bucket_view
-        buckets = []
-        for spec in plan.buckets:
-            bucket = present.get((spec.gradients, spec.layout))
-            if bucket is None:
-                bucket = BucketBuffer(spec, [self.parameters[g.index] for g in spec.gradients], as_view)
-            bucket.spec = spec
-            buckets.append(bucket)
-        self._queue.install(plan, buckets)
-        self._bucket_of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
-        self._missing_of_parameter = [bucket.missing for bucket in self._bucket_of_parameter]
-
     def _rebuild_buckets(self) -> None:
-        """Once, before the second forward: pack the eager tail as its gradients came on rank 0 in the first round.
-
-        Before the forward, as the old buffers are then gone when its activations are there. With
-        ``find_unused_parameters`` one round says nothing about the next.
-
-        Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
-        """
-        if self.builder.sealed is None or self._forward_since_round or self._arrival_order is None:
+        """Once, before the second forward; with ``find_unused_parameters`` one round says nothing about the next."""
+        if not self.buckets or self._forward_since_round or self._arrival_order is None:
             return
         order, self._arrival_order = self._arrival_order, None
         if self.settings.find_unused_parameters and not self.settings.static_graph:
             return
-        before = self.builder.sealed
-        if not any(bucket.frame is None for bucket in before.buckets):
-            return
-        plan = plan_of_rank_0(self.builder.reorder_tail(tuple(order)), self.process_group, self.parameters[0].device)
-        old_buckets = self.buckets
-        self._install_plan(plan)
-        for bucket in self.buckets:
-            if bucket not in old_buckets:
-                bucket.adopt_gradients()
-        log.info("rank %d: plan %s follows %s, %d buckets", self.rank, plan.digest, before.digest, len(plan.buckets))
+        try:
+            self._bucket_set.reorder_tail(tuple(order))
+        except RuntimeError as error:
+            with self._progress.standings_on_failure():
+                raise refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error) from error
 
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
         self._queue.complete(bucket, gradients)
@@ -382,11 +346,11 @@ class Reducer:
     def _go_on_without(self, absent: Iterable[int]) -> None:
         """Let buckets no longer wait for these parameters, which contribute what they hold, or zeros."""
         assert self._optional is not None
-        waiting = sorted(index for index in absent if index in self._bucket_of_parameter[index].missing)
+        waiting = sorted(index for index in absent if index in self._bucket_set.of_parameter[index].missing)
         self._optional.unused.update(waiting)
         for index in waiting:
-            if self._bucket_of_parameter[index].arrive(index):
-                self._complete_with_what_is_there(self._bucket_of_parameter[index])
+            if self._bucket_set.of_parameter[index].arrive(index):
+                self._complete_with_what_is_there(self._bucket_set.of_parameter[index])
 
     def _unused(self) -> Set[int]:
         return frozenset() if self._optional is None else self._optional.unused

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_compile.bucket_plan import GradientSpec
+from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import GradientArrivalError, MissingGradientError, RanksDifferError, ReductionError
 from ddp_compile.runtime.rank_names import name_values
 
 
-def no_plan_to_agree_on(rank: int, gradients: Sequence[GradientSpec], error: RuntimeError) -> ReductionError:
-    """The collective that seals the plan failed."""
+def no_plan_to_agree_on(rank: int, plan: BucketPlan, error: RuntimeError) -> ReductionError:
+    """The collective that seals the plan, or packs its tail anew, failed."""
+    gradients = plan.buckets[0].gradients
     return ReductionError(
         f"rank {rank}: the ranks did not come to agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
         f" {gradients[-1].fqn}) could leave. Another rank has raised, exited, or not come to its backward within"

@@ -1,0 +1,112 @@
+"""The buckets of one module: all ranks agree on them at the first backward, and they are packed anew once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
+from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_comm_hooks_agree
+from ddp_compile.runtime.bucket_buffer import BucketBuffer
+
+log = logging.getLogger(__name__)
+
+
+class BucketSet:
+    """The buckets that a module is reduced in.
+
+    Args:
+        parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
+        builder: The module's plan.
+        process_group: The ranks that agree on it.
+        gradient_as_bucket_view: See `BucketBuffer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        builder: PlanBuilder,
+        process_group: dist.ProcessGroup,
+        gradient_as_bucket_view: bool,
+    ) -> None:
+        self.buckets: tuple[BucketBuffer, ...] = ()  #: in plan order; none until the plan is sealed
+        self.of_parameter: list[BucketBuffer] = []  #: by parameter number
+        self.missing_of_parameter: list[set[int]] = []  #: what its bucket still misses, by parameter number
+        self._parameters = tuple(parameters)
+        self._builder = builder
+        self._process_group = process_group
+        self._gradient_as_bucket_view = gradient_as_bucket_view
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The plan that all ranks reduce by."""
+        return self._builder.sealed
+
+    def seal(self, comm_hook: str) -> BucketPlan:
+        """Agree on the plan before anything is launched.
+
+        Args:
+            comm_hook: Name of this rank's comm hook, or "none".
+
+        Raises:
+            RanksDifferError: The ranks registered different comm hooks.
+            RuntimeError: Another rank did not come.
+        """
+        device = self._parameters[0].device
+        verify_comm_hooks_agree(comm_hook, self._process_group, device)
+        plan = agree_on_plan(self._builder.propose(), self._process_group, device)
+        self._install(plan)
+        log.info("rank %d: plan %s sealed, %d buckets", self._process_group.rank(), plan.digest, len(plan.buckets))
+        return plan
+
+    def reorder_tail(self, arrival_order: Sequence[int]) -> None:
+        """Pack the eager tail as its gradients came on rank 0; nothing to do without one.
+
+        To be called between two rounds and before a forward: the old buffers are gone when its activations are there.
+
+        Args:
+            arrival_order: Parameter numbers in the order of their gradients on this rank.
+
+        Raises:
+            RuntimeError: Another rank did not come.
+
+        Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
+        """
+        assert self.plan is not None
+        if not any(bucket.frame is None for bucket in self.plan.buckets):
+            return
+        before, old_buckets = self.plan, self.buckets
+        proposed = self._builder.reorder_tail(arrival_order)
+        plan = plan_of_rank_0(proposed, self._process_group, self._parameters[0].device)
+        self._install(plan)
+        for bucket in self.buckets:
+            if bucket not in old_buckets:
+                bucket.adopt_gradients()
+        rank = self._process_group.rank()
+        log.info("rank %d: plan %s follows %s, %d buckets", rank, plan.digest, before.digest, len(plan.buckets))
+
+    def leave_no_gaps(self) -> None:
+        """Give every bucket, and those that are still to come, the layout "ddp", between two rounds."""
+        self._builder.leave_no_gaps()
+        if self.plan is not None:
+            for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
+                bucket.lay_out_as(spec)
+
+    def _install(self, plan: BucketPlan) -> None:
+        """Reduce by another plan from now on. Buckets that it has in common with the one before are kept."""
+        self._builder.seal(plan)
+        present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
+        buckets = []
+        for spec in plan.buckets:
+            bucket = present.get((spec.gradients, spec.layout))
+            if bucket is None:
+                parameters = [self._parameters[gradient.index] for gradient in spec.gradients]
+                bucket = BucketBuffer(spec, parameters, self._gradient_as_bucket_view)
+            bucket.spec = spec
+            buckets.append(bucket)
+        self.buckets = tuple(buckets)
+        self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self._parameters))]
+        self.missing_of_parameter = [bucket.missing for bucket in self.of_parameter]
