@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_compile import ReductionError, ddp_compile
-from ddp_compile.runtime import reducer as reducer_module
+from ddp_compile.runtime import bucket_set
 from ddp_compile.runtime.bucket_buffer import BucketBuffer
 from ddp_compile.runtime.optional_gradients import OptionalGradients
 
@@ -31,7 +31,7 @@ def go_backward(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (reducer_module, "agree_on_plan"),
+        (bucket_set, "agree_on_plan"),
         (BucketBuffer, "flatten"),
         (BucketBuffer, "launch"),
         (BucketBuffer, "wait"),
