@@ -109,11 +109,6 @@ class BucketBuffer:
         bucket = GradBucket(self.spec.index, is_last, handed_out, self.parameters)
         self.work = comm_hook.launch(bucket, self.flat, self.describe())
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether its reduction has been started and not been waited for."""
-        return self.work is not None and not self._has_waited
-
     def wait(self) -> None:
         """Wait for the reduction, once; raises RuntimeError if it failed or timed out."""
         if self.work is not None and not self._has_waited:

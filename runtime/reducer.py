@@ -66,6 +66,7 @@ class Reducer:
         self._arrived_before_plan: set[int] = set()
         self._handed_over: dict[int, Tensor] = {}
         self._comm_hook: CommHook | None = None
+        self._comm_hook_name = "none"
         self._optional: OptionalGradients | None = None
         if settings.static_graph or settings.find_unused_parameters:
             names = [gradient.fqn for gradient in builder.gradients]
@@ -90,7 +91,7 @@ class Reducer:
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
         if self.builder.sealed is not None:
             self._progress.agree_on_comm_hook(hook.name)
-        self._comm_hook = hook
+        self._comm_hook, self._comm_hook_name = hook, hook.name
         self.builder.leave_no_gaps()
         if self.builder.sealed is not None:
             for bucket, spec in zip(self.buckets, self.builder.sealed.buckets, strict=True):
@@ -214,8 +215,10 @@ class Reducer:
                 return
         self._wait_for_launched()
         self._progress.compare()
-        with self._progress.standings_on_failure():
+        try:
             untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
+        except ReductionError as error:
+            raise self._progress.report_failure(error) from error.__cause__
         if self._sends:
             for bucket in self.buckets:
                 if bucket.state is BucketState.LAUNCHED:
@@ -245,10 +248,6 @@ class Reducer:
     def _sends(self) -> bool:
         # A comm hook is called on a single rank as well, as DistributedDataParallel's is.
         return self.world_size > 1 or self._comm_hook is not None
-
-    @property
-    def _comm_hook_name(self) -> str:
-        return "none" if self._comm_hook is None else self._comm_hook.name
 
     def _enter_backward(self, arriving: int | None = None) -> None:
         if self.state is ReducerState.FAILED:
@@ -299,8 +298,8 @@ class Reducer:
         except RanksDifferError:
             raise
         except RuntimeError as error:
-            with self._progress.standings_on_failure():
-                raise refusals.no_plan_to_agree_on(self.rank, proposed.buckets[0].gradients, error) from error
+            failure = refusals.no_plan_to_agree_on(self.rank, proposed.buckets[0].gradients, error)
+            raise self._progress.report_failure(failure) from error
         self.builder.seal(plan)
         as_view = self.settings.gradient_as_bucket_view
         self.buckets = [
@@ -317,8 +316,10 @@ class Reducer:
                 if self.settings.gradient_as_bucket_view and not from_graph and not bucket.spec.is_sparse:
                     bucket.point_gradients_at_views(self._unused())
         bucket.state = BucketState.READY
-        with self._progress.standings_on_failure():
+        try:
             self._launch_ready_buckets()
+        except ReductionError as error:  # of a comm hook, which may wait for the bucket before
+            raise self._progress.report_failure(error) from error.__cause__
 
     def _launch_ready_buckets(self, skip: bool = False) -> None:
         """Launch what can leave in plan order; with ``skip``, the next bucket will not leave in this round."""
@@ -404,20 +405,17 @@ class Reducer:
         return gradients
 
     def _wait_for_launched(self) -> None:
-        with self._progress.standings_on_failure():
-            for bucket in self.buckets:
-                if bucket.is_under_way:
-                    self._progress.bucket_is_awaited(bucket.spec.index)
-                    self._wait_for(bucket)
-
-    def _wait_for(self, bucket: BucketBuffer) -> None:
-        try:
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                bucket.wait()
-        except ReductionError:
-            raise  # a comm hook's own
-        except RuntimeError as error:
-            raise refusals.all_reduce_failed(self.rank, bucket.describe(), error) from error
+        if self.state is ReducerState.REDUCING:
+            self._progress.buckets_are_awaited()
+        for bucket in self.buckets:
+            try:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                    bucket.wait()
+            except ReductionError as error:  # a comm hook's own
+                raise self._progress.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
+            except RuntimeError as error:
+                failure = refusals.all_reduce_failed(self.rank, bucket.describe(), error)
+                raise self._progress.report_failure(failure, f", bucket {bucket.spec.index}") from error
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
