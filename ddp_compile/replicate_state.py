@@ -100,8 +100,7 @@ class ReplicateState:
         self.reducer.prepare_for_backward(self.requires_sync)
         if module.training:
             if self.requires_sync and self.config.broadcast_buffers:
-                with self.progress.standings_on_failure():
-                    self._broadcast_buffers(kind)
+                self._broadcast_buffers(kind)
             outputs = self._call_training(module, *args, **kwargs)
         else:
             outputs = self._call_evaluation(module, *args, **kwargs)
@@ -129,11 +128,12 @@ class ReplicateState:
         try:
             broadcast_from_rank_0(buffers, self.process_group)
         except RuntimeError as error:
-            raise ReductionError(
+            failure = ReductionError(
                 f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank 0 before the"
                 " forward failed. Another rank has raised, exited, or not called the model; look for its error."
                 f" ({error})"
-            ) from error
+            )
+            raise self.progress.report_failure(failure) from error
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
         reports = self.backend.reports

@@ -1,7 +1,7 @@
 """The ranks compare, every so many rounds, whether they have done the same.
 
 Note [Agreement points]
-They are rounds 1, 2, 4, 8, ... and then every 64th; a round is one reduction of all buckets. Before its last bucket
+They are rounds 1, 2, 4, 8, ... and then every 128th; a round is one reduction of all buckets. Before its last bucket
 leaves, each rank adds 1 to a counter in the store whose name is a digest of its record. When the round's collectives
 are over, all ranks have done that, since the last one needed them all: nobody waits for anybody. A counter that has
 come to the world size proves that all records are equal, with one question from each rank, however many ranks there
@@ -14,7 +14,6 @@ asks again for some seconds and leaves the rest to the next agreement point; wha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +23,12 @@ from ddp_compile.runtime import refusals
 from ddp_compile.runtime.group_store import ANSWER_LIMIT_S, GroupStore, StoreLostError
 from ddp_compile.runtime.rank_names import format_ranks
 from ddp_compile.runtime.record import Record, describe_differences
+from ddp_compile.runtime.used_parameters import tensors_in
 
 log = logging.getLogger(__name__)
 
 #: Rounds from one agreement point to the next, once there have been so many.
-ROUNDS_BETWEEN_AGREEMENTS = 64
+ROUNDS_BETWEEN_AGREEMENTS = 128
 #: After so many agreement points at which not every rank answered, there are no more.
 _MOST_UNANSWERED = 3
 _QUESTIONS = 10  # at one agreement point
@@ -51,48 +51,26 @@ class AgreementPoints:
     """
 
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
-        self.num_rounds = 0  #: in which a bucket has left
+        self.round_number = 1  #: of the round that is under way or, between rounds, comes next
+        self.begins_after_forward = True  #: whether a synchronised forward has come since the round before
         self.forwards = ForwardsLeftOut()
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._is_round_open = False
-        self._begins_after_forward = True
         self._backwards_repeated = 0
         self._digest_of: tuple[BucketPlan, str] | None = None
         self._added: tuple[Record, str] | None = None  # this rank's record of the round, and its counter
         self._old_counter: str | None = None
         self._num_unanswered = 0
 
-    @property
-    def current_round(self) -> int:
-        """Number of the round that is under way or, between rounds, comes next; the first one is number 1."""
-        return self.num_rounds + (not self._is_round_open)
-
-    def backward_begins(self, after_forward: bool) -> None:
-        """Note the first gradient of a round.
+    def last_bucket_leaves(self, plan: BucketPlan, comm_hook: str) -> None:
+        """Before the last bucket of a round leaves: tell the other ranks, if this is an agreement point.
 
         Args:
-            after_forward: Whether a synchronised forward has come since the round before.
-        """
-        self._begins_after_forward = after_forward
-
-    def bucket_leaves(self, is_last: bool, plan: BucketPlan, comm_hook: str) -> None:
-        """Before a bucket leaves: count the round, and at the last one tell the other ranks.
-
-        A backward that sends nothing, of a regulariser over a few parameters, concerns no other rank and is no round.
-
-        Args:
-            is_last: Whether no bucket leaves after this one.
             plan: The plan the bucket belongs to.
             comm_hook: Name of this rank's comm hook, or "none".
         """
-        if not self._is_round_open:
-            self._is_round_open = True
-            self.num_rounds += 1
-            self._backwards_repeated += not self._begins_after_forward
-        holds = self._store.lost is None and self._num_unanswered < _MOST_UNANSWERED
-        if is_last and holds and is_agreement_point(self.num_rounds):
+        if is_agreement_point(self.round_number):
             self._add(plan, comm_hook)
 
     def compare(self) -> None:
@@ -113,21 +91,30 @@ class AgreementPoints:
         except StoreLostError as error:
             self._give_up(f"the store of the process group is gone ({error})")
 
-    def round_ends(self) -> None:
-        """The next bucket that leaves begins another round."""
-        self._is_round_open = False
+    def round_ends(self, has_sent: bool) -> None:
+        """The next bucket that leaves begins another round.
+
+        Args:
+            has_sent: Whether any has left in this one. A backward that sends nothing, of a regulariser over a few
+                parameters, concerns no other rank and is no round.
+        """
+        if has_sent:
+            self.round_number += 1
+            self._backwards_repeated += not self.begins_after_forward
         self._added = None
 
     def _add(self, plan: BucketPlan, comm_hook: str) -> None:
+        if self._store.lost is not None or self._num_unanswered == _MOST_UNANSWERED:
+            return
         if self._digest_of is None or self._digest_of[0] is not plan:
             self._digest_of = plan, f"{plan.digest} of generation {plan.generation}"
         record = Record(
             plan=self._digest_of[1],
             comm_hook=comm_hook,
             forwards_left_out=self.forwards.num_left_out,
-            backwards_repeated=self._backwards_repeated,
+            backwards_repeated=self._backwards_repeated + (not self.begins_after_forward),
         )
-        counter = f"agreement/{record.digest(self.num_rounds)}"
+        counter = f"agreement/{record.digest(self.round_number)}"
         try:
             self._store.add(counter, 1)
             self._added = record, counter
@@ -135,14 +122,14 @@ class AgreementPoints:
             self._give_up(f"the store of the process group is gone ({error})")
 
     def _compare_records(self, record: Record, counter: str) -> None:
-        keys = [f"record/{self.num_rounds}/{rank}" for rank in range(self._world_size)]
+        keys = [f"record/{self.round_number}/{rank}" for rank in range(self._world_size)]
         self._store.post(keys[self._rank], record.to_json())
         for _ in range(_QUESTIONS):
             found = self._store.read(keys, ANSWER_LIMIT_S / _QUESTIONS, lambda found: len(found) == len(keys))
             if len(found) == len(keys):
                 difference = describe_differences([Record.from_json(found[key]) for key in keys])
                 if difference is not None:
-                    raise refusals.ranks_out_of_step(self._rank, self.num_rounds, difference)
+                    raise refusals.ranks_out_of_step(self._rank, self.round_number, difference)
                 return
             # Ranks that come later and see that all agree post nothing.
             if self._store.has_come_to(counter, self._world_size):
@@ -153,7 +140,7 @@ class AgreementPoints:
             "rank %d: ranks that said nothing at the end of round %d: %s. Either they are late, or they cannot reach"
             " the store of the process group; nothing was compared",
             self._rank,
-            self.num_rounds,
+            self.round_number,
             silent,
         )
         if self._num_unanswered == _MOST_UNANSWERED:
@@ -182,29 +169,31 @@ class ForwardsLeftOut:
         """Of the forwards before the latest one that a backward has reached."""
         return self._latest_reached - self._num_reached
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
+    def watch(self, outputs: Any) -> None:
         """Count a forward that has returned.
 
         Args:
-            tensors: Its outputs; one without any that has an autograd graph is not counted.
+            outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. Without any that has
+                an autograd graph it is not counted.
         """
-        # Outputs of one compiled graph have one node.
-        if nodes := {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
+        if isinstance(outputs, Tensor):  # by far the most frequent case
+            nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]
+        else:
+            # Outputs of one compiled graph have one node.
+            nodes = list({tensor.grad_fn: None for tensor in tensors_in(outputs) if tensor.grad_fn is not None})
+        if nodes:
             self._num_watched += 1
             self._set_hooks(nodes)
 
-    def _set_hooks(self, nodes: set[Any]) -> None:
+    def _set_hooks(self, nodes: list[Any]) -> None:
         number, is_reached = self._num_watched, False
 
         def reach(_gradients: Any) -> None:
             nonlocal is_reached
             if not is_reached:
                 is_reached = True
-                self._reach(number)
+                self._num_reached += 1
+                self._latest_reached = max(self._latest_reached, number)
 
         for node in nodes:
             node.register_prehook(reach)
-
-    def _reach(self, number: int) -> None:
-        self._num_reached += 1
-        self._latest_reached = max(self._latest_reached, number)

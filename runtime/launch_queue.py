@@ -35,6 +35,7 @@ class LaunchQueue:
         self._process_group = process_group
         self._rank = process_group.rank()
         self._num_gone = 0  # launched, or passed over
+        self.has_sent = False  #: whether anything has left in this round
 
     @property
     def comm_hook_name(self) -> str:
@@ -82,17 +83,21 @@ class LaunchQueue:
         gone_before = self._num_gone
         if skip:
             self._num_gone += 1
-        with self._progress.standings_on_failure():
+        try:
             while not self.all_gone and (bucket := self._set.buckets[self._num_gone]).state is BucketState.READY:
                 if self.sends:
                     self._launch(bucket, is_last=bucket is self._set.buckets[-1])
                 bucket.state = BucketState.LAUNCHED
                 self._num_gone += 1
+        except ReductionError as error:  # of a comm hook, which may wait for the bucket before
+            raise self._progress.report_failure(error) from error.__cause__
         return self.all_gone and self._num_gone > gone_before
 
     def _launch(self, bucket: BucketBuffer, is_last: bool) -> None:
         assert self._set.plan is not None
-        self._progress.bucket_leaves(is_last, self._set.plan, self.comm_hook_name)
+        self.has_sent = True
+        if is_last:
+            self._progress.last_bucket_leaves(self._set.plan, self.comm_hook_name)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
             bucket.launch(self._process_group, self.comm_hook, is_last)
 
@@ -132,23 +137,22 @@ class LaunchQueue:
         Raises:
             ReductionError: A reduction failed or timed out.
         """
-        with self._progress.standings_on_failure():
-            for bucket in self._set.buckets:
-                if bucket.is_under_way:
-                    self._progress.bucket_is_awaited(bucket.spec.index)
-                    self._wait_for(bucket)
-
-    def _wait_for(self, bucket: BucketBuffer) -> None:
-        try:
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                bucket.wait()
-        except ReductionError:
-            raise  # a comm hook's own
-        except RuntimeError as error:
-            raise refusals.all_reduce_failed(self._rank, bucket.describe(), error) from error
+        under_way = [bucket for bucket in self._set.buckets if bucket.is_under_way]
+        if under_way:
+            self._progress.buckets_are_awaited()
+        for bucket in under_way:
+            try:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                    bucket.wait()
+            except ReductionError as error:  # a comm hook's own
+                raise self._progress.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
+            except RuntimeError as error:
+                failure = refusals.all_reduce_failed(self._rank, bucket.describe(), error)
+                raise self._progress.report_failure(failure, f", bucket {bucket.spec.index}") from error
 
     def reset(self) -> None:
         """Be ready for the next round."""
         for bucket in self._set.buckets:
             bucket.reset()
         self._num_gone = 0
+        self.has_sent = False

@@ -13,21 +13,18 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.agreement import name_from_rank_0
 from ddp_compile.runtime.agreement_points import AgreementPoints
 from ddp_compile.runtime.group_store import GroupStore, StoreLostError
 from ddp_compile.runtime.standing import Standings
-from ddp_compile.runtime.used_parameters import tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,9 @@ class Progress:
         self._points = AgreementPoints(self._store, self._rank, self._world_size)
         self._standings = Standings(self._store, self._rank, self._world_size)
         self._num_forwards: Counter[str] = Counter()
-        self._awaited_bucket: int | None = None
+        #: The points' own, as each call takes time from every step.
+        self.last_bucket_leaves = self._points.last_bucket_leaves
+        self.round_ends = self._points.round_ends
         if self._store.lost is None:
             # torch keeps what watches for good, and it must not lead here.
             stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._standings)))
@@ -73,39 +72,30 @@ class Progress:
             outputs: What it returned, if a backward has to follow it on every rank or on none.
         """
         if outputs is not None and self._store.lost is None:
-            self._points.forwards.watch(tensors_in(outputs))
+            self._points.forwards.watch(outputs)
         self._standings.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:
-        """The first gradient of a round has arrived; see `AgreementPoints.backward_begins`."""
-        self._points.backward_begins(after_forward)
-        self._standings.note("backward of round", self._points.current_round)
+        """The first gradient of a round has arrived.
 
-    def bucket_leaves(self, is_last: bool, plan: BucketPlan, comm_hook: str) -> None:
-        """A bucket is about to leave; see `AgreementPoints.bucket_leaves`."""
-        self._points.bucket_leaves(is_last, plan, comm_hook)
+        Args:
+            after_forward: Whether a synchronised forward has come since the round before.
+        """
+        self._points.begins_after_forward = after_forward
+        self._standings.note("backward of round", self._points.round_number)
 
-    def bucket_is_awaited(self, index: int) -> None:
-        """The backward has ended, and the bucket of this number may still be on its way."""
-        if self._awaited_bucket is None:
-            self._standings.note("waiting for the buckets of round", self._points.current_round)
-        self._awaited_bucket = index
+    def buckets_are_awaited(self) -> None:
+        """The backward has ended, and buckets may still be on their way."""
+        self._standings.note("waiting for the buckets of round", self._points.round_number)
 
     def backward_is_incomplete(self) -> None:
         """The backward has ended without all gradients, and another one may bring them."""
-        self._awaited_bucket = None
-        self._standings.note("backward of round", self._points.current_round, " has left gradients out")
+        self._standings.note("backward of round", self._points.round_number, " has left gradients out")
 
     def compare(self) -> None:
         """All collectives of the round are over; see `AgreementPoints.compare`."""
-        self._awaited_bucket = None
         self._points.compare()
-        self._standings.note("round", self._points.num_rounds, " is over")
-
-    def round_ends(self) -> None:
-        """The next bucket that leaves begins another round."""
-        self._awaited_bucket = None
-        self._points.round_ends()
+        self._standings.note("round", self._points.round_number, " is over")
 
     def agree_on_comm_hook(self, comm_hook: str) -> None:
         """Wait until every rank has registered a hook, when earlier rounds were reduced without one.
@@ -115,7 +105,7 @@ class Progress:
         """
         if self._world_size == 1:
             return
-        self._standings.note(f"register_comm_hook({comm_hook}) after round", self._points.num_rounds)
+        self._standings.note(f"register_comm_hook({comm_hook}) before round", self._points.round_number)
         keys = [f"comm_hook/{rank}" for rank in range(self._world_size)]
         self._store.post(keys[self._rank], comm_hook)
         try:
@@ -133,44 +123,24 @@ class Progress:
         if len(set(names)) > 1:
             raise refusals.comm_hooks_differ(self._rank, names)
 
-    def standings_on_failure(self) -> AbstractContextManager[None]:
-        """A context that does `report_failure` with the error of a collective that fails inside."""
-        return _StandingsOnFailure(self)
-
     def raised(self, error: Exception) -> None:
         """A forward raised: the others will read it when they miss this rank."""
         first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
         self._standings.fail(f": raised {type(error).__name__}: {first_line}")
 
-    def report_failure(self, error: ReductionError) -> ReductionError:
+    def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
         """The error of a collective that failed, with a table of where every rank stands.
 
         Waits for about a second, for ranks whose collectives fail at the same time.
+
+        Args:
+            error: What this rank raises.
+            what: What comes after where this rank stands, ", bucket 0" for example.
         """
-        if self._world_size == 1 or self._standings.has_failed:
+        if self._world_size == 1:
             return error
-        if self._awaited_bucket is not None:
-            self._standings.fail(f", bucket {self._awaited_bucket}: failed")
-        self._standings.fail(": failed")
+        self._standings.fail(f"{what}: failed")
         return ReductionError(f"{error}\n{self._standings.report()}")
-
-
-class _StandingsOnFailure:
-    """A context, as a class since it is entered for every bucket and a generator would cost ten times as much."""
-
-    __slots__ = ("_progress",)
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, ReductionError):
-            reported = self._progress.report_failure(error)
-            if reported is not error:
-                raise reported from error.__cause__
 
 
 _MOST_CHARACTERS = 200

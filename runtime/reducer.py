@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import PlanBuilder
-from ddp_compile.errors import RanksDifferError
+from ddp_compile.errors import RanksDifferError, ReductionError
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
@@ -231,10 +231,12 @@ class Reducer:
                 self._queue.comm_hook.settle()  # it may start more collectives
             early.exchange(self.buckets, repeatable=self._queue.comm_hook is None)
             self._queue.wait()
-        with self._progress.standings_on_failure():
+        try:
             untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
-            if early is not None:
-                self._settle_early_buckets(early)
+        except ReductionError as error:
+            raise self._progress.report_failure(error) from error.__cause__
+        if early is not None:
+            self._settle_early_buckets(early)
         self._queue.finish(untouched)
         self._reset()
 
@@ -289,8 +291,8 @@ class Reducer:
         except RanksDifferError:
             raise
         except RuntimeError as error:
-            with self._progress.standings_on_failure():
-                raise refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error) from error
+            failure = refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error)
+            raise self._progress.report_failure(failure) from error
         self.settings.on_plan_sealed(plan)
 
     def _rebuild_buckets(self) -> None:
@@ -303,8 +305,8 @@ class Reducer:
         try:
             self._bucket_set.reorder_tail(tuple(order))
         except RuntimeError as error:
-            with self._progress.standings_on_failure():
-                raise refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error) from error
+            failure = refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error)
+            raise self._progress.report_failure(failure) from error
 
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
         self._queue.complete(bucket, gradients)
@@ -403,11 +405,11 @@ class Reducer:
         raise refusals.missing_gradients(self.rank, missing, len(self.parameters), self.settings.static_graph)
 
     def _reset(self) -> None:
+        self._progress.round_ends(self._queue.has_sent)
         self._queue.reset()
         self._hooks.call_for_each()
         self._forward_since_round = False
         self._tasks_with_callback.clear()
-        self._progress.round_ends()
         if self._optional is not None:
             self._optional.begin_round()
         if self._early is not None:
@@ -421,7 +423,8 @@ class Reducer:
                 early.learn(self.buckets)
             verdict = early.verdict(self.buckets)
         except RuntimeError as error:
-            raise refusals.all_reduce_failed(self.rank, "the list of gradients that came late", error) from error
+            failure = refusals.all_reduce_failed(self.rank, "the list of gradients that came late", error)
+            raise self._progress.report_failure(failure) from error
         names = [self._fqn(index) for index in verdict.late]
         if not verdict.repeatable:
             self._reset()

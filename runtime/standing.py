@@ -2,14 +2,15 @@
 
 Note [What a post may cost]
 A rank posts where it stands to the store, so that others can read it when it cannot answer any more. Posts are paid
-from a budget that grows by 0.2 % of the time that passes: mostly every note is posted, in steps of a few milliseconds
-some are left out. A post is charged with what it takes here, by a moving average, and at least with what the posts of
+from a budget that grows by 0.1 % of the time that passes: mostly every note is posted, in steps of some milliseconds
+many are left out. A post is charged with what it takes here, by a moving average, and at least with what the posts of
 all ranks take on the one thread of the store's server. Where posts stay on a disk for good (FileStore), the budget is
 one a second. A note that is not posted costs less than a microsecond, and its text is not made.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -17,9 +18,9 @@ from typing import NamedTuple
 from ddp_compile.runtime.group_store import GroupStore, StoreLostError
 from ddp_compile.runtime.rank_names import format_ranks
 
-_SHARE_OF_TIME = 0.002
+_SHARE_OF_TIME = 0.001
 _SERVER_S = 5e-6  # what a post takes on the server of a TCPStore: 1.4 us was measured on an idle machine
-_GROWING_STORE_S = 2e-3
+_GROWING_STORE_S = 1e-3
 _MOST_POSTS_SAVED = 32
 #: How long a rank whose collective has failed waits for the others to say where theirs did.
 WAIT_FOR_OTHERS_S = 1.0
@@ -47,16 +48,6 @@ class Standing(NamedTuple):
         return cls(at, float(since), failed == "1")
 
 
-class _Note(NamedTuple):
-    at: str
-    number: int | None
-    then: str
-    noted_at: float
-
-    def to_text(self) -> str:
-        return f"{self.at}{self.then}" if self.number is None else f"{self.at} {self.number}{self.then}"
-
-
 class Standings:
     """Where this rank stands, and where the others were heard last.
 
@@ -72,11 +63,12 @@ class Standings:
         self._own_key = f"standing/{rank}"
         self._keys = {f"standing/{other}": other for other in range(world_size)}
         self._failure: Standing | None = None
-        self._noted = _Note("before the first forward", None, "", time.perf_counter())
+        self._noted: tuple[str, int | None, str] = ("before the first forward", None, "")
+        self._noted_at = time.perf_counter()
         self._least_charge_s = max(_SERVER_S * world_size, _GROWING_STORE_S if store.only_grows else 0.0)
         self._post(self.now)
         self._budget_at = self._next_post_at = time.perf_counter()
-        self._post_s = self._budget_at - self._noted.noted_at
+        self._post_s = self._budget_at - self._noted_at
         self._budget_s = _MOST_POSTS_SAVED * self._least_charge_s
 
     @property
@@ -84,7 +76,9 @@ class Standings:
         """Where this rank stands."""
         if self._failure is not None:
             return self._failure
-        return Standing(self._noted.to_text(), time.time() - (time.perf_counter() - self._noted.noted_at), failed=False)
+        at, number, then = self._noted
+        text = f"{at}{then}" if number is None else f"{at} {number}{then}"
+        return Standing(text, time.time() - (time.perf_counter() - self._noted_at), failed=False)
 
     @property
     def has_failed(self) -> bool:
@@ -99,10 +93,10 @@ class Standings:
             number: The how manieth.
             then: What comes after the number.
         """
-        now = time.perf_counter()
-        self._noted = _Note(at, number, then, now)
+        self._noted = (at, number, then)
+        self._noted_at = now = time.perf_counter()
         self._failure = None
-        if now >= self._next_post_at and self._store.lost is None:
+        if now >= self._next_post_at:
             self._post_from_budget(now)
 
     def fail(self, then: str) -> None:
@@ -136,6 +130,9 @@ class Standings:
         return len(found) == len(self._keys) and all(Standing.from_text(value).failed for value in found.values())
 
     def _post_from_budget(self, now: float) -> None:
+        if self._store.lost is not None:
+            self._next_post_at = math.inf
+            return
         charge_s = max(self._post_s, self._least_charge_s)
         saved_s = self._budget_s + (now - self._budget_at) * _SHARE_OF_TIME
         self._budget_s = min(saved_s, _MOST_POSTS_SAVED * charge_s) - charge_s

@@ -71,9 +71,6 @@ class UsedParameters:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a value: in lists, tuples, dicts and whatever else pytree knows, and in fields of dataclasses."""
-    if isinstance(value, Tensor):
-        yield value  # by far the most frequent case, and quicker than pytree
-        return
     for leaf in pytree.tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -50,9 +50,14 @@ def different_buffers() -> None:
     ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4 + dist.get_rank(), affine=False)))
 
 
+def different_settings() -> None:
+    ddp_compile(nn.Linear(4, 4), find_unused_parameters=dist.get_rank() == 1)
+
+
 @pytest.mark.parametrize(
     ("build", "named"),
     [
+        (different_settings, "find_unused_parameters=False on rank 0 is find_unused_parameters=True on rank 1"),
         (
             different_width,
             "parameter 1.weight: float32[4, 4] on cpu on rank 0 is parameter 1.weight: float32[5, 4] on cpu on rank 1",
