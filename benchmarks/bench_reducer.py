@@ -79,9 +79,10 @@ def measure_rank(rank: int, world_size: int, store: str, count: int, rounds: int
     models = {name: make(count) for name, make in WAYS.items()}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for i in range(WARM_UP + rounds):
-        for name, model in models.items():
+        order = list(models)[i % len(models) :] + list(models)[: i % len(models)]
+        for name in order:
             dist.barrier()
-            slowest = torch.tensor([backward_s(model)], dtype=torch.float64)
+            slowest = torch.tensor([backward_s(models[name])], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if i >= WARM_UP:
                 times[name].append(slowest.item())

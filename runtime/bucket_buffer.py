@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from enum import Enum, auto
 
 import torch
@@ -43,7 +43,8 @@ class BucketBuffer:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.state = BucketState.COLLECTING
         self.members = tuple(gradient.index for gradient in spec.gradients)  #: parameter numbers, in its order
-        self.missing = set(self.members)
+        self._all_members = frozenset(self.members)
+        self.missing = set(self._all_members)
         self.work: dist.Work | HookWork | None = None
         self._has_waited = False
         self.flat: Tensor | None = None
@@ -146,10 +147,12 @@ class BucketBuffer:
         views = self._plan().views
         if self._is_pointed and all(map(operator.is_, self.gradients(), views)):
             return  # nobody has replaced one since
-        left_alone = self._positions_of(untouched)
-        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
-            if position not in left_alone:
-                parameter.grad = view
+        pairs: Iterable[tuple[Parameter, Tensor]] = zip(self.parameters, views, strict=True)
+        if untouched:
+            left_alone = self._positions_of(untouched)
+            pairs = (pair for position, pair in enumerate(pairs) if position not in left_alone)
+        for parameter, view in pairs:
+            parameter.grad = view
         self._is_pointed = True
 
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
@@ -195,7 +198,8 @@ class BucketBuffer:
     def reset(self) -> None:
         """Be ready for the next backward."""
         self.state = BucketState.COLLECTING
-        self.missing.update(self.members)
+        self.missing.clear()  # an empty set takes over another one faster
+        self.missing.update(self._all_members)
         self.work = None
         self._has_waited = False
         self._is_pointed = False
