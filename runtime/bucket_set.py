@@ -34,7 +34,6 @@ class BucketSet:
     ) -> None:
         self.buckets: tuple[BucketBuffer, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[BucketBuffer] = []  #: by parameter number
-        self.missing_of_parameter: list[set[int]] = []  #: what its bucket still misses, by parameter number
         self._parameters = tuple(parameters)
         self._builder = builder
         self._process_group = process_group
@@ -109,4 +108,3 @@ class BucketSet:
             buckets.append(bucket)
         self.buckets = tuple(buckets)
         self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self._parameters))]
-        self.missing_of_parameter = [bucket.missing for bucket in self.of_parameter]

@@ -54,10 +54,6 @@ class Verdict(NamedTuple):
     repeatable: bool
 
 
-#: Awaited with the gradients of a bucket that has left, and never arrives: hooks tell of the last one of a set.
-_NOBODY = -1
-
-
 class _Offer:
     """The gradients of one bucket as a graph has offered them in this round.
 
@@ -133,11 +129,11 @@ class EarlyBuckets:
     def awaited(self, members: Members) -> set[int]:
         """The parameters of a bucket that has left whose gradients have not been accumulated yet.
 
-        It has one member more, so that a hook that finds its parameter in it never takes that for the last one. Hooks
-        may strike gradients off without telling: what matters of them is compared when the round ends.
+        Whoever learns of one first may strike it off without telling: what matters of it is compared when the round
+        ends.
         """
         awaited = self._offers[members].awaited
-        awaited.update(members, (_NOBODY,))
+        awaited.update(members)
         return awaited
 
     def _is_alone(self, members: Members) -> bool:

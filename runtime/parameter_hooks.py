@@ -19,49 +19,82 @@ class ArrivalListener(Protocol):
 
 
 class ParameterHooks:
-    """Tells a listener of the gradients that matter to it, and strikes the others off a list.
+    """Tells a listener of the gradients that matter to it, and gathers the others.
 
     Args:
         parameters: The parameters, spoken of by their number.
         listener: Not kept alive.
 
     Note [One of many]
-    With thousands of small parameters, hooks are what a reducer costs. Of a bucket's gradients only two need thought:
-    the one that begins a backward and the one that completes the bucket. After the first one of a backward the reducer
-    calls `count` with the sets of gradients each bucket misses, and from then on a hook that does not hold the last of
-    such a set removes its number from it and is done. `call_for_each` ends that.
+    With thousands of small parameters, hooks are what a reducer costs: a microsecond or two for a Python function and
+    what it does, as the backward has pushed it out of the caches meanwhile. Of a bucket's gradients only two need
+    thought: the one that begins a backward and the one that completes the bucket. So after the first one of a backward
+    the reducer calls `gather`, and then the hook of nearly every parameter is the ``append`` of a list, which runs no
+    Python code. Only the parameter that came last in its bucket the time before tells the listener, who first calls
+    `settle` to learn what has been gathered. If some are missing still, the order is another one, and the parameters
+    of that bucket tell of themselves for the rest of the backward. `tell_of_each` ends all gathering.
     """
 
     def __init__(self, parameters: Sequence[Parameter], listener: ArrivalListener) -> None:
-        # By parameter number: the set of numbers that its bucket misses while gradients are counted. The hooks hold the
-        # list itself.
-        self._missing: list[set[int]] = [set()] * len(parameters)
-        self._nothing_missing = list(self._missing)
         # A strong reference would make a cycle through C++ (parameter, hook, reducer, parameter) that gc cannot see.
-        weak = weakref.ref(listener)
+        self._listener = weakref.ref(listener)
+        self._tell = [_hook_for(self._listener, index) for index in range(len(parameters))]
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_hook_for(weak, index, self._missing))
-            for index, parameter in enumerate(parameters)
+            parameter.register_post_accumulate_grad_hook(tell)
+            for parameter, tell in zip(parameters, self._tell, strict=True)
         ]
         self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in parameters]
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._group_of: list[_Group | None] = [None] * len(parameters)  # while it gathers
+        self._last_of: dict[tuple[int, ...], int] = {}
 
-    def count(self, missing: Sequence[set[int]]) -> None:
-        """From now on, count gradients.
+    def gather(self, members: tuple[int, ...], missing: set[int], tell_of_last: bool = True) -> None:
+        """From now on gather the gradients of one bucket.
 
         Args:
-            missing: For each parameter the set of its bucket's parameters whose gradients are still missing, one
-                object for all parameters of a bucket.
+            members: Its parameters.
+            missing: Those of them whose gradients are still to come; `settle` strikes off what has.
+            tell_of_last: Whether to tell the listener when the last one comes.
         """
-        self._missing[:] = missing
+        present = self._group_of[members[0]]
+        if present is not None and present.missing is missing:
+            return
+        last = self._last_of.get(members, members[-1]) if tell_of_last else None
+        if last is not None and last not in missing:
+            return  # not in the order of the last time
+        group = _Group(members, missing, last)
+        for index in members:
+            self._group_of[index] = group
+            if index != last:
+                self._set_hook(index, group.append)
 
-    def count_apart(self, indices: Sequence[int], missing: set[int]) -> None:
-        """As `count`, for the parameters of one bucket."""
-        for index in indices:
-            self._missing[index] = missing
+    def settle(self, index: int) -> None:
+        """Strike off what has been gathered of a parameter's bucket; to be called when told of the parameter.
 
-    def call_for_each(self) -> None:
-        """From now on, tell the listener of every gradient, as at the beginning."""
-        self._missing[:] = self._nothing_missing
+        A gradient that was not missing any more is told of.
+        """
+        group = self._group_of[index]
+        if group is None:
+            return
+        again = self._strike_off(group)
+        if again or (index == group.last and len(group.missing) > 1):
+            self._tell_of_each_in(group)
+        self._tell_again(again)
+
+    def settle_all(self) -> None:
+        """`settle` for all buckets; from now on every gradient is told of."""
+        again = [index for group in self._groups() for index in self._strike_off(group)]
+        self.tell_of_each()
+        self._tell_again(again)
+
+    def note_last(self, members: tuple[int, ...], index: int) -> None:
+        """A parameter's gradient was the last one of its bucket, and is expected to be so the next time."""
+        self._last_of[members] = index
+
+    def tell_of_each(self) -> None:
+        """From now on tell the listener of every gradient, as at the beginning; what is gathered is forgotten."""
+        for group in self._groups():
+            self._tell_of_each_in(group)
 
     def run_last(self) -> None:
         """Let hooks that were registered since then run before the reducer's."""
@@ -69,18 +102,70 @@ class ParameterHooks:
 
     def remove(self) -> None:
         """Stop listening."""
+        self.tell_of_each()
         for handle in self._handles:
             handle.remove()
 
+    def _groups(self) -> list[_Group]:
+        return list({id(group): group for group in self._group_of if group is not None}.values())
 
-def _hook_for(
-    listener: weakref.ref[ArrivalListener], index: int, missing_of: list[set[int]]
-) -> Callable[[Tensor], None]:
+    def _strike_off(self, group: _Group) -> list[int]:
+        """Take what has come off what is missing; returns what was not missing."""
+        # One by one in Python would cost as much as the hooks that are saved.
+        arrived = list(map(self._index_of.__getitem__, map(id, group.take())))
+        once = set(arrived)
+        if len(once) == len(arrived) and once <= group.missing:
+            group.missing -= once
+            return []
+        again = []
+        for index in arrived:
+            if index in group.missing:
+                group.missing.remove(index)
+            else:
+                again.append(index)
+        return again
+
+    def _tell_again(self, indices: Sequence[int]) -> None:
+        listener = self._listener()
+        if listener is not None:
+            for index in indices:
+                listener.mark_parameter_ready(index)
+
+    def _tell_of_each_in(self, group: _Group) -> None:
+        group.take()
+        for index in group.members:
+            self._group_of[index] = None
+            self._set_hook(index, self._tell[index])
+
+    def _set_hook(self, index: int, hook: Callable[[Tensor], None]) -> None:
+        self._all_hooks[index][self._handles[index].id] = hook
+
+
+class _Group:
+    """The gradients of one bucket that have come without being told of.
+
+    Args:
+        members: The bucket's parameters.
+        missing: Those whose gradients had not come when that was last looked at.
+        last: The one of them that is told of, if any.
+    """
+
+    def __init__(self, members: tuple[int, ...], missing: set[int], last: int | None) -> None:
+        self.members = members
+        self.missing = missing
+        self.last = last
+        self._arrived: list[Tensor] = []
+        self.append = self._arrived.append
+
+    def take(self) -> list[Tensor]:
+        """The parameters that have come, which are forgotten."""
+        arrived = self._arrived[:]
+        del self._arrived[: len(arrived)]  # the thread of another device may be appending
+        return arrived
+
+
+def _hook_for(listener: weakref.ref[ArrivalListener], index: int) -> Callable[[Tensor], None]:
     def hook(_parameter: Tensor) -> None:
-        missing = missing_of[index]
-        if index in missing and len(missing) > 1:
-            missing.remove(index)
-            return
         alive = listener()
         if alive is not None:
             alive.mark_parameter_ready(index)

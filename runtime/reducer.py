@@ -137,6 +137,7 @@ class Reducer:
         Raises:
             GradientArrivalError: It had arrived before in the same round, or was taken for unused.
         """
+        self._hooks.settle(index)
         if self._early is not None and self._early.arrived(index):
             return
         if self._optional is not None:
@@ -157,6 +158,7 @@ class Reducer:
         if index not in bucket.missing:
             raise refusals.arrived_twice(self.rank, self._fqn(index))
         if bucket.arrive(index):
+            self._hooks.note_last(bucket.members, index)
             self._complete_with_what_is_there(bucket)
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -173,6 +175,7 @@ class Reducer:
             return
         members = tuple(parameters)
         bucket = self._bucket_set.of_parameter[members[0]] if self.buckets else None
+        self._hooks.settle(members[0])
         has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
         must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
         if not self._early.offer(members, gradients, must_wait) or bucket is None:
@@ -183,7 +186,7 @@ class Reducer:
             for index in members:
                 self._optional.note(index)
         self._complete(bucket, self._early.contributions(bucket), from_graph=True)
-        self._hooks.count_apart(members, self._early.awaited(members))
+        self._hooks.gather(members, self._early.awaited(members), tell_of_last=False)
 
     def finalize_backward(self) -> None:
         """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
@@ -196,17 +199,16 @@ class Reducer:
         """
         if self.state is not ReducerState.REDUCING:
             return  # a pass inside this one has seen the last gradient
+        self._hooks.settle_all()
         if not self._queue.all_gone:
             if torch_internals.is_inside_backward():
-                self._hooks.call_for_each()  # the passes to come queue callbacks of their own
-                return
+                return  # the passes to come queue callbacks of their own
             if not self._complete_without_the_missing():
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
                 self._progress.backward_is_incomplete()
                 if self._early is not None:
                     self._early.hand_over_for_now(self.buckets)
-                self._hooks.call_for_each()
                 self.state = ReducerState.INCOMPLETE
                 return
         self._finish_round()
@@ -251,7 +253,8 @@ class Reducer:
             self._seal_plan()
         begins = self._call_back_at_the_end(self.finalize_backward)
         if begins and self._optional is None and self._arrival_order is None:
-            self._hooks.count(self._bucket_set.missing_of_parameter)
+            for bucket in self._queue.still_here:
+                self._hooks.gather(bucket.members, bucket.missing)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
             self._go_on_without(absent)
 
@@ -407,7 +410,7 @@ class Reducer:
     def _reset(self) -> None:
         self._progress.round_ends(self._queue.has_sent)
         self._queue.reset()
-        self._hooks.call_for_each()
+        self._hooks.tell_of_each()
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         if self._optional is not None:

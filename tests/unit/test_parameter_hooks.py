@@ -13,11 +13,30 @@ from ddp_compile.runtime.parameter_hooks import ParameterHooks
 
 
 class Listener:
+    """Strikes a gradient off what is missing, as the reducer does."""
+
     def __init__(self) -> None:
         self.heard: list[int] = []
+        self.hooks: ParameterHooks | None = None
+        self.missing: dict[int, set[int]] = {}
+
+    def gather(self, hooks: ParameterHooks, *buckets: tuple[int, ...]) -> None:
+        self.hooks = hooks
+        for members in buckets:
+            missing = set(members)
+            self.missing.update(dict.fromkeys(members, missing))
+            hooks.gather(members, missing)
 
     def mark_parameter_ready(self, index: int) -> None:
         self.heard.append(index)
+        if self.hooks is not None:
+            self.hooks.settle(index)
+            self.missing[index].discard(index)
+            if not self.missing[index]:
+                self.hooks.note_last(next(m for m in BUCKETS if index in m), index)
+
+
+BUCKETS = ((3, 4, 5), (2, 1, 0))
 
 
 def parameters(count: int) -> list[Parameter]:
@@ -42,24 +61,84 @@ def test_at_first_every_gradient_is_told() -> None:
     assert len(listener.heard) == 4
 
 
-def test_counting_tells_the_last_of_each_bucket_and_what_is_not_missing() -> None:
+def test_gathering_tells_of_the_one_that_came_last_the_time_before() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, listener)
-    first, second = {3, 4, 5}, {0, 1, 2}
-    hooks.count([second] * 3 + [first] * 3)
+    listener.gather(hooks, *BUCKETS)
     backward(params)
-    assert listener.heard == [3, 0]
-    assert (first, second) == ({3}, {0})  # the listener itself takes the last one off
-    backward([params[5]])
-    assert listener.heard == [3, 0, 5]
+    # Of (3, 4, 5) number 5 is expected to be last at first: the order has changed, and 4 and 3 tell of themselves.
+    assert listener.heard == [5, 4, 3, 0]
+    assert not any(listener.missing.values())
+    for _ in range(2):
+        hooks.tell_of_each()
+        listener.heard.clear()
+        listener.gather(hooks, *BUCKETS)
+        backward(params)
+        assert listener.heard == [3, 0]
+        assert not any(listener.missing.values())
 
 
-def test_after_counting_every_gradient_is_told_again() -> None:
+def test_what_was_gathered_is_struck_off_when_a_backward_ends_without_the_last() -> None:
+    listener, params = Listener(), parameters(6)
+    hooks = ParameterHooks(params, listener)
+    listener.gather(hooks, *BUCKETS)
+    backward([params[1], params[2]])
+    assert listener.heard == [] and listener.missing[0] == {0, 1, 2}
+    hooks.settle_all()
+    assert listener.heard == [] and listener.missing[0] == {0} and listener.missing[3] == {3, 4, 5}
+    backward(params[:2])
+    assert listener.heard == [1, 0]  # each tells of itself again
+
+
+def test_a_gradient_that_comes_twice_is_told_of() -> None:
+    listener, params = Listener(), parameters(6)
+    hooks = ParameterHooks(params, listener)
+    listener.gather(hooks, *BUCKETS)
+    backward([params[2]])
+    backward([params[2]])
+    assert listener.heard == []
+    backward([params[0]])
+    assert listener.heard == [0, 2] and listener.missing[0] == {1}
+
+
+def test_a_gradient_that_comes_after_the_last_is_told_of_when_the_backward_ends() -> None:
+    listener, params = Listener(), parameters(6)
+    hooks = ParameterHooks(params, listener)
+    listener.gather(hooks, *BUCKETS)
+    backward(params[:3])
+    backward([params[1]])
+    assert listener.heard == [0]
+    hooks.settle_all()
+    assert listener.heard == [0, 1]
+
+
+def test_nobody_is_told_of_what_nobody_waits_for() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, listener)
     missing = {0, 1, 2}
-    hooks.count([missing] * 3)
-    hooks.call_for_each()
+    hooks.gather((2, 1, 0), missing, tell_of_last=False)
+    backward(params)
+    hooks.settle_all()
+    assert listener.heard == [] and not missing
+
+
+def test_gathering_what_is_gathered_loses_nothing() -> None:
+    listener, params = Listener(), parameters(3)
+    hooks = ParameterHooks(params, listener)
+    missing = {0, 1, 2}
+    for part in params[1:]:
+        hooks.gather((2, 1, 0), missing)
+        backward([part])
+    hooks.settle_all()
+    assert missing == {0}
+
+
+def test_after_gathering_every_gradient_is_told_again() -> None:
+    listener, params = Listener(), parameters(3)
+    hooks = ParameterHooks(params, listener)
+    missing = {0, 1, 2}
+    hooks.gather((2, 1, 0), missing)
+    hooks.tell_of_each()
     backward(params)
     assert listener.heard == [2, 1, 0]
     assert missing == {0, 1, 2}
@@ -81,7 +160,7 @@ def test_a_hook_of_the_users_runs_before_even_if_registered_later() -> None:
 def test_hooks_keep_neither_the_listener_nor_a_cycle_alive() -> None:
     listener, params = Listener(), parameters(2)
     hooks = ParameterHooks(params, listener)
-    hooks.count([{0, 1}] * 2)
+    hooks.gather((1, 0), {0, 1})
     alive = weakref.ref(listener)
     of_parameter = weakref.ref(params[0])
     gc.disable()
