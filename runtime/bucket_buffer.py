@@ -49,6 +49,9 @@ class BucketBuffer:
         self._has_waited = False
         self.flat: Tensor | None = None
         self._kept: dict[int, Tensor] = {}
+        # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds
+        # it gets it back, and both are slow to free.
+        self._flattened: Sequence[Tensor] = ()
         self._is_pointed = False
         self._flatten_plan: FlattenPlan | None = None
 
@@ -66,6 +69,7 @@ class BucketBuffer:
             with torch.no_grad():
                 self.flat = gradients[0].mul_(scale)
             return
+        self._flattened = gradients
         try:
             self._plan().flatten(gradients, scale)
         except ValueError:
@@ -111,7 +115,8 @@ class BucketBuffer:
         assert self.flat is not None
         self._has_waited = False
         if comm_hook is None:
-            self.work = dist.all_reduce(self.flat, group=process_group, async_op=True)
+            # What dist.all_reduce calls; with many small gradients its checks are seen in the time of a step.
+            self.work = process_group.allreduce([self.flat])
             return
         # Hooks may resize what they are given, as batched PowerSGD does; the buffer itself keeps its shape.
         handed_out = self.flat if self.spec.is_sparse else self.flat.view(-1)
@@ -153,6 +158,7 @@ class BucketBuffer:
             pairs = (pair for position, pair in enumerate(pairs) if position not in left_alone)
         for parameter, view in pairs:
             parameter.grad = view
+        self._flattened = ()
         self._is_pointed = True
 
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
@@ -203,6 +209,7 @@ class BucketBuffer:
         self.work = None
         self._has_waited = False
         self._is_pointed = False
+        self._flattened = ()
         self._kept.clear()
 
     def lay_out_as(self, spec: BucketSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -16,6 +17,9 @@ class ArrivalListener(Protocol):
     """Who is told that a gradient has been accumulated into ``.grad``."""
 
     def mark_parameter_ready(self, index: int) -> None: ...
+
+
+_Slot = tuple[OrderedDict[int, Callable[[Tensor], None]], int, Callable[[Tensor], None]]
 
 
 class ParameterHooks:
@@ -45,8 +49,8 @@ class ParameterHooks:
         ]
         self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in parameters]
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._group_of: list[_Group | None] = [None] * len(parameters)  # while it gathers
-        self._last_of: dict[tuple[int, ...], int] = {}
+        self._group_of: list[_Group | None] = [None] * len(parameters)
+        self._gathering: dict[_Group, None] = {}  # those that do, and some that have stopped
 
     def gather(self, members: tuple[int, ...], missing: set[int], tell_of_last: bool = True) -> None:
         """From now on gather the gradients of one bucket.
@@ -56,17 +60,16 @@ class ParameterHooks:
             missing: Those of them whose gradients are still to come; `settle` strikes off what has.
             tell_of_last: Whether to tell the listener when the last one comes.
         """
-        present = self._group_of[members[0]]
-        if present is not None and present.missing is missing:
-            return
-        last = self._last_of.get(members, members[-1]) if tell_of_last else None
-        if last is not None and last not in missing:
-            return  # not in the order of the last time
-        group = _Group(members, missing, last)
-        for index in members:
-            self._group_of[index] = group
-            if index != last:
-                self._set_hook(index, group.append)
+        group = self._group_of[members[0]]
+        if group is None or group.members != members:
+            if group is not None:  # of a plan before
+                group.tell_of_each()
+            slots = [(self._all_hooks[index], self._handles[index].id, self._tell[index]) for index in members]
+            group = _Group(members, slots)
+            for index in members:
+                self._group_of[index] = group
+        group.gather(missing, tell_of_last)
+        self._gathering[group] = None
 
     def settle(self, index: int) -> None:
         """Strike off what has been gathered of a parameter's bucket; to be called when told of the parameter.
@@ -78,23 +81,26 @@ class ParameterHooks:
             return
         again = self._strike_off(group)
         if again or (index == group.last and len(group.missing) > 1):
-            self._tell_of_each_in(group)
+            group.tell_of_each()
         self._tell_again(again)
 
     def settle_all(self) -> None:
         """`settle` for all buckets; from now on every gradient is told of."""
-        again = [index for group in self._groups() for index in self._strike_off(group)]
+        again = [index for group in self._gathering for index in self._strike_off(group)]
         self.tell_of_each()
         self._tell_again(again)
 
-    def note_last(self, members: tuple[int, ...], index: int) -> None:
+    def note_last(self, index: int) -> None:
         """A parameter's gradient was the last one of its bucket, and is expected to be so the next time."""
-        self._last_of[members] = index
+        group = self._group_of[index]
+        if group is not None:
+            group.expected_last = index
 
     def tell_of_each(self) -> None:
         """From now on tell the listener of every gradient, as at the beginning; what is gathered is forgotten."""
-        for group in self._groups():
-            self._tell_of_each_in(group)
+        for group in self._gathering:
+            group.tell_of_each()
+        self._gathering.clear()
 
     def run_last(self) -> None:
         """Let hooks that were registered since then run before the reducer's."""
@@ -105,9 +111,6 @@ class ParameterHooks:
         self.tell_of_each()
         for handle in self._handles:
             handle.remove()
-
-    def _groups(self) -> list[_Group]:
-        return list({id(group): group for group in self._group_of if group is not None}.values())
 
     def _strike_off(self, group: _Group) -> list[int]:
         """Take what has come off what is missing; returns what was not missing."""
@@ -131,31 +134,50 @@ class ParameterHooks:
             for index in indices:
                 listener.mark_parameter_ready(index)
 
-    def _tell_of_each_in(self, group: _Group) -> None:
-        group.take()
-        for index in group.members:
-            self._group_of[index] = None
-            self._set_hook(index, self._tell[index])
-
-    def _set_hook(self, index: int, hook: Callable[[Tensor], None]) -> None:
-        self._all_hooks[index][self._handles[index].id] = hook
-
 
 class _Group:
-    """The gradients of one bucket that have come without being told of.
+    """The hooks of one bucket's parameters, and the gradients that have come without being told of.
 
     Args:
         members: The bucket's parameters.
-        missing: Those whose gradients had not come when that was last looked at.
-        last: The one of them that is told of, if any.
+        slots: For each of them the hooks of the parameter, the number of ours among them, and what it is while it tells
+            of every gradient.
     """
 
-    def __init__(self, members: tuple[int, ...], missing: set[int], last: int | None) -> None:
+    def __init__(self, members: tuple[int, ...], slots: Sequence[_Slot]) -> None:
         self.members = members
-        self.missing = missing
-        self.last = last
+        self.is_gathering = False
+        self.missing: set[int] = set()  #: what had not come when that was last looked at
+        self.last: int | None = None  #: the one of them that is told of
+        self.expected_last = members[-1]
+        self._slots = slots
         self._arrived: list[Tensor] = []
-        self.append = self._arrived.append
+        self._append = self._arrived.append
+
+    def gather(self, missing: set[int], tell_of_last: bool) -> None:
+        """See `ParameterHooks.gather`."""
+        if self.is_gathering and self.missing is missing:
+            return
+        if tell_of_last and self.expected_last not in missing:
+            return  # not in the order of the last time
+        self.missing = missing
+        self.last = self.expected_last if tell_of_last else None
+        self.is_gathering = True
+        append = self._append
+        for hooks, number, _ in self._slots:
+            hooks[number] = append
+        if tell_of_last:
+            hooks, number, tell = self._slots[self.members.index(self.expected_last)]
+            hooks[number] = tell
+
+    def tell_of_each(self) -> None:
+        """See `ParameterHooks.tell_of_each`."""
+        if not self.is_gathering:
+            return
+        self.take()
+        self.is_gathering = False
+        for hooks, number, tell in self._slots:
+            hooks[number] = tell
 
     def take(self) -> list[Tensor]:
         """The parameters that have come, which are forgotten."""

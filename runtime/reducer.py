@@ -158,7 +158,7 @@ class Reducer:
         if index not in bucket.missing:
             raise refusals.arrived_twice(self.rank, self._fqn(index))
         if bucket.arrive(index):
-            self._hooks.note_last(bucket.members, index)
+            self._hooks.note_last(index)
             self._complete_with_what_is_there(bucket)
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:

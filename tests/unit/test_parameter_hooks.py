@@ -33,7 +33,7 @@ class Listener:
             self.hooks.settle(index)
             self.missing[index].discard(index)
             if not self.missing[index]:
-                self.hooks.note_last(next(m for m in BUCKETS if index in m), index)
+                self.hooks.note_last(index)
 
 
 BUCKETS = ((3, 4, 5), (2, 1, 0))
