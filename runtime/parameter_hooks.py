@@ -52,12 +52,15 @@ class ParameterHooks:
         self._group_of: list[_Group | None] = [None] * len(parameters)
         self._gathering: dict[_Group, None] = {}  # those that do, and some that have stopped
 
-    def gather(self, members: tuple[int, ...], missing: set[int], tell_of_last: bool = True) -> None:
+    def gather(
+        self, members: tuple[int, ...], missing: set[int], arriving: int | None = None, tell_of_last: bool = True
+    ) -> None:
         """From now on gather the gradients of one bucket.
 
         Args:
             members: Its parameters.
             missing: Those of them whose gradients are still to come; `settle` strikes off what has.
+            arriving: The parameter that the listener is being told of.
             tell_of_last: Whether to tell the listener when the last one comes.
         """
         group = self._group_of[members[0]]
@@ -68,7 +71,7 @@ class ParameterHooks:
             group = _Group(members, slots)
             for index in members:
                 self._group_of[index] = group
-        group.gather(missing, tell_of_last)
+        group.gather(missing, arriving, tell_of_last)
         self._gathering[group] = None
 
     def settle(self, index: int) -> None:
@@ -154,11 +157,11 @@ class _Group:
         self._arrived: list[Tensor] = []
         self._append = self._arrived.append
 
-    def gather(self, missing: set[int], tell_of_last: bool) -> None:
+    def gather(self, missing: set[int], arriving: int | None, tell_of_last: bool) -> None:
         """See `ParameterHooks.gather`."""
         if self.is_gathering and self.missing is missing:
             return
-        if tell_of_last and self.expected_last not in missing:
+        if tell_of_last and (self.expected_last not in missing or self.expected_last == arriving):
             return  # not in the order of the last time
         self.missing = missing
         self.last = self.expected_last if tell_of_last else None

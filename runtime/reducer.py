@@ -254,7 +254,7 @@ class Reducer:
         begins = self._call_back_at_the_end(self.finalize_backward)
         if begins and self._optional is None and self._arrival_order is None:
             for bucket in self._queue.still_here:
-                self._hooks.gather(bucket.members, bucket.missing)
+                self._hooks.gather(bucket.members, bucket.missing, arriving)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
             self._go_on_without(absent)
 

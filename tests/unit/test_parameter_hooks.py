@@ -78,6 +78,14 @@ def test_gathering_tells_of_the_one_that_came_last_the_time_before() -> None:
         assert not any(listener.missing.values())
 
 
+def test_one_that_comes_first_is_not_expected_last() -> None:
+    listener, params = Listener(), parameters(3)
+    hooks = ParameterHooks(params, listener)
+    hooks.gather((0, 1, 2), {0, 1, 2}, arriving=2)
+    backward(params)
+    assert listener.heard == [2, 1, 0]
+
+
 def test_what_was_gathered_is_struck_off_when_a_backward_ends_without_the_last() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, listener)
