@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import PlanBuilder, shorten_names
+from ddp_compile.bucket_plan import BucketSpec, PlanBuilder, shorten_names
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.partition_compiler import compile_partitions
 from ddp_compile.passes.bucket_backward import BackwardContext, bucket_backward_pass
 from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
-from ddp_compile.passes.grad_ready_order import GradReady, grad_ready_order
+from ddp_compile.passes.grad_ready_order import grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
 from ddp_compile.passes.partition_graph import partition_names
-from ddp_compile.passes.pipeline import Declined, Pass, PassContext, PassResult, run_pipeline
+from ddp_compile.passes.pipeline import Declined, Pass, PassContext, run_pipeline
 from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.split_forward import split_forward_pass
 from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
@@ -44,7 +44,7 @@ FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
 BACKWARD_SPLIT_PASSES = (bucket_backward_pass,)
 
 # Raised when the passes make other graphs of the same plan, so that compiled code of before is not taken for theirs.
-_BACKWARD_SPLIT_VERSION = 1
+_BACKWARD_SPLIT_VERSION = 2
 
 
 class GraphReport(NamedTuple):
@@ -73,12 +73,10 @@ class TrainingBackend:
         compiler: Compiles each graph or partition.
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
-        split: Where graphs are cut; ``"auto"`` and ``"forward"`` cut at bucket boundaries, ``"backward"`` leaves them
-            whole and has the backward hand buckets over.
+        split: Where graphs are cut; ``"forward"`` cuts at bucket boundaries, ``"backward"`` leaves them whole and has
+            the backward hand buckets over, ``"auto"`` does that with graphs of several buckets that cannot be cut.
+        launches_inside: What `launches_inside` says.
         reducer: Number by which a compiled backward finds the reducer.
-
-    Raises:
-        ValueError: The inner backend cannot be used with ``split="backward"``.
     """
 
     def __init__(
@@ -87,6 +85,7 @@ class TrainingBackend:
         builder: PlanBuilder,
         parameters: Mapping[int, int],
         split: SplitMode,
+        launches_inside: bool,
         reducer: int,
     ) -> None:
         self.compiler = compiler
@@ -95,13 +94,7 @@ class TrainingBackend:
         self.split = split
         self.reducer = reducer
         self.reports: list[GraphReport] = []
-        self.edits_backwards = split == "backward" and compiler.can_edit_backwards()
-        if split == "backward" and not self.edits_backwards:
-            log.warning(
-                "split='backward' needs a backend that is known to be built on AOTAutograd, which %s is not:"
-                " graphs are cut in the forward instead",
-                getattr(compiler.inner, "compiler_name", compiler.inner),
-            )
+        self.launches_inside = launches_inside
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
@@ -114,16 +107,16 @@ class TrainingBackend:
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
             return self.compiler.compile(gm, example_inputs, name)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
-        if self.edits_backwards:
-            positions = _positions_of_parameters(gm, parameter_of)
-            backward_ctx = BackwardContext(
-                parameter_of_input=positions, buckets=tuple(buckets), reducer=self.reducer, graph_name=name
-            )
-            table = format_graph_buckets(buckets, [entry.parameter for entry in order])
-            return self._compile_whole(gm, example_inputs, backward_ctx, GraphDump(f"{name} backward", table))
+        table = format_graph_buckets(buckets, [entry.parameter for entry in order])
+        if self.split == "backward" and self._launches_inside(name):
+            return self._compile_whole(gm, example_inputs, parameter_of, buckets, table)
         ctx = PassContext(parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name)
-        result = self._split(gm, ctx, order)
+        passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
+        result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
         num_partitions = max(1, len(partition_names(result.gm)))
+        if self.split == "auto" and num_partitions == 1 < len(buckets) and self._launches_inside(name):
+            log.info("%s: could not be cut in the forward", name)
+            return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table)
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
         if num_partitions == 1:
@@ -135,14 +128,21 @@ class TrainingBackend:
         return compile_partitions(result.gm, example_inputs, compile_partition)
 
     def _compile_whole(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], ctx: BackwardContext, dump: GraphDump
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        parameter_of: Mapping[str, int],
+        buckets: Sequence[BucketSpec],
+        table: str,
     ) -> Callable[..., Any]:
-        if torch_internals.compiled_autograd_is_on():
-            raise ValueError(
-                "split='backward' cannot be used with compiled autograd (torch._dynamo.config.compiled_autograd=True),"
-                " which compiles another backward than the one that hands buckets over; turn it off, or pass"
-                " split='forward'"
-            )
+        name = f"graph {len(self.reports)}"
+        ctx = BackwardContext(
+            parameter_of_input=_positions_of_parameters(gm, parameter_of),
+            buckets=tuple(buckets),
+            reducer=self.reducer,
+            graph_name=name,
+        )
+        dump = GraphDump(f"{name} backward", table)
         place = len(self.reports)
         report = GraphReport(place, len(ctx.buckets), 1, (), launches_inside=True)
         self.reports.append(report)
@@ -156,10 +156,18 @@ class TrainingBackend:
         named = f"{ctx.graph_name} {self._named(ctx.parameter_of_input.values())}"
         return self.compiler.compile(gm, example_inputs, named, edit)
 
-    def _split(self, gm: fx.GraphModule, ctx: PassContext, order: list[GradReady]) -> PassResult:
-        passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
-        table = format_graph_buckets(list(ctx.buckets), [entry.parameter for entry in order])
-        return run_pipeline(gm, ctx, passes, [GraphDump(ctx.graph_name, table)])
+    def _launches_inside(self, name: str) -> bool:
+        """Whether the graph's backward can hand buckets over."""
+        if not self.launches_inside or not torch_internals.compiled_autograd_is_on():
+            return self.launches_inside
+        if self.split == "auto":
+            log.info("%s: not launched inside its backward, since compiled autograd compiles another one", name)
+            return False
+        raise ValueError(
+            "split='backward' cannot be used with compiled autograd (torch._dynamo.config.compiled_autograd=True),"
+            " which compiles another backward than the one that hands buckets over; turn it off, or pass"
+            " split='forward'"
+        )
 
     def _parameters_in(self, gm: fx.GraphModule, ctx: PassContext) -> str:
         return self._named(ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of)
@@ -197,6 +205,28 @@ def _cache_key(ctx: BackwardContext) -> str:
 def _has_backward(gm: fx.GraphModule) -> bool:
     """Whether a gradient can come back into the graph: a graph made under no_grad has no output that requires one."""
     return any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
+
+
+def launches_inside(split: SplitMode, compiler: GraphCompiler) -> bool:
+    """Whether buckets may be launched inside compiled backwards; has to be the same on every rank.
+
+    Args:
+        split: What the user has asked for.
+        compiler: Compiles the graphs.
+
+    Raises:
+        ValueError: The backend's ``inner_compile`` is not callable.
+    """
+    if split not in ("auto", "backward"):
+        return False
+    can_edit = compiler.can_edit_backwards()
+    if split == "backward" and not can_edit:
+        log.warning(
+            "split='backward' needs a backend that is known to be built on AOTAutograd, which %s is not:"
+            " graphs are cut in the forward instead",
+            getattr(compiler.inner, "compiler_name", compiler.inner),
+        )
+    return can_edit
 
 
 class EvaluationBackend:

@@ -7,6 +7,10 @@ the graph's outputs are still those tensors, so that no copy is made. A function
 tensors, since a result must not share memory with an argument that it does not name; and inductor removes an operator
 that neither writes nor returns anything.
 
+What an operator only reads, a scheduler may compute at the very end, and the operator with it: inductor does, since a
+gradient that nothing but the output needs takes memory from its computation on. So the operator is also declared to
+write into a value that the rest of the backward goes on from, ``held``, which therefore comes after it.
+
 The operator finds its reducer by number: compiled code that was read from a cache knows no Python object.
 """
 
@@ -23,7 +27,8 @@ from torch import Tensor
 # cudagraph_unsafe: a collective is started, at another moment in each step, which no recorded graph can repeat.
 _LIBRARY = torch.library.Library("ddp_compile", "FRAGMENT")
 _LIBRARY.define(
-    "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
+    "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters, Tensor(b!)[] held) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 
@@ -50,13 +55,15 @@ def register_receiver(ordinal: int, receiver: BucketReceiver) -> None:
     _receivers[ordinal] = receiver
 
 
-def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int]) -> None:
+def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]) -> None:
     receiver = _receivers.get(reducer)
     if receiver is not None:
         receiver.mark_bucket_ready(parameters, gradients)
 
 
-def _bucket_ready_fake(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int]) -> None:
+def _bucket_ready_fake(
+    gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]
+) -> None:
     """No result to describe."""
 
 

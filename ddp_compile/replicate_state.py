@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut
+from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_inside
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
 from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
 from ddp_compile.compile_settings import CompileSettings
@@ -49,7 +49,9 @@ class ReplicateState:
         ignored = config.parameters_to_ignore
         named = reduced_parameters(module, ignored)
         parameters = list(named.values())
-        verify_modules_agree(_describe(module, config), process_group, parameters[0].device)
+        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
+        inside = launches_inside(config.split, self.compiler)
+        verify_modules_agree(_describe(module, config, inside), process_group, parameters[0].device)
         self.progress = Progress(process_group, parameters[0].device)
         # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
         self._buffer_places = [
@@ -62,10 +64,9 @@ class ReplicateState:
             all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
             broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
         self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes)
-        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}
-        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, ordinal)
+        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, inside, ordinal)
         self._evaluation_backend = EvaluationBackend(self.compiler)
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module))
@@ -75,7 +76,7 @@ class ReplicateState:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
-            takes_whole_buckets=config.split == "backward",
+            takes_whole_buckets=inside,
             progress=self.progress,
             on_plan_sealed=self._warn_without_overlap,
         )
@@ -193,14 +194,14 @@ def _with_sparse_gradients(module: nn.Module) -> set[int]:
     return {id(layer.weight) for layer in layers if layer.sparse}
 
 
-def _describe(module: nn.Module, config: ReplicateConfig) -> list[str]:
+def _describe(module: nn.Module, config: ReplicateConfig, inside: bool) -> list[str]:
     """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
     ignored = config.parameters_to_ignore
     sparse_ids = _with_sparse_gradients(module)
     settings = ("broadcast_buffers", "init_sync", "find_unused_parameters", "static_graph")
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # What leaves inside a backward is followed by a word between the ranks.
-    lines.append(f"split={'backward' if config.split == 'backward' else 'not backward'}")
+    lines.append(f"buckets launched inside the backward={inside}")
     for name, parameter in module.named_parameters():
         if name not in ignored:
             strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,11 +56,14 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
     after::
 
         mm = mm(x_t, tangents)
-        bucket_ready([mm], reducer=0, parameters=[5])
+        bucket_ready([mm], reducer=0, parameters=[5], held=[])
         mm_1 = mm(tangents, w_t)
         return (mm, ...)
 
-    A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients.
+    ``held`` is the value that most of the nodes behind depend on, which keeps compilers from computing them first.
+
+    A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients, and where
+    nothing is left to compute once they are there: the hooks come as early then.
     """
     ready, declined = _find_buckets(gm, ctx)
     if not ready:
@@ -79,8 +83,25 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
             num_calls,
             f", not {moved.before} as before calls were moved" if moved.after < moved.before else "",
         )
-    _insert(gm, ctx, ready, gradients)
-    return PassResult(gm, len(ready), tuple(declined))
+    early = _before_the_end(gm, gradients)
+    for entry in ready[early:]:
+        declined.append(Declined("output", f"bucket {entry.bucket.index} is ready when the graph ends"))
+    _insert(gm, ctx, ready[:early], gradients[:early])
+    return PassResult(gm, early, tuple(declined))
+
+
+def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) -> int:
+    """How many of the buckets are ready before the graph's last computation, if they leave in this order."""
+    computed = [node for node in gm.graph.nodes if node.op == "call_function" and base_of(node) is node]
+    last = _computation_of(computed[-1]) if computed else None
+    at_the_end = (any(_computation_of(node) is last for node in nodes) for nodes in gradients)
+    return next((i for i, is_last in enumerate(at_the_end) if is_last), len(gradients))
+
+
+def _computation_of(node: fx.Node) -> fx.Node:
+    """The node that computes a value: of a view its base, of one of several results what computes all of them."""
+    base = base_of(node)
+    return base.all_input_nodes[0] if base.target is operator.getitem else base
 
 
 def _insert(
@@ -92,9 +113,37 @@ def _insert(
         last = max(nodes, key=position.__getitem__)
         with gm.graph.inserting_after(last):
             members = [gradient.index for gradient in entry.bucket.gradients]
-            arguments = (list(nodes), ctx.reducer, members)
+            arguments = (list(nodes), ctx.reducer, members, _value_to_hold(gm.graph, position, last, nodes))
             call = gm.graph.call_function(torch.ops.ddp_compile.bucket_ready.default, arguments)
             call.meta["val"] = None
+
+
+def _value_to_hold(
+    graph: fx.Graph, position: Mapping[fx.Node, int], last: fx.Node, gradients: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The computed value that most of the nodes behind ``last`` depend on, none of ``gradients``; empty without one."""
+    not_these = {base_of(node) for node in gradients}
+    bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
+    depends_on: dict[fx.Node, int] = {}
+    num_dependents: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node not in position or position[node] <= position[last] or node.op != "call_function":
+            continue
+        depends_on[node] = 0
+        for argument in node.all_input_nodes:
+            value = base_of(argument)
+            if argument in depends_on:
+                depends_on[node] |= depends_on[argument]
+            elif position[value] <= position[last] and value not in not_these and _may_be_held(value):
+                depends_on[node] |= bits.setdefault(value, 1 << len(bits))
+        for value, bit in bits.items():
+            if depends_on[node] & bit:
+                num_dependents[value] = num_dependents.get(value, 0) + 1
+    return sorted(bits, key=lambda value: (num_dependents[value], position[value]))[-1:]
+
+
+def _may_be_held(value: fx.Node) -> bool:
+    return value.op == "call_function" and _is_dense_tensor(value)
 
 
 def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_ReadyBucket], list[Declined]]:

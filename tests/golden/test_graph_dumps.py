@@ -218,7 +218,7 @@ class GraphModule(torch.nn.Module):
         sum_1: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward, [0], True)
         view: "f32[8]" = torch.ops.aten.view.default(sum_1, [8])
         t_6: "f32[8, 8]" = torch.ops.aten.t.default(t_5)
-        bucket_ready_default_1 = bucket_ready([view, t_6], n, [5, 4])
+        bucket_ready_default = bucket_ready([view, t_6], n, [5, 4], [mm])
         detach_1: "f32[5, 8]" = torch.ops.aten.detach.default(tanh_1)
         detach_4: "f32[5, 8]" = torch.ops.aten.detach.default(detach_1)
         tanh_backward_1: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(mm, detach_4)
@@ -240,13 +240,14 @@ class GraphModule(torch.nn.Module):
         sum_3: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward_2, [0], True)
         view_2: "f32[8]" = torch.ops.aten.view.default(sum_3, [8])
         t_13: "f32[8, 8]" = torch.ops.aten.t.default(t_12)
-        bucket_ready_default = bucket_ready([view_1, t_10, view_2, t_13], n, [3, 2, 1, 0])
         return (t_13, view_2, None, t_10, view_1, t_6, view)""",
     )
 
 
 def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -> None:
-    assert whole_model.explain().endswith("\ngraph 0: 2 buckets, launched inside its backward")
+    assert whole_model.explain().endswith(
+        "\ngraph 0: 2 buckets, launched inside its backward\n  at output: bucket 1 is ready when the graph ends"
+    )
 
 
 def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
@@ -48,6 +49,7 @@ def step(model: nn.Module, rows: int = 8) -> None:
 
 
 def num_that_leave_early(model: nn.Module) -> int:
+    """Of six buckets; the last one is ready when the backward ends, and left to its hooks."""
     step(model)
     return len(model._ddp_compile_state.reducer._early._allowed)
 
@@ -71,7 +73,7 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
     ],
 )
 def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any, single_rank_group: None) -> None:
-    assert num_that_leave_early(replicated(backend=backend)) == 6
+    assert num_that_leave_early(replicated(backend=backend)) == 5
 
 
 @pytest.mark.inductor
@@ -79,7 +81,7 @@ def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_gr
     seen: list[str] = []
     backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        assert num_that_leave_early(replicated(backend=backend)) == 6
+        assert num_that_leave_early(replicated(backend=backend)) == 5
     assert seen == ["forward", "backward"]
 
 
@@ -114,6 +116,38 @@ def test_compiled_autograd_is_refused_by_name(single_rank_group: None) -> None:
         pytest.raises(Exception, match="split='backward' cannot be used with compiled autograd"),
     ):
         step(model)
+
+
+class CheckpointedWhole(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module, num_partitions in ((Layers(), 6), (CheckpointedWhole(), 1)):
+        model = ddp_compile(module, bucket_cap_mb=0.01, backend="aot_eager")
+        with caplog.at_level(logging.INFO, logger="ddp_compile.backend"):
+            step(model)
+        (report,) = model._ddp_compile_state.backend.reports
+        assert (report.num_partitions, report.launches_inside) == (num_partitions, num_partitions == 1)
+    assert "graph 0: could not be cut in the forward" in caplog.messages
+    assert "graph 0: 6 buckets, launched inside its backward" in caplog.messages
+
+
+def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.01, backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        caplog.at_level(logging.INFO, logger="ddp_compile.backend"),
+    ):
+        step(model)
+    (report,) = model._ddp_compile_state.backend.reports
+    assert (report.num_partitions, report.launches_inside) == (1, False)
+    assert "graph 0: not launched inside its backward, since compiled autograd compiles another one" in caplog.messages
 
 
 def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group: None) -> None:

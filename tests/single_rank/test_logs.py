@@ -106,7 +106,7 @@ class CheckpointedWhole(nn.Module):
 def test_a_large_model_that_cannot_be_cut_is_warned_about_once(
     two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager")
+    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
     with caplog.at_level(logging.WARNING, logger="ddp_compile"):
         for _ in range(3):
             model(torch.randn(2, 64)).sum().backward()

@@ -126,7 +126,7 @@ def test_twelve_models_of_one_class_are_all_compiled(
 ) -> None:
     if isolated and not torch_internals.has_isolated_recompiles():
         pytest.skip("this torch has no isolate_recompiles")
-    monkeypatch.setattr(torch_internals, "has_isolated_recompiles", lambda: isolated)
+    monkeypatch.setattr(torch_internals.dynamo, "has_isolated_recompiles", lambda: isolated)
     counters = [CompileCounter() for _ in range(12)]
     for counter in counters:
         model = ddp_compile(Net(), backend=counter)

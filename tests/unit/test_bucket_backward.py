@@ -50,7 +50,15 @@ def test_the_operator_is_told_the_reducer_and_the_gradients_in_the_buckets_order
     first, second = chain_of_layers(build, 2)
     gm, _, _ = bucket_backward_pass(build.output(second, first), context([0, 1]))
     (node,) = ready_nodes(gm)
-    assert node.args == ([second, first], 7, [0, 1])
+    assert node.args[:3] == ([second, first], 7, [0, 1])
+
+
+def test_what_comes_behind_goes_on_from_a_value_that_the_operator_holds() -> None:
+    build = BackwardBuilder()
+    gradients = chain_of_layers(build, 4)
+    gm, _, _ = bucket_backward_pass(build.output(*reversed(gradients)), context([3], [2], [1], [0]))
+    # The tangent of each layer; of the first of them, which is an input, nothing is to be held.
+    assert [[held.name for held in node.args[3]] for node in ready_nodes(gm)] == [[], ["mm_1"], ["mm_3"], ["mm_5"]]
 
 
 def test_outputs_stay_what_they_are() -> None:
@@ -62,8 +70,10 @@ def test_outputs_stay_what_they_are() -> None:
 
 def test_two_buckets_with_one_last_node_are_ready_in_launch_order() -> None:
     build = BackwardBuilder()
-    last = build.call(aten.split.Tensor, build.input("tangent"), 2)
-    gm = build.output(build.call(operator.getitem, last, 0), build.call(operator.getitem, last, 1))
+    tangent = build.input("tangent")
+    last = build.call(aten.split.Tensor, tangent, 2)
+    halves = [build.call(operator.getitem, last, i) for i in range(2)]
+    gm = build.output(*halves, build.call(aten.mm.default, tangent, tangent))
     gm, _, _ = bucket_backward_pass(gm, context([1], [0]))
     assert [node.args[2] for node in ready_nodes(gm)] == [[1], [0]]
 
@@ -74,7 +84,7 @@ def test_slots_of_sizes_and_buffers_are_passed_over() -> None:
     # Inputs of the forward: a size, a weight, a buffer, a weight.
     gm = build.output(None, second, None, first)
     gm, _, declined = bucket_backward_pass(gm, context([5, 4], parameter_of_input={1: 4, 3: 5}))
-    assert [node.args for node in ready_nodes(gm)] == [([first, second], 7, [5, 4])]
+    assert [node.args[:3] for node in ready_nodes(gm)] == [([first, second], 7, [5, 4])]
     assert declined == ()
 
 
@@ -122,17 +132,31 @@ def test_what_autograd_would_clone_is_cloned_in_the_graph() -> None:
     expanded = build.call(aten.expand.default, build.call(aten.sum.default, tangent), [4, 4])
     view_of_input = build.call(aten.t.default, tangent)
     own_view = build.call(aten.t.default, build.call(aten.mm.default, tangent, tangent))
-    gm = build.output(tangent, shared, shared, expanded, view_of_input, own_view)
+    of_input = build.call(aten.mm.default, tangent, tangent)
+    gm = build.output(tangent, shared, shared, expanded, view_of_input, own_view, of_input)
     gm, _, _ = bucket_backward_pass(gm, context([0, 1, 2, 3, 4, 5]))
-    assert outputs(gm) == ["clone_default", "clone_default_1", "mm", "clone_default_2", "clone_default_3", "t_1"]
+    names = ["clone_default", "clone_default_1", "mm", "clone_default_2", "clone_default_3", "t_1"]
+    assert outputs(gm) == [*names, "mm_2"]
     (node,) = ready_nodes(gm)
-    assert [argument.name for argument in node.args[0]] == outputs(gm)
+    assert [argument.name for argument in node.args[0]] == names
     values = [argument.meta["val"] for argument in node.args[0]]
     assert all(value.stride() in ((4, 1), (1, 4)) for value in values)
     gm.graph.lint()
     # Nothing that the operator is given shares memory with another or with an input.
     storages = {value.untyped_storage()._cdata for value in values}
     assert len(storages) == len(values) and tangent.meta["val"].untyped_storage()._cdata not in storages
+
+
+def test_buckets_that_are_ready_when_nothing_is_left_to_compute_are_left_to_the_hooks() -> None:
+    build = BackwardBuilder()
+    saved, tangent = build.input("saved"), build.input("tangent")
+    first = build.call(aten.mm.default, saved, tangent)
+    both = build.call(aten.var_mean.correction, tangent, [0])
+    variance, mean = (build.call(operator.getitem, both, i) for i in range(2))
+    gm = build.output(first, build.call(aten.unsqueeze.default, variance, 0), mean)
+    gm, num_changed, declined = bucket_backward_pass(gm, context([0], [1], [2]))
+    assert (num_changed, [node.args[2] for node in ready_nodes(gm)]) == (1, [[0]])
+    assert [entry.reason for entry in declined] == [f"bucket {i} is ready when the graph ends" for i in (1, 2)]
 
 
 def test_the_log_says_how_much_earlier_a_bucket_is_ready(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +167,7 @@ def test_the_log_says_how_much_earlier_a_bucket_is_ready(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="ddp_compile.passes.bucket_backward"):
         gm = build.output(weight, build.call(aten.mm.default, passed_on, saved))
         gm, _, _ = bucket_backward_pass(gm, context([0], [1]))
-    assert calls(gm) == ["mm_1", "ready [0]", "mm", "mm_2", "ready [1]"]
+    assert calls(gm) == ["mm_1", "ready [0]", "mm", "mm_2"]
     assert [record.getMessage() for record in caplog.records] == [
         "graph 0: bucket 0 is ready after call 1 of 3, not 2 as before calls were moved",
         "graph 0: bucket 1 is ready after call 3 of 3",

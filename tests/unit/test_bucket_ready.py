@@ -26,7 +26,7 @@ def test_a_receiver_gets_what_was_offered_under_its_number() -> None:
     for ordinal, receiver in zip(ordinals, receivers, strict=True):
         bucket_ready.register_receiver(ordinal, receiver)
     gradients = [torch.randn(3), torch.randn(2, 2)]
-    assert torch.ops.ddp_compile.bucket_ready(gradients, ordinals[1], [4, 2]) is None
+    assert torch.ops.ddp_compile.bucket_ready(gradients, ordinals[1], [4, 2], []) is None
     assert receivers[0].received == []
     ((parameters, received),) = receivers[1].received
     assert parameters == [4, 2]
@@ -39,7 +39,7 @@ def test_a_receiver_is_not_kept_alive_and_not_missed() -> None:
     bucket_ready.register_receiver(ordinal, receiver)
     del receiver
     gc.collect()
-    torch.ops.ddp_compile.bucket_ready([torch.randn(3)], ordinal, [0])
+    torch.ops.ddp_compile.bucket_ready([torch.randn(3)], ordinal, [0], [])
     assert ordinal not in bucket_ready._receivers
 
 
@@ -47,7 +47,7 @@ def test_tracing_calls_nobody() -> None:
     ordinal, receiver = bucket_ready.next_reducer_ordinal(), Receiver()
     bucket_ready.register_receiver(ordinal, receiver)
     with FakeTensorMode():
-        torch.ops.ddp_compile.bucket_ready([torch.empty(3)], ordinal, [0])
+        torch.ops.ddp_compile.bucket_ready([torch.empty(3)], ordinal, [0], [])
     assert receiver.received == []
 
 
@@ -55,7 +55,9 @@ def test_the_operator_is_registered_as_compilers_need_it() -> None:
     operator = torch.ops.ddp_compile.bucket_ready.default
     assert operator._schema.is_mutable  # or inductor removes it
     assert torch.Tag.cudagraph_unsafe in operator.tags
-    torch.library.opcheck(operator, ([torch.randn(3), torch.randn(2)], -1, [0, 1]), test_utils=OPCHECKS)
+    torch.library.opcheck(
+        operator, ([torch.randn(3), torch.randn(2)], -1, [0, 1], [torch.randn(4)]), test_utils=OPCHECKS
+    )
 
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

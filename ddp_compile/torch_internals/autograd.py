@@ -1,0 +1,76 @@
+"""The autograd engine: its passes, nodes and hooks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
+from torch import Tensor
+
+
+def current_graph_task_id() -> int:
+    """Identity of the backward pass this thread is in; a reentrant checkpoint opens passes inside passes. -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def is_inside_backward() -> bool:
+    """Whether the backward pass that is ending runs inside another one; asked in an engine callback."""
+    return torch._C._current_autograd_node() is not None
+
+
+def post_accumulate_grad_hooks(parameter: Tensor) -> OrderedDict[int, Any]:
+    """The hooks of a parameter that has had one, by number, in the order in which they run: torch's own dict."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return hooks
+
+
+def run_last(hooks: Sequence[OrderedDict[int, Any]], ours: Sequence[Any]) -> None:
+    """Let our hook run after those that were registered later.
+
+    Args:
+        hooks: What `post_accumulate_grad_hooks` gave for each parameter.
+        ours: The handle of our hook on each parameter.
+    """
+    if max(map(len, hooks), default=0) <= 1:
+        return  # nobody has hooks but we
+    for present, hook in zip(hooks, ours, strict=True):
+        if next(reversed(present)) != hook.id:
+            # Not move_to_end: torch reads the order of the dict underneath, which that leaves as it is.
+            present[hook.id] = present.pop(hook.id)
+
+
+def accumulator_of(parameter: Tensor) -> Any:
+    """The autograd node that accumulates into a parameter's ``.grad``; it stays the same while somebody holds it."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def are_going_to_run(nodes: Sequence[Any]) -> bool:
+    """Whether the backward pass that this thread is in will run all of these nodes.
+
+    It will not where gradients are asked for by ``torch.autograd.grad`` or ``backward(inputs=...)``.
+    """
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # torch gives no answer for a leaf whose gradient is to be returned
+        return False
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether ``register_hook`` was called for a parameter, or somebody beside us awaits its ``.grad``."""
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the innermost running backward pass has ended without an exception."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def profiled_range(name: str) -> AbstractContextManager[Any]:
+    """A range of this name in the profiler's trace; free of cost while no profiler runs."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return nullcontext()

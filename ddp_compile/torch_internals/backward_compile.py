@@ -1,0 +1,211 @@
+"""Compilation of backward graphs: changed before it, and eager where it fails."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
+from torch import fx
+
+from ddp_compile.torch_internals.dynamo import InnerBackend, right_donations
+
+#: Called with inductor's error and the backward graph it failed at; raises if that must not run eagerly.
+AcceptFailure = Callable[[Exception, fx.GraphModule], None]
+
+
+def compile_with_eager_backward(
+    inner: InnerBackend,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    accept_failure: AcceptFailure,
+) -> Callable[..., Any]:
+    """Compile a graph; where inductor fails to compile its backward, that runs eagerly.
+
+    AOTAutograd makes the backward graph with the forward one, and inductor compiles it when it is first needed: inside
+    of a backward pass. By then the forward has saved what this backward graph takes, so only that graph can go on.
+
+    Args:
+        inner: What `inner_backend` returned.
+        gm: The graph; the compiler may change it.
+        example_inputs: One entry for each placeholder.
+        accept_failure: Called with inductor's error and the backward graph; raises if that must not run eagerly.
+
+    Returns:
+        The compiled function.
+    """
+    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+        return inner(gm, list(example_inputs))
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(
+        gm, list(example_inputs), inner_compile=_or_eagerly(accept_failure), config_patches=dict(inner.config)
+    )
+    return compiled
+
+
+def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
+    """Inductor's compiler of one graph; a backward that it fails at, and that may run eagerly, is what runs."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def compile_forward_or_backward(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        if not settings.get("is_backward", False):
+            return compile_fx_inner(graph, inputs, **settings)
+        uncompiled = fx.GraphModule(graph, copy.deepcopy(graph.graph))  # inductor's passes rewrite the graph
+        try:
+            return compile_fx_inner(graph, inputs, **settings)
+        except Exception as error:
+            accept_failure(error, uncompiled)
+            return make_boxed_func(uncompiled.forward)
+
+    return compile_forward_or_backward
+
+
+def repeats_random_numbers(backward: fx.GraphModule) -> bool:
+    """Whether one of inductor's backward graphs draws random numbers from the forward's seed.
+
+    The eager implementation of these operators ignores the seed (_inductor/inductor_prims.py of torch 2.13), so that a
+    dropout that a checkpoint computes again would drop others than the forward did.
+    """
+    names = ("inductor_rand", "rngprims")
+    return any(name in str(node.target) for node in backward.graph.nodes for name in names)
+
+
+class BackwardEdit(NamedTuple):
+    """A change to the backward of one forward graph.
+
+    Args:
+        apply: Called with the graph that AOTAutograd made, before it is compiled; not where a cache has it compiled.
+        cache_key: Different for edits that make different graphs, the same in every process for the same edit.
+    """
+
+    apply: Callable[[fx.GraphModule], None]
+    cache_key: str
+
+
+#: Like `InnerBackend`, with an edit of the backward.
+EditingBackend = Callable[[fx.GraphModule, list[Any], BackwardEdit], Callable[..., Any]]
+
+
+def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
+    """A backend that compiles as ``inner`` does and edits backward graphs; None for one that is not known to make any.
+
+    Known are inductor, ``compile_fx`` itself or with an ``inner_compile`` of the user's, ``aot_eager``, and what
+    ``torch._dynamo.backends.common.aot_autograd`` returned.
+
+    Args:
+        inner: What `inner_backend` returned.
+        accept_failure: As for `compile_with_eager_backward`; None raises what inductor raises.
+
+    Raises:
+        ValueError: The backend's ``inner_compile`` is not callable.
+    """
+    from torch._dynamo.backends import common, debugging
+
+    if isinstance(inner, torch._TorchCompileInductorWrapper):
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        compile_inner = compile_fx_inner if accept_failure is None else _or_eagerly(accept_failure)
+        return functools.partial(_compile_with_inductor, compile_fx, compile_inner, inner.config)
+    compiler: Any = getattr(inner, "compiler_fn", None)
+    if isinstance(compiler, common.AotAutograd):
+        return functools.partial(_compile_with_aot_autograd, compiler)
+    if compiler is debugging.aot_eager:
+        return lambda gm, inputs, edit: debugging.aot_eager(
+            gm, inputs, bw_compiler=_edited(debugging.boxed_nop, edit, always=True)
+        )
+    try:
+        parameters = inspect.signature(compiler).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return None
+    if not {"inner_compile", "config_patches"} <= set(parameters):
+        return None
+    inner_compile, patches = parameters["inner_compile"].default, parameters["config_patches"].default
+    if not callable(inner_compile):
+        raise ValueError(
+            f"backend has inner_compile={inner_compile!r}, which is not callable; pass a function such as"
+            " torch._inductor.compile_fx.compile_fx_inner"
+        )
+    return functools.partial(_compile_with_inductor, compiler, inner_compile, patches or {})
+
+
+def _compile_with_inductor(
+    compile_fx: Callable[..., Any],
+    inner_compile: Callable[..., Any],
+    config_patches: dict[str, Any],
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    edit: BackwardEdit,
+) -> Callable[..., Any]:
+    import torch._inductor.config as inductor_config
+
+    name = "post_grad_custom_post_pass"
+    theirs = config_patches.get(name, getattr(inductor_config, name))
+    patches = {**config_patches, name: _with_cache_key(theirs, edit.cache_key)}
+    with right_donations(gm):
+        return compile_fx(gm, inputs, inner_compile=_edited(inner_compile, edit), config_patches=patches)
+
+
+def _compile_with_aot_autograd(
+    compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit
+) -> Callable[..., Any]:
+    backward_compiler = compiler.kwargs.get("bw_compiler") or compiler.kwargs["fw_compiler"]
+    kwargs = {**compiler.kwargs, "bw_compiler": _edited(backward_compiler, edit, always=True)}
+    return type(compiler)(**kwargs)(gm, inputs)
+
+
+def _edited(compiler: Callable[..., Any], edit: BackwardEdit, always: bool = False) -> Callable[..., Any]:
+    """The compiler, with the edit before it: of every graph, or of those that inductor says are a backward."""
+
+    def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        if always or kwargs.get("is_backward"):
+            edit.apply(gm)
+        return compiler(gm, inputs, **kwargs)
+
+    return compile_graph
+
+
+def _with_cache_key(theirs: Any, key: str) -> Any:
+    """Passes that do what the user's do, and let inductor's caches and AOTAutograd's tell edits apart.
+
+    A key on the backward graph alone would not do: AOTAutograd's cache is asked before there is one, and would return
+    the backward that plain torch.compile made of the same model (seen).
+    """
+    from torch._inductor import custom_graph_pass
+
+    class CacheKey(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            if not takes_several and theirs is not None:
+                theirs(graph)
+
+        def uuid(self) -> Any:
+            if takes_several or theirs is None:
+                return key
+            # None, and so nothing is cached, where the user's pass does not say what it is.
+            their_key = theirs.uuid() if isinstance(theirs, custom_graph_pass.CustomGraphPass) else None
+            return None if their_key is None else (key, their_key)
+
+    # torch 2.13 takes several passes in this place; before, there is one.
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    if theirs is None or not takes_several:
+        return CacheKey()
+    return (*custom_graph_pass.get_custom_graph_passes(theirs), CacheKey())
+
+
+def inputs_of_gradients(backward: fx.GraphModule) -> list[int | None]:
+    """For each output of a backward graph, the position of the Dynamo graph's input whose gradient it is, or None.
+
+    AOTAutograd of torch 2.13 writes it on the output node.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    described = backward.graph.output_node().meta.get("desc") or ()
+    return [
+        output.grad_of.idx if isinstance(output, GradAOTOutput) and isinstance(output.grad_of, PlainAOTInput) else None
+        for output in described
+    ]

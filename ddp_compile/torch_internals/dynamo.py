@@ -1,0 +1,195 @@
+"""Dynamo: backends, logs, what it traces and compiles, and the context it compiles in."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
+from torch import fx
+
+#: (compiler function) -> called with a graph and its example inputs, returns what runs in the graph's place.
+InnerBackend = Callable[..., Callable[..., Any]]
+
+
+def graphs_log() -> logging.Logger:
+    """The logger that ``TORCH_LOGS="ddp_graphs"`` turns on.
+
+    torch refuses artifact names of ours and gives handlers only to the loggers of modules it registered, so the dumps
+    go to the logger of torch's own DDPOptimizer, whose place they take.
+    """
+    from torch._logging._internal import getArtifactLogger
+
+    return getArtifactLogger("torch._dynamo.backends.distributed", "ddp_graphs")
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text file beside the graphs of the current compile in the ``TORCH_TRACE`` log (read by tlparse)."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def known_backends() -> list[str]:
+    """Names that ``backend=`` may have, experimental and debugging ones included."""
+    return sorted(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def inner_backend(
+    backend: str | Callable[..., Any],
+    mode: str | None,
+    options: dict[str, Any] | None,
+    dynamic: bool | None,
+) -> InnerBackend:
+    """What ``torch.compile`` would call with each graph for these arguments; checks mode and options."""
+    mode = "default" if mode is None and options is None else mode
+    # torch.compile pops what it uses itself from the dict; work on a copy, the caller's stays as it is.
+    options = dict(options) if options is not None else None
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+def known_modes() -> list[str]:
+    """Names that ``mode=`` may have with inductor."""
+    from torch._inductor import list_mode_options
+
+    return sorted(list_mode_options())
+
+
+def traced_call_of(cls: type[torch.nn.Module]) -> Callable[..., Any]:
+    """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
+
+    It is the frame Dynamo starts from. Dynamo traces this file, so a root whose forward is torch's own, such as
+    ``nn.Sequential``, is compiled like any other.
+    """
+    # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
+    call = torch.nn.Module._call_impl if cls.__call__ is torch.nn.Module.__call__ else cls.__call__
+
+    def call_module(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return call(module, *args, **kwargs)
+
+    return call_module
+
+
+_num_isolated_functions = 0
+
+
+def compile_isolated(
+    function: Callable[..., Any], *, backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None
+) -> Callable[..., Any]:
+    """``torch.compile`` with a recompile limit of its own.
+
+    Dynamo guards on the backend, and the models of one class share code, so each model adds an entry to one list; the
+    ninth would hit the limit and run eagerly without a word. torch 2.13 can keep the lists apart. For an older torch
+    the limits grow with the number of functions compiled here.
+    """
+    settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
+    if has_isolated_recompiles():
+        return torch.compile(function, isolate_recompiles=True, **settings)  # type: ignore[call-overload]
+    compiled = torch.compile(function, **settings)  # type: ignore[call-overload]
+    global _num_isolated_functions
+    _num_isolated_functions += 1
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        limits = {
+            name: getattr(config, name) * _num_isolated_functions
+            for name in ("recompile_limit", "accumulated_recompile_limit")
+        }
+        with config.patch(limits):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def has_isolated_recompiles() -> bool:
+    """Whether ``torch.compile`` takes ``isolate_recompiles`` (torch 2.13)."""
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def watch_compilations(begins: Callable[[str], None], ends: Callable[[], None]) -> Callable[[], None]:
+    """Call two functions around everything that torch compiles: frames, backwards compiled late, CUDA graphs.
+
+    Args:
+        begins: Called with the number of the compilation, "0/1" for example.
+        ends: Called when it is over, or has failed.
+
+    Returns:
+        What ends the watching. ``torch._dynamo.reset()`` ends it too.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    begins_with_arguments = handler.register_start_callback(lambda arguments: begins(str(arguments.compile_id)))
+    ends_with_arguments = handler.register_end_callback(lambda _arguments: ends())
+
+    def stop() -> None:
+        if begins_with_arguments in handler.start_callbacks:
+            handler.remove_start_callback(begins_with_arguments)
+        if ends_with_arguments in handler.end_callbacks:
+            handler.remove_end_callback(ends_with_arguments)
+
+    return stop
+
+
+def is_request_to_dynamo(error: BaseException) -> bool:
+    """Whether a backend's exception asks Dynamo to trace the frame again, or to leave it to Python."""
+    # Those that call_user_compiler of torch 2.13 lets through; for any other one Dynamo raises BackendCompilerFailed.
+    return isinstance(error, torch._dynamo.exc.TensorifyScalarRestartAnalysis | torch._dynamo.exc.SkipFrame)
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether backwards are traced by Dynamo, which takes the graphs as AOTAutograd made them, without our edit."""
+    import torch._dynamo.compiled_autograd as compiled_autograd
+
+    return bool(torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
+def _calls_subgraphs(gm: fx.GraphModule) -> bool:
+    return any("invoke_subgraph" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def right_donations(gm: fx.GraphModule) -> AbstractContextManager[Any]:
+    """Compile a graph without donated buffers where inductor would donate wrong ones.
+
+    It looks them up by the placeholder numbers of the subgraph it is in (graph.py of torch 2.13), so the backward of a
+    graph with a nested_compile_region could overwrite an output of the forward (seen).
+    """
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not _calls_subgraphs(gm))
+
+
+@contextmanager
+def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iterator[None]:
+    """Compile one partition under a tracing context of its own.
+
+    Under a shared one the backward of an early partition, which is compiled lazily, would read the forward metadata of
+    the last partition, and inductor would donate the wrong buffers (seen on torch 2.13).
+    """
+    import torch._guards
+
+    outer = torch._guards.TracingContext.try_get()
+    inner = torch._guards.TracingContext(fake_mode)
+    if outer is not None:
+        inner.guards_context = outer.guards_context
+        inner.module_context = outer.module_context
+        inner.global_context = outer.global_context
+        inner.params_flat = outer.params_flat
+        inner.tensor_to_context = outer.tensor_to_context
+    with torch._guards.tracing(inner), right_donations(partition):
+        yield
+
+
+def copy_dynamo_metadata(source: fx.GraphModule, partition: fx.GraphModule) -> None:
+    """Give a partition what AOTAutograd reads off a Dynamo graph: which placeholder came from which Python value."""
+    partition.meta = source.meta
+    if hasattr(source, "_param_name_to_source"):
+        partition._param_name_to_source = source._param_name_to_source
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in source.graph.find_nodes(op="placeholder")}
+    for node in partition.graph.find_nodes(op="placeholder"):
+        # An intermediate value of the whole graph is a placeholder of the partition, with no Python source.
+        node._dynamo_source = sources.get(str(node.target))

@@ -1,0 +1,98 @@
+"""Tensors without values, sizes that are symbols, and what memory tensors share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
+from torch import Tensor
+
+
+def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
+    """The fake tensor mode the current compile uses, or a new one outside of Dynamo."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return detect_fake_mode(example_inputs) or FakeTensorMode()
+
+
+def to_fake(value: Any, fake_mode: Any) -> Any:
+    """A fake tensor of ``fake_mode`` for a real one, with the symbolic sizes Dynamo chose; other values unchanged."""
+    from torch._dynamo.utils import to_fake_tensor
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        return to_fake_tensor(value, fake_mode)
+    return value
+
+
+def fake_like(example: Any, fake_mode: Any) -> Any:
+    """A new fake tensor with the size, strides, dtype, device and requires_grad of an ``example_value``.
+
+    The example values of Dynamo's graph belong to an earlier fake mode that shares the shape environment, so their
+    symbolic sizes stay valid. Running the partition again instead would make new unbacked symbols.
+    """
+    if not isinstance(example, Tensor):
+        return example
+    with fake_mode:
+        fake = torch.empty_strided(example.size(), example.stride(), dtype=example.dtype, device=example.device)
+    return fake.requires_grad_(example.requires_grad)
+
+
+def call_with_fakes(operator: Callable[..., Any], *arguments: Any) -> Any:
+    """What an operator returns for fake tensors, in their own fake mode."""
+    with fake_mode_of(arguments):
+        return operator(*arguments)
+
+
+def num_bytes_hint(value: Tensor) -> int:
+    """Bytes of a (fake) tensor's elements; for symbolic sizes, those of the inputs the graph was traced with."""
+    numel: Any = value.numel()
+    if isinstance(numel, torch.SymInt):
+        numel = numel.node.hint or 0  # None for a size that depends on data
+    return int(numel) * value.element_size()
+
+
+def is_plain_tensor(value: Tensor) -> bool:
+    """A strided tensor (real or fake) `fake_like` can stand in for: no subclass, no lazy conjugation or negation."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return (
+        type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and value.layout is torch.strided
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def free_symbols(value: Any) -> list[Any]:
+    """The sympy symbols in the sizes, strides and storage offset of a tensor, or in a SymInt, in a stable order."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_of
+
+    return sorted(symbols_of(value), key=str)
+
+
+def symbol_bound_by(value: Any) -> Any | None:
+    """The sympy symbol that a SymInt is, or None where it is an expression or no SymInt."""
+    import sympy  # type: ignore[import-untyped]
+
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Equal for two (fake) tensors exactly where they share storage; None for tensors that have none of their own."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not torch._C._has_storage(tensor):
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def allows_same_attention_kernels(backends: Any) -> bool:
+    """Whether ``sdpa_kernel`` with these backends changes nothing now."""
+    from torch.nn.attention import _cur_sdpa_kernel_backends
+
+    return set(backends) == set(_cur_sdpa_kernel_backends())
