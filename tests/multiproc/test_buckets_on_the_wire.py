@@ -34,13 +34,13 @@ def count_buckets(cap_mb: float) -> dict[str, Any]:
     loss_of(model(torch.randn(2, 256))).backward()
     model.zero_grad()
     sent: list[int] = []
-    all_reduce = dist.all_reduce
+    all_reduce = dist.ProcessGroup.allreduce
 
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel() * tensor.element_size())
-        return all_reduce(tensor, *args, **kwargs)
+    def counting(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any) -> Any:
+        sent.extend(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return all_reduce(group, tensors, *args)
 
-    with mock.patch.object(dist, "all_reduce", counting):
+    with mock.patch.object(dist.ProcessGroup, "allreduce", counting):
         loss_of(model(torch.randn(2, 256))).backward()
     (report,) = model._ddp_compile_state.backend.reports
     return {
