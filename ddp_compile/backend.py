@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
+from ddp_compile.backward_pieces import compile_whole_or_in_pieces
 from ddp_compile.bucket_plan import BucketSpec, PlanBuilder, shorten_names
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
+from ddp_compile.kernels.layout import is_non_overlapping_and_dense
 from ddp_compile.partition_compiler import compile_partitions
 from ddp_compile.passes.bucket_backward import BackwardContext, bucket_backward_pass
 from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
@@ -44,7 +47,7 @@ FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
 BACKWARD_SPLIT_PASSES = (bucket_backward_pass,)
 
 # Raised when the passes make other graphs of the same plan, so that compiled code of before is not taken for theirs.
-_BACKWARD_SPLIT_VERSION = 2
+_BACKWARD_SPLIT_VERSION = 3
 
 
 class GraphReport(NamedTuple):
@@ -77,6 +80,7 @@ class TrainingBackend:
             the backward hand buckets over, ``"auto"`` does that with graphs of several buckets that cannot be cut.
         launches_inside: What `launches_inside` says.
         reducer: Number by which a compiled backward finds the reducer.
+        moves_gradients: Whether gradients that such a backward has computed may move to the flat buffers at once.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class TrainingBackend:
         split: SplitMode,
         launches_inside: bool,
         reducer: int,
+        moves_gradients: bool,
     ) -> None:
         self.compiler = compiler
         self.builder = builder
@@ -95,6 +100,7 @@ class TrainingBackend:
         self.reducer = reducer
         self.reports: list[GraphReport] = []
         self.launches_inside = launches_inside
+        self.moves_gradients = moves_gradients
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
@@ -136,11 +142,13 @@ class TrainingBackend:
         table: str,
     ) -> Callable[..., Any]:
         name = f"graph {len(self.reports)}"
+        parameter_of_input = _positions_of_parameters(gm, parameter_of)
         ctx = BackwardContext(
-            parameter_of_input=_positions_of_parameters(gm, parameter_of),
+            parameter_of_input=parameter_of_input,
             buckets=tuple(buckets),
             reducer=self.reducer,
             graph_name=name,
+            strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
         )
         dump = GraphDump(f"{name} backward", table)
         place = len(self.reports)
@@ -152,7 +160,8 @@ class TrainingBackend:
             self.reports[place] = report._replace(declined=result.declined)
 
         log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
-        edit = BackwardEdit(hand_buckets_over, _cache_key(ctx))
+        compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
+        edit = BackwardEdit(hand_buckets_over, _cache_key(ctx), compile_edited)
         named = f"{ctx.graph_name} {self._named(ctx.parameter_of_input.values())}"
         return self.compiler.compile(gm, example_inputs, named, edit)
 
@@ -195,10 +204,20 @@ def _positions_of_parameters(gm: fx.GraphModule, parameter_of: Mapping[str, int]
     return {i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of}
 
 
+def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Strides of the reduced parameters that fill their memory without gaps, as their places in a flat buffer do."""
+    return {
+        index: example_inputs[position].stride()
+        for position, index in parameter_of_input.items()
+        if is_non_overlapping_and_dense(example_inputs[position])
+    }
+
+
 def _cache_key(ctx: BackwardContext) -> str:
     """What the edited backward depends on beside the graph itself."""
     buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
-    described = [_BACKWARD_SPLIT_VERSION, ctx.reducer, buckets, sorted(ctx.parameter_of_input.items())]
+    numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
+    described = [_BACKWARD_SPLIT_VERSION, ctx.reducer, buckets, *numbers]
     return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
 
 

@@ -1,4 +1,4 @@
-"""The operator by which a compiled backward says that a bucket's gradients are computed.
+"""The operators by which a compiled backward says that a bucket's gradients are computed.
 
 Note [What bucket_ready tells compilers]
 The operator is declared to write into the gradients, and never does. From the declaration a compiler concludes all
@@ -11,7 +11,11 @@ What an operator only reads, a scheduler may compute at the very end, and the op
 gradient that nothing but the output needs takes memory from its computation on. So the operator is also declared to
 write into a value that the rest of the backward goes on from, ``held``, which therefore comes after it.
 
-The operator finds its reducer by number: compiled code that was read from a cache knows no Python object.
+``move_bucket`` is for gradients that nobody adds to, by the promise of ``static_graph``: what the graph returns in
+their places lies in the reducer's flat buffer, and they themselves need no memory from then on. Its results share no
+memory with its arguments: where the bucket cannot leave yet, they are copies.
+
+The operators find their reducer by number: compiled code that was read from a cache knows no Python object.
 """
 
 from __future__ import annotations
@@ -30,12 +34,19 @@ _LIBRARY.define(
     "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters, Tensor(b!)[] held) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
+# strides: of each result, one list after the other; those of a gradient are up to the compiler.
+_LIBRARY.define(
+    "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters, Tensor(a!)[] held) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 
 
 class BucketReceiver(Protocol):
     """What takes whole buckets in: a reducer."""
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None: ...
+
+    def move_bucket(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]: ...
 
 
 _receivers: weakref.WeakValueDictionary[int, BucketReceiver] = weakref.WeakValueDictionary()
@@ -67,5 +78,32 @@ def _bucket_ready_fake(
     """No result to describe."""
 
 
+def _move_bucket(
+    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]
+) -> list[Tensor]:
+    receiver = _receivers.get(reducer)
+    if receiver is not None:
+        return list(receiver.move_bucket(parameters, gradients))
+    copies = _move_bucket_fake(gradients, strides, reducer, parameters, held)
+    return [copy.copy_(gradient) for copy, gradient in zip(copies, gradients, strict=True)]
+
+
+def _move_bucket_fake(
+    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]
+) -> list[Tensor]:
+    remaining = iter(strides)
+    return [
+        gradient.new_empty_strided(gradient.shape, list(itertools.islice(remaining, gradient.dim())))
+        for gradient in gradients
+    ]
+
+
 _LIBRARY.impl("bucket_ready", _bucket_ready, "CompositeExplicitAutograd")
+_LIBRARY.impl("move_bucket", _move_bucket, "CompositeExplicitAutograd")
 torch.library.register_fake("ddp_compile::bucket_ready", _bucket_ready_fake, lib=_LIBRARY)
+torch.library.register_fake("ddp_compile::move_bucket", _move_bucket_fake, lib=_LIBRARY)
+
+#: What stands in graphs.
+BUCKET_READY = torch.ops.ddp_compile.bucket_ready.default
+MOVE_BUCKET = torch.ops.ddp_compile.move_bucket.default
+OPERATORS = (BUCKET_READY, MOVE_BUCKET)

@@ -105,7 +105,7 @@ class GraphCompiler:
 
     def _accept_failure(self, error: Exception, graph: str) -> None:
         """Warn that eager code takes a graph's place; raises the error again where it must not."""
-        if torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error):
+        if must_be_raised(error):
             raise error
         failure = CompileFailure(graph, _in_one_line(error))
         self.failures.append(failure)
@@ -136,6 +136,11 @@ def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             setattr(copied, name, _copy_graphs(child))
     return copied
+
+
+def must_be_raised(error: Exception) -> bool:
+    """Whether nothing else may be tried in the place of what has raised this."""
+    return torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error)
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:

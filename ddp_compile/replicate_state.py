@@ -66,7 +66,9 @@ class ReplicateState:
         self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}
-        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, inside, ordinal)
+        # What is not sent need not move, and where somebody may add to a gradient it must not.
+        moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
+        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, inside, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-import ddp_compile.bucket_ready  # noqa: F401  (defines the operator)
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketSpec
+from ddp_compile.bucket_ready import BUCKET_READY, MOVE_BUCKET
 from ddp_compile.passes.backward_order import base_of, bring_forward
 from ddp_compile.passes.pipeline import Declined, PassResult
 
@@ -29,17 +29,20 @@ class BackwardContext:
         buckets: The buckets that meet the graph, in launch order.
         reducer: Number by which the operator finds the reducer.
         graph_name: Name of the graph, for logs.
+        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
     """
 
     parameter_of_input: Mapping[int, int]
     buckets: tuple[BucketSpec, ...]
     reducer: int
     graph_name: str
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _ReadyBucket(NamedTuple):
     bucket: BucketSpec
     slots: list[int]  # where its gradients stand among the graph's outputs, in the bucket's order
+    moves: bool  # whether the reducer says what stands in those places
 
 
 def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult:
@@ -62,6 +65,9 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
 
     ``held`` is the value that most of the nodes behind depend on, which keeps compilers from computing them first.
 
+    Where all gradients of a bucket may move (`BackwardContext.strides`), ``move_bucket`` is inserted, and the graph
+    returns its results in their places.
+
     A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients, and where
     nothing is left to compute once they are there: the hooks come as early then.
     """
@@ -69,7 +75,7 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
     if not ready:
         return PassResult(gm, 0, tuple(declined))
     for entry in ready:
-        for slot in entry.slots:
+        for slot in () if entry.moves else entry.slots:
             _own_output(gm, slot)
     outputs = _outputs(gm)
     gradients = [[_node(outputs, slot) for slot in entry.slots] for entry in ready]
@@ -111,11 +117,33 @@ def _insert(
     # In launch order behind one node as well: what is inserted later comes first.
     for entry, nodes in zip(reversed(ready), reversed(gradients), strict=True):
         last = max(nodes, key=position.__getitem__)
+        if last.op == "placeholder":  # they stay together
+            last = gm.graph.find_nodes(op="placeholder")[-1]
+        held = _value_to_hold(gm.graph, position, last, nodes)
         with gm.graph.inserting_after(last):
-            members = [gradient.index for gradient in entry.bucket.gradients]
-            arguments = (list(nodes), ctx.reducer, members, _value_to_hold(gm.graph, position, last, nodes))
-            call = gm.graph.call_function(torch.ops.ddp_compile.bucket_ready.default, arguments)
-            call.meta["val"] = None
+            if entry.moves:
+                _insert_move(gm, ctx, entry, nodes, held)
+            else:
+                members = [gradient.index for gradient in entry.bucket.gradients]
+                call = gm.graph.call_function(BUCKET_READY, (list(nodes), ctx.reducer, members, held))
+                call.meta["val"] = None
+
+
+def _insert_move(
+    gm: fx.GraphModule, ctx: BackwardContext, entry: _ReadyBucket, nodes: Sequence[fx.Node], held: list[fx.Node]
+) -> None:
+    members = [gradient.index for gradient in entry.bucket.gradients]
+    strides = [stride for index in members for stride in ctx.strides[index]]
+    call = gm.graph.call_function(MOVE_BUCKET, (list(nodes), strides, ctx.reducer, members, held))
+    fakes = [node.meta["val"] for node in nodes]
+    call.meta["val"] = torch_internals.call_with_fakes(MOVE_BUCKET, fakes, strides, ctx.reducer, members, [])
+    outputs = list(_outputs(gm))
+    after = call
+    for i, slot in enumerate(entry.slots):
+        with gm.graph.inserting_after(after):
+            after = outputs[slot] = gm.graph.call_function(operator.getitem, (call, i))
+        after.meta["val"] = call.meta["val"][i]
+    gm.graph.output_node().update_arg(0, tuple(outputs))
 
 
 def _value_to_hold(
@@ -165,7 +193,13 @@ def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_Ready
             reason = f"bucket {bucket.index} has parameters without a gradient here: {', '.join(empty)}"
             declined.append(Declined("output", reason))
         else:
-            ready.append(_ReadyBucket(bucket, [slot_of[g.index] for g in bucket.gradients]))
+            slots = [slot_of[g.index] for g in bucket.gradients]
+            dtypes = [str(_node(outputs, slot).meta["val"].dtype) for slot in slots]
+            fits = (
+                g.index in ctx.strides and f"torch.{g.dtype}" == dtype
+                for g, dtype in zip(bucket.gradients, dtypes, strict=True)
+            )
+            ready.append(_ReadyBucket(bucket, slots, moves=all(fits)))
     return ready, declined
 
 

@@ -49,8 +49,8 @@ _MISSING = object()
 
 
 def example_value(node: fx.Node) -> Any:
-    """The (fake) value Dynamo recorded for a node, or a private marker where `has_example_value` is false."""
-    return node.meta.get("example_value", _MISSING)
+    """The (fake) value Dynamo or AOTAutograd recorded for a node; a private marker if `has_example_value` is false."""
+    return node.meta.get("example_value", node.meta.get("val", _MISSING))
 
 
 def has_example_value(node: fx.Node) -> bool:

@@ -161,6 +161,14 @@ class BucketBuffer:
         self._flattened = ()
         self._is_pointed = True
 
+    def new_views(self) -> list[Tensor]:
+        """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
+        return [view.detach() for view in self._plan().views]
+
+    def release_flattened(self) -> None:
+        """Let the memory of what was flattened be used again; it is not ``.grad``."""
+        self._flattened = ()
+
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
         """Let every parameter's ``.grad`` be the reduced gradient; the all-reduce must have been waited for.
 

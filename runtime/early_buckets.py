@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -54,13 +55,21 @@ class Verdict(NamedTuple):
     repeatable: bool
 
 
+class OfferRole(Enum):
+    """What becomes of a bucket that a graph offers."""
+
+    WAITS = auto()  #: it leaves when its parameters' hooks have run
+    TEACHES = auto()  #: so it does, but is watched, to learn whether it may leave early in later rounds
+    LEAVES = auto()  #: it leaves now
+
+
 class _Offer:
     """The gradients of one bucket as a graph has offered them in this round.
 
     Args:
         parameters: The bucket's parameters. Their ``.grad`` is taken away until the round ends, or until the gradient
             arrives where the bucket has not left: AccumulateGrad stores a gradient as it is only where there is none.
-        gradients: What the graph computed for them.
+        gradients: What the graph returns for them.
         left: Whether the bucket leaves with them, or is only watched.
     """
 
@@ -104,27 +113,39 @@ class EarlyBuckets:
         """A forward has begun, inside ``no_sync`` or not, and its backward is due."""
         self._num_forwards += 1
 
-    def offer(self, members: Members, gradients: Sequence[Tensor], must_wait: bool) -> bool:
+    def offer(self, members: Members, must_wait: bool) -> OfferRole:
         """A compiled backward has computed all gradients of a bucket.
 
         Args:
             members: The bucket's parameters.
-            gradients: Their gradients.
             must_wait: Whether the bucket cannot leave now, whatever was learnt.
 
         Returns:
-            Whether the bucket leaves now; the caller sends what `contributions` gives.
+            What becomes of it. Unless it waits, `follow` is to be called.
         """
         if members[0] not in self._place_of:
             self._place_of.update({index: (members, place) for place, index in enumerate(members)})
         self._num_pending[members] += 1
         may_leave = self._allowed is not None and members in self._allowed
         if must_wait or members in self._offers or not (may_leave or self._allowed is None):
-            return False
+            return OfferRole.WAITS
         if not self._is_alone(members):
-            return False
-        self._offers[members] = _Offer([self._parameters[i] for i in members], gradients, left=may_leave)
-        return may_leave
+            return OfferRole.WAITS
+        return OfferRole.LEAVES if may_leave else OfferRole.TEACHES
+
+    def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole, repeatable: bool = True) -> None:
+        """Watch what becomes of the gradients of a bucket.
+
+        Args:
+            members: The bucket's parameters.
+            gradients: What the backward will return for them.
+            role: What `offer` returned.
+            repeatable: Whether these are this rank's own gradients until the round ends.
+        """
+        left = role is OfferRole.LEAVES
+        self._offers[members] = _Offer([self._parameters[index] for index in members], gradients, left)
+        if not repeatable:
+            self._unrepeatable.add(members)
 
     def awaited(self, members: Members) -> set[int]:
         """The parameters of a bucket that has left whose gradients have not been accumulated yet.
@@ -146,12 +167,17 @@ class EarlyBuckets:
             and torch_internals.are_going_to_run([self._accumulators[index] for index in members])
         )
 
-    def contributions(self, bucket: BucketBuffer) -> list[Tensor]:
-        """What a bucket that leaves has to send: what was offered, and what earlier backwards had left in ``.grad``."""
+    def contributions(self, bucket: BucketBuffer, moved: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """What a bucket that leaves has to send: its gradients, and what earlier backwards had left in ``.grad``.
+
+        Args:
+            bucket: A bucket that is followed.
+            moved: Its gradients where the backward returns other tensors.
+        """
         offer = self._offers[bucket.members]
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
         offer.before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
-        return _sums(offer.before, offer.aliases)
+        return _sums(offer.before, offer.aliases if moved is None else moved)
 
     def arrived(self, index: int) -> bool:
         """AccumulateGrad has stored a gradient.

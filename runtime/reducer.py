@@ -23,7 +23,7 @@ from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.comm_hooks import CommHook
-from ddp_compile.runtime.early_buckets import EarlyBuckets
+from ddp_compile.runtime.early_buckets import EarlyBuckets, OfferRole
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
@@ -171,22 +171,19 @@ class Reducer:
             parameters: The bucket's parameters in its order.
             gradients: Their gradients, which the backward goes on to return; they are only read.
         """
-        if self._early is None or not self._queue.sends:
-            return
-        members = tuple(parameters)
-        bucket = self._bucket_set.of_parameter[members[0]] if self.buckets else None
-        self._hooks.settle(members[0])
-        has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
-        must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
-        if not self._early.offer(members, gradients, must_wait) or bucket is None:
-            return
-        self._enter_backward()
-        bucket.missing.clear()
-        if self._optional is not None:
-            for index in members:
-                self._optional.note(index)
-        self._complete(bucket, self._early.contributions(bucket), from_graph=True)
-        self._hooks.gather(members, self._early.awaited(members), tell_of_last=False)
+        self._take_bucket(tuple(parameters), gradients, moves=False)
+
+    def move_bucket(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`mark_bucket_ready` for a backward that returns other tensors than those it has computed.
+
+        Args:
+            parameters: The bucket's parameters in its order.
+            gradients: Their gradients, which are needed no more after this.
+
+        Returns:
+            What the backward is to return: views into the flat buffer if the bucket leaves now, copies otherwise.
+        """
+        return self._take_bucket(tuple(parameters), gradients, moves=True)
 
     def finalize_backward(self) -> None:
         """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
@@ -224,6 +221,38 @@ class Reducer:
                 parameter.grad = None
 
     # What follows is private.
+
+    def _take_bucket(self, members: tuple[int, ...], gradients: Sequence[Tensor], moves: bool) -> Sequence[Tensor]:
+        """Let a bucket leave if that is safe; returns what stands for its gradients from now on."""
+        early = self._early
+        if early is None or not self._queue.sends:
+            return self._copies(members, gradients) if moves else gradients
+        bucket = self._bucket_set.of_parameter[members[0]] if self.buckets else None
+        self._hooks.settle(members[0])
+        has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
+        must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
+        role = early.offer(members, must_wait)
+        if role is not OfferRole.LEAVES or bucket is None:
+            returned = self._copies(members, gradients) if moves else gradients
+            if role is OfferRole.TEACHES:
+                early.follow(members, returned, role)
+            return returned
+        returned = bucket.new_views() if moves else gradients
+        early.follow(members, returned, role, repeatable=not moves)
+        self._enter_backward()
+        bucket.missing.clear()
+        if self._optional is not None:
+            for index in members:
+                self._optional.note(index)
+        self._complete(bucket, early.contributions(bucket, gradients if moves else None), from_graph=True)
+        if moves:
+            bucket.release_flattened()
+        self._hooks.gather(members, early.awaited(members), tell_of_last=False)
+        return returned
+
+    def _copies(self, members: Sequence[int], gradients: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(members, gradients, strict=True)
+        return [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
 
     def _finish_round(self) -> None:
         """Every bucket has left: wait for them and hand them over."""
@@ -431,7 +460,9 @@ class Reducer:
         names = [self._fqn(index) for index in verdict.late]
         if not verdict.repeatable:
             self._reset()
-            raise refusals.contributor_after_launch(self.rank, names, self._queue.comm_hook is not None)
+            raise refusals.contributor_after_launch(
+                self.rank, names, self._queue.comm_hook is not None, self.settings.static_graph
+            )
         for bucket in verdict.buckets:
             log.warning(
                 "rank %d: %s left inside the backward before all was there, is sent again, and will not leave early"

@@ -92,13 +92,16 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
     )
 
 
-def contributor_after_launch(rank: int, names: Sequence[str], has_comm_hook: bool) -> GradientArrivalError:
+def contributor_after_launch(
+    rank: int, names: Sequence[str], has_comm_hook: bool, static_graph: bool
+) -> GradientArrivalError:
     """Gradients that a compiled backward handed over were not the only ones, and their buckets cannot be sent again."""
-    reason = (
-        "a comm hook must not be called twice for one"
-        if has_comm_hook
-        else "some rank no longer holds its own gradients of them"
-    )
+    if has_comm_hook:
+        reason = "a comm hook must not be called twice for one"
+    elif static_graph:
+        reason = "static_graph=True, which promises that every iteration is like the first, lets their memory go"
+    else:
+        reason = "some rank no longer holds its own gradients of them"
     return GradientArrivalError(
         f"rank {rank}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
         " backward had handed the bucket over, for example from a regulariser outside the model. The reduced gradients"

@@ -17,6 +17,7 @@ from ddp_compile.torch_internals.autograd import (
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
     BackwardEdit,
+    CompileBackward,
     EditingBackend,
     compile_with_eager_backward,
     editing_backend,
@@ -60,6 +61,7 @@ from ddp_compile.torch_internals.tensors import (
 __all__ = [
     "AcceptFailure",
     "BackwardEdit",
+    "CompileBackward",
     "EditingBackend",
     "InnerBackend",
     "accumulator_of",

@@ -76,16 +76,22 @@ def repeats_random_numbers(backward: fx.GraphModule) -> bool:
     return any(name in str(node.target) for node in backward.graph.nodes for name in names)
 
 
+#: Compiles a backward graph for example inputs.
+CompileBackward = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
 class BackwardEdit(NamedTuple):
     """A change to the backward of one forward graph.
 
     Args:
         apply: Called with the graph that AOTAutograd made, before it is compiled; not where a cache has it compiled.
         cache_key: Different for edits that make different graphs, the same in every process for the same edit.
+        compile_edited: Calls a compiler that may not know what stands in an edited graph, as inductor does.
     """
 
     apply: Callable[[fx.GraphModule], None]
     cache_key: str
+    compile_edited: Callable[[CompileBackward, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 #: Like `InnerBackend`, with an edit of the backward.
@@ -116,9 +122,8 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
     if isinstance(compiler, common.AotAutograd):
         return functools.partial(_compile_with_aot_autograd, compiler)
     if compiler is debugging.aot_eager:
-        return lambda gm, inputs, edit: debugging.aot_eager(
-            gm, inputs, bw_compiler=_edited(debugging.boxed_nop, edit, always=True)
-        )
+        run_as_it_is: Any = debugging.boxed_nop
+        return lambda gm, inputs, edit: debugging.aot_eager(gm, inputs, bw_compiler=_edited_always(run_as_it_is, edit))
     try:
         parameters = inspect.signature(compiler).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -155,17 +160,27 @@ def _compile_with_aot_autograd(
     compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit
 ) -> Callable[..., Any]:
     backward_compiler = compiler.kwargs.get("bw_compiler") or compiler.kwargs["fw_compiler"]
-    kwargs = {**compiler.kwargs, "bw_compiler": _edited(backward_compiler, edit, always=True)}
+    kwargs = {**compiler.kwargs, "bw_compiler": _edited_always(backward_compiler, edit)}
     return type(compiler)(**kwargs)(gm, inputs)
 
 
-def _edited(compiler: Callable[..., Any], edit: BackwardEdit, always: bool = False) -> Callable[..., Any]:
-    """The compiler, with the edit before it: of every graph, or of those that inductor says are a backward."""
+def _edited_always(compile_backward: CompileBackward, edit: BackwardEdit) -> CompileBackward:
+    """A compiler of backwards that edits them first."""
+
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        edit.apply(gm)
+        return edit.compile_edited(compile_backward, gm, inputs)
+
+    return compile_graph
+
+
+def _edited(inner_compile: Callable[..., Any], edit: BackwardEdit) -> Callable[..., Any]:
+    """Inductor's compiler of one graph, with the edit before it if that is a backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        if always or kwargs.get("is_backward"):
+        if kwargs.get("is_backward"):
             edit.apply(gm)
-        return compiler(gm, inputs, **kwargs)
+        return inner_compile(gm, inputs, **kwargs)
 
     return compile_graph
 

@@ -68,3 +68,24 @@ def test_no_more_is_live_than_with_eager_ddp_or_compiled_ddp(backend: str | None
         gradients = 4 * 24 * (WIDTH + 1) * WIDTH
         assert found["ddp"] > 2 * gradients  # the figure is one of the whole step
         assert found["ours"] <= 1.002 * found["ddp"], found  # 128 bytes of padding a gradient
+
+
+def peaks_of_static_graphs(backend: str) -> dict[bool, int]:
+    found = {}
+    for static_graph in (False, True):
+        trained = ddp_compile(
+            model(), bucket_cap_mb=CAPS_MIB[0], split="backward", backend=backend, static_graph=static_graph
+        )
+        found[static_graph] = peak_of(trained)
+        del trained
+        torch._dynamo.reset()
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_static_graph_lets_gradients_go_when_their_bucket_leaves(backend: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(peaks_of_static_graphs, backend):
+        gradients = 4 * 24 * (WIDTH + 1) * WIDTH
+        # Otherwise all of them live until the backward ends; so one or two buckets of a sixth each do.
+        assert found[True] < found[False] - gradients / 2, found

@@ -211,6 +211,21 @@ class Shared(nn.Module):
         return torch.tanh((x + self.left + self.right) @ self.weight) + self.last
 
 
+class ChannelsLast(nn.Module):
+    """Gradients of convolutions have other strides than parameters made contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(fan_in, 16, 3, padding=1) for fan_in in (1, 16, 16, 16))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :32].view(-1, 1, 4, 8)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 class Pattern(NamedTuple):
     """A way to train.
 
@@ -259,6 +274,7 @@ PATTERNS = {
     "frame_used_twice": Pattern(plain, NEVER, make=lambda: FrameUsedTwice(33, 4)),
     "tied_weights": Pattern(plain, BUT_ONE, make=lambda: Tied(33, 4)),
     "shared_gradients": Pattern(plain, (0, 1, 1, 1, 1), make=lambda: Shared(33)),
+    "channels_last": Pattern(plain, make=ChannelsLast),
 }
 
 
@@ -267,9 +283,9 @@ def count_early(model: nn.Module) -> list[int]:
     early = model._ddp_compile_state.reducer._early
     left, contributions = [], early.contributions
 
-    def counted(bucket: Any) -> list[Tensor]:
+    def counted(bucket: Any, moved: Any) -> list[Tensor]:
         left.append(bucket.spec.index)
-        return contributions(bucket)
+        return contributions(bucket, moved)
 
     early.contributions = counted
     return left
@@ -318,6 +334,10 @@ def test_gradients_are_exact_and_buckets_leave_early(pattern: str, ranks: Ranks)
         ("accumulate_in_no_sync", {"find_unused_parameters": True}),
         ("contributor_that_appears_on_one_rank", {"find_unused_parameters": True}),
         ("plain", {"static_graph": True}),
+        ("accumulate", {"static_graph": True}),
+        ("accumulate_in_no_sync", {"static_graph": True}),
+        ("shared_gradients", {"static_graph": True}),
+        ("plain", {"static_graph": True, "gradient_as_bucket_view": False}),
         ("accumulate", {"gradient_as_bucket_view": False}),
         ("contributor_that_appears", {"gradient_as_bucket_view": False}),
     ],
@@ -328,9 +348,19 @@ def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str,
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("pattern", ["plain", "contributor_that_appears_on_one_rank", "shared_gradients"])
-def test_gradients_are_exact_under_inductor(pattern: str, ranks: Ranks) -> None:
-    for trained in ranks(2).run(train, pattern, "inductor"):
+@pytest.mark.parametrize(
+    ("pattern", "static_graph"),
+    [
+        ("plain", False),
+        ("plain", True),
+        ("contributor_that_appears_on_one_rank", False),
+        ("shared_gradients", False),
+        ("shared_gradients", True),
+        ("channels_last", True),
+    ],
+)
+def test_gradients_are_exact_under_inductor(pattern: str, static_graph: bool, ranks: Ranks) -> None:
+    for trained in ranks(2).run(train, pattern, "inductor", static_graph=static_graph):
         assert trained.worst < 1e-5
         assert trained.num_early == PATTERNS[pattern].num_early
 
@@ -394,6 +424,24 @@ def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, fl
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
     return early, len(model._ddp_compile_state.backend.reports), len(model.bucket_plan.buckets), worst
+
+
+def broken_promise() -> str:
+    model = ddp_compile(Mlp(33, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager", static_graph=True)
+    for step in range(APPEARS_AT + 1):
+        model.zero_grad()
+        try:
+            contributor_that_appears_on_one_rank(model, torch.ones(6, 33), step)
+        except GradientArrivalError as error:
+            assert step == APPEARS_AT
+            return str(error)
+    return ""
+
+
+def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(broken_promise)):
+        assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
+        assert "static_graph=True, which promises that every iteration is like the first" in said
 
 
 class Checkpointed(Mlp):

@@ -20,6 +20,7 @@ from torch._inductor.exc import InductorError
 from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import CompilationError, ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
@@ -207,6 +208,18 @@ def test_a_backward_that_inductor_fails_at_runs_eagerly_in_the_same_step(
     ]
     # Nothing of it is kept for the next process, which would then run eagerly without a warning.
     assert counters["aot_autograd"]["autograd_cache_saved"] == 0
+
+
+@pytest.mark.inductor
+def test_a_backward_that_hands_buckets_over_does_so_when_it_runs_eagerly(
+    warnings_of_ours: Callable[[], list[str]],
+) -> None:
+    model = replicated(linear_model, split="backward", options={"post_grad_custom_post_pass": raise_in_backward})
+    model.register_comm_hook(None, allreduce_hook)  # with a hook, buckets are sent on a single rank as well
+    assert_trains_as_the_plain_module(model, make=linear_model)
+    (warning,) = warnings_of_ours()
+    assert warning.startswith("rank 0: the backward of graph 0 (0.weight, 0.bias, ..., 2.bias) did not compile and runs")
+    assert len(model._ddp_compile_state.reducer._early._allowed) == 2
 
 
 class CheckpointedDropout(nn.Module):

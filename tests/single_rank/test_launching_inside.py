@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,54 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
 )
 def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any, single_rank_group: None) -> None:
     assert num_that_leave_early(replicated(backend=backend)) == 5
+
+
+class PlainCompiler:
+    """A backward compiler that takes graphs of ATen operators and of nothing else."""
+
+    def __init__(self, is_boxed: bool) -> None:
+        self.is_boxed = is_boxed
+        self.num_nodes: list[int] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        unknown = {str(node.target) for node in calls if node.target.namespace != "aten"}
+        if unknown:
+            raise NotImplementedError(f"unknown operators {sorted(unknown)}")
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        assert [node.meta["val"].shape for node in placeholders] == [value.shape for value in inputs]
+        self.num_nodes.append(len(calls))
+        return boxed_nop(gm, inputs) if self.is_boxed else gm.forward
+
+
+@pytest.mark.parametrize("is_boxed", [True, False])
+def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
+    is_boxed: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = PlainCompiler(is_boxed)
+    model = replicated(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compiler))
+    with caplog.at_level(logging.INFO, logger="ddp_compile.backward_pieces"):
+        assert num_that_leave_early(model) == 5
+    assert len(compiler.num_nodes) == 6 and min(compiler.num_nodes) > 0
+    assert caplog.messages == [
+        "graph 0 backward: not compiled with operators for buckets in it, so in pieces between them:"
+        " unknown operators ['ddp_compile.bucket_ready.default']"
+    ]
+    expected = Layers()
+    expected.load_state_dict(model.state_dict())
+    for each in (model, expected):
+        step(each, rows=8)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_compiler_that_fails_at_a_piece_as_well_raises_its_error(single_rank_group: None) -> None:
+    def compile_nothing(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise NotImplementedError("a compiler to come")
+
+    model = replicated(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compile_nothing))
+    with pytest.raises(NotImplementedError, match="a compiler to come"):
+        step(model)
 
 
 @pytest.mark.inductor

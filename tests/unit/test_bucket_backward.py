@@ -174,6 +174,27 @@ def test_the_log_says_how_much_earlier_a_bucket_is_ready(caplog: pytest.LogCaptu
     ]
 
 
+def test_gradients_that_may_move_are_replaced_by_what_the_operator_returns() -> None:
+    build = BackwardBuilder()
+    gradients = chain_of_layers(build, 4)
+    tangent = build.graph.find_nodes(op="placeholder")[-1]
+    gm = build.output(*reversed(gradients), tangent)
+    # Parameter 1 has none of the strides that a place in a flat buffer can have.
+    ctx = replace(context([3, 4], [2], [1]), strides={4: (4, 1), 3: (1, 4), 2: (4, 1)})
+    gm, num_changed, _ = bucket_backward_pass(gm, ctx)
+    assert num_changed == 3
+    first, second = gm.graph.find_nodes(op="call_function", target=torch.ops.ddp_compile.move_bucket.default)
+    # A tangent that is passed on needs no clone then.
+    assert first.args == ([gradients[0], tangent], [1, 4, 4, 1], 7, [3, 4], [])
+    assert second.args[:4] == ([gradients[1]], [4, 1], 7, [2])
+    assert [node.args[2] for node in ready_nodes(gm)] == [[1]]
+    returned = gm.graph.output_node().args[0]
+    assert [node.args for node in (returned[3], returned[4], returned[2])] == [(first, 0), (first, 1), (second, 0)]
+    assert returned[3].meta["val"].stride() == (1, 4)
+    assert returned[1] is gradients[2]
+    gm.graph.lint()
+
+
 def test_the_edited_graph_computes_the_same() -> None:
     build = BackwardBuilder()
     gm = build.output(*reversed(chain_of_layers(build, 4)))
