@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ddp_compile.bucket_plan import BucketSpec, shorten_names
 from ddp_compile.kernels import FlattenPlan
+from ddp_compile.runtime import refusals
 from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
 
 
@@ -32,13 +33,17 @@ class BucketBuffer:
         parameters: Its parameters, in the order of ``spec.gradients``.
         gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer. Otherwise the result is copied
             back into the gradients the engine made.
+        rank: This rank, for messages.
 
     The buffer owns ``flat``. On a CUDA device the stream on which the last gradient arrived writes it, then the process
     group's; ``work`` keeps it alive until it has been waited for. A sparse gradient is its own buffer.
     """
 
-    def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter], gradient_as_bucket_view: bool) -> None:
+    def __init__(
+        self, spec: BucketSpec, parameters: Sequence[Parameter], gradient_as_bucket_view: bool, rank: int
+    ) -> None:
         self.spec = spec
+        self._rank = rank
         self.parameters = tuple(parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.state = BucketState.COLLECTING
@@ -79,7 +84,34 @@ class BucketBuffer:
                 raise
             self._plan().flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
 
-    def contribution_of_unused(self, position: int) -> Tensor:
+    def contributions(self, unused: Set[int], sends: bool) -> list[Tensor]:
+        """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.
+
+        Args:
+            unused: Numbers of parameters that got no gradient in this round.
+            sends: Whether anything is sent; nobody looks at what stands for an unused one otherwise.
+
+        Raises:
+            GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
+        """
+        gradients = self.gradients()
+        present = [gradient for gradient in gradients if gradient is not None]
+        if torch.is_grad_enabled():  # create_graph=True
+            for spec, gradient in zip(self.spec.gradients, gradients, strict=True):
+                if gradient is not None and gradient.requires_grad:
+                    raise refusals.gradient_with_graph(self._rank, spec.fqn)
+        if not unused and len(present) == len(gradients):
+            return present
+        contributions = []
+        for position, (spec, gradient) in enumerate(zip(self.spec.gradients, gradients, strict=True)):
+            if spec.index in unused:
+                gradient = self._contribution_of_unused(position) if sends else self.parameters[position]
+            elif gradient is None:
+                raise refusals.gradient_gone(self._rank, spec.fqn)
+            contributions.append(gradient)
+        return contributions
+
+    def _contribution_of_unused(self, position: int) -> Tensor:
         """What a parameter contributes that got no gradient in this round: what it holds from before, else zeros.
 
         A gradient that lies in the flat buffer is kept aside, to be put back if no other rank has one to add.

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
+from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.runtime import refusals
 from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_comm_hooks_agree
 from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ class BucketSet:
         builder: The module's plan.
         process_group: The ranks that agree on it.
         gradient_as_bucket_view: See `BucketBuffer`.
+        progress: What is told of ranks that did not come.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class BucketSet:
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
         gradient_as_bucket_view: bool,
+        progress: Progress,
     ) -> None:
         self.buckets: tuple[BucketBuffer, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[BucketBuffer] = []  #: by parameter number
@@ -38,6 +43,7 @@ class BucketSet:
         self._builder = builder
         self._process_group = process_group
         self._gradient_as_bucket_view = gradient_as_bucket_view
+        self._progress = progress
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -52,11 +58,16 @@ class BucketSet:
 
         Raises:
             RanksDifferError: The ranks registered different comm hooks.
-            RuntimeError: Another rank did not come.
+            ReductionError: Another rank did not come.
         """
         device = self._parameters[0].device
-        verify_comm_hooks_agree(comm_hook, self._process_group, device)
-        plan = agree_on_plan(self._builder.propose(), self._process_group, device)
+        try:
+            verify_comm_hooks_agree(comm_hook, self._process_group, device)
+            plan = agree_on_plan(self._builder.propose(), self._process_group, device)
+        except RanksDifferError:
+            raise
+        except RuntimeError as error:
+            raise self._no_plan(error) from error
         self._install(plan)
         log.info("rank %d: plan %s sealed, %d buckets", self._process_group.rank(), plan.digest, len(plan.buckets))
         return plan
@@ -70,7 +81,7 @@ class BucketSet:
             arrival_order: Parameter numbers in the order of their gradients on this rank.
 
         Raises:
-            RuntimeError: Another rank did not come.
+            ReductionError: Another rank did not come.
 
         Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
         """
@@ -79,7 +90,10 @@ class BucketSet:
             return
         before, old_buckets = self.plan, self.buckets
         proposed = self._builder.reorder_tail(arrival_order)
-        plan = plan_of_rank_0(proposed, self._process_group, self._parameters[0].device)
+        try:
+            plan = plan_of_rank_0(proposed, self._process_group, self._parameters[0].device)
+        except RuntimeError as error:
+            raise self._no_plan(error) from error
         self._install(plan)
         for bucket in self.buckets:
             if bucket not in old_buckets:
@@ -94,6 +108,10 @@ class BucketSet:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)
 
+    def _no_plan(self, error: RuntimeError) -> ReductionError:
+        failure = refusals.no_plan_to_agree_on(self._process_group.rank(), self._builder.propose(), error)
+        return self._progress.report_failure(failure)
+
     def _install(self, plan: BucketPlan) -> None:
         """Reduce by another plan from now on. Buckets that it has in common with the one before are kept."""
         self._builder.seal(plan)
@@ -103,7 +121,7 @@ class BucketSet:
             bucket = present.get((spec.gradients, spec.layout))
             if bucket is None:
                 parameters = [self._parameters[gradient.index] for gradient in spec.gradients]
-                bucket = BucketBuffer(spec, parameters, self._gradient_as_bucket_view)
+                bucket = BucketBuffer(spec, parameters, self._gradient_as_bucket_view, self._process_group.rank())
             bucket.spec = spec
             buckets.append(bucket)
         self.buckets = tuple(buckets)

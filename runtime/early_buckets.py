@@ -96,6 +96,10 @@ class EarlyBuckets:
     def __init__(self, parameters: Sequence[Parameter], process_group: dist.ProcessGroup) -> None:
         self._parameters = tuple(parameters)
         self._process_group = process_group
+        # A process group like torch's own default on a GPU reaches the host as well, and words between hosts let
+        # devices compute on: to read one on a device, the host would wait for all that the device has to do.
+        host = torch.device("cpu")
+        self._device = host if torch_internals.reaches(process_group, host) else self._parameters[0].device
         self._accumulators = [torch_internals.accumulator_of(parameter) for parameter in parameters]
         self._allowed: frozenset[Members] | None = None  # None while the first round lasts
         self._place_of: dict[int, tuple[Members, int]] = {}  # in the buckets that graphs have offered so far
@@ -229,7 +233,7 @@ class EarlyBuckets:
     def learn(self, buckets: Sequence[BucketBuffer]) -> None:
         """At the end of the first round, agree with the other ranks on what may leave early; waits for them."""
         single = [self._has_one_contributor(bucket.members) for bucket in buckets]
-        agreed = torch.tensor(single, dtype=torch.uint8, device=self._parameters[0].device)
+        agreed = torch.tensor(single, dtype=torch.uint8, device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._process_group)
         allowed = [bucket.members for bucket, may in zip(buckets, agreed.tolist(), strict=True) if may]
         self._allowed = frozenset(allowed)
@@ -261,7 +265,7 @@ class EarlyBuckets:
             return  # on every rank
         if self._message is None:
             size = len(self._parameters) + len(buckets)
-            self._message = torch.zeros(size, dtype=torch.uint8, device=self._parameters[0].device)
+            self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._message.zero_()
         for members, offered in self._offers.items():
             if offered.left:

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import PlanBuilder
-from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
@@ -59,7 +59,9 @@ class Reducer:
         self._progress = settings.progress
         self.rank = process_group.rank()
         self.state = ReducerState.ARMED
-        self._bucket_set = BucketSet(self.parameters, builder, process_group, settings.gradient_as_bucket_view)
+        self._bucket_set = BucketSet(
+            self.parameters, builder, process_group, settings.gradient_as_bucket_view, settings.progress
+        )
         self._queue = LaunchQueue(self._bucket_set, process_group, settings.progress)
         self._tasks_with_callback: set[int] = set()
         # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
@@ -318,14 +320,7 @@ class Reducer:
             self.finalize_backward()
 
     def _seal_plan(self) -> None:
-        try:
-            plan = self._bucket_set.seal(self._queue.comm_hook_name)
-        except RanksDifferError:
-            raise
-        except RuntimeError as error:
-            failure = refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error)
-            raise self._progress.report_failure(failure) from error
-        self.settings.on_plan_sealed(plan)
+        self.settings.on_plan_sealed(self._bucket_set.seal(self._queue.comm_hook_name))
 
     def _rebuild_buckets(self) -> None:
         """Once, before the second forward; with ``find_unused_parameters`` one round says nothing about the next."""
@@ -334,11 +329,7 @@ class Reducer:
         order, self._arrival_order = self._arrival_order, None
         if self.settings.find_unused_parameters and not self.settings.static_graph:
             return
-        try:
-            self._bucket_set.reorder_tail(tuple(order))
-        except RuntimeError as error:
-            failure = refusals.no_plan_to_agree_on(self.rank, self.builder.propose(), error)
-            raise self._progress.report_failure(failure) from error
+        self._bucket_set.reorder_tail(tuple(order))
 
     def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
         self._queue.complete(bucket, gradients)
@@ -402,26 +393,7 @@ class Reducer:
 
     def _complete_with_what_is_there(self, bucket: BucketBuffer) -> None:
         bucket.missing.clear()
-        self._complete(bucket, self._contributions(bucket))
-
-    def _contributions(self, bucket: BucketBuffer) -> list[Tensor]:
-        unused = self._unused()
-        gradients = bucket.gradients()
-        contributions = [gradient for gradient in gradients if gradient is not None]
-        if torch.is_grad_enabled():  # create_graph=True
-            for spec, gradient in zip(bucket.spec.gradients, gradients, strict=True):
-                if gradient is not None and gradient.requires_grad:
-                    raise refusals.gradient_with_graph(self.rank, spec.fqn)
-        if not unused and len(contributions) == len(gradients):
-            return contributions
-        contributions.clear()
-        for position, (parameter, gradient) in enumerate(zip(bucket.parameters, gradients, strict=True)):
-            if bucket.spec.gradients[position].index in unused:
-                gradient = bucket.contribution_of_unused(position) if self._queue.sends else parameter
-            elif gradient is None:
-                raise refusals.gradient_gone(self.rank, bucket.spec.gradients[position].fqn)
-            contributions.append(gradient)
-        return contributions
+        self._complete(bucket, bucket.contributions(self._unused(), self._queue.sends))
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.

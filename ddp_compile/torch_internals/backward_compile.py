@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from ddp_compile.torch_internals.dynamo import InnerBackend, right_donations
 
@@ -180,9 +181,33 @@ def _edited(inner_compile: Callable[..., Any], edit: BackwardEdit) -> Callable[.
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_backward"):
             edit.apply(gm)
+            _give_operators_what_is_returned(gm)
         return inner_compile(gm, inputs, **kwargs)
 
     return compile_graph
+
+
+def _give_operators_what_is_returned(gm: fx.GraphModule) -> None:
+    """Let operators that are said to write into outputs of the graph be given those very tensors.
+
+    Inductor computes in strides of its own choice, convolutions in channels_last for example, and makes a copy of what
+    it returns if the graph says other strides. The copy comes at the end, after the operator.
+    """
+    from torch._inductor import inductor_prims
+
+    output = gm.graph.output_node()
+    for node in output.all_input_nodes:
+        writers = [
+            user for user in node.users if isinstance(user.target, OpOverload) and user.target._schema.is_mutable
+        ]
+        strides = node.meta["val"].stride() if isinstance(node.meta.get("val"), Tensor) else ()
+        if not writers or len(strides) < 2 or not all(isinstance(stride, int) for stride in strides):
+            continue
+        with gm.graph.inserting_after(node):
+            returned = gm.graph.call_function(inductor_prims.force_stride_order, (node, list(strides)))
+        returned.meta.update(node.meta)
+        for user in (*writers, output):
+            user.replace_input_with(node, returned)
 
 
 def _with_cache_key(theirs: Any, key: str) -> Any:

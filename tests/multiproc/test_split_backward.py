@@ -211,13 +211,13 @@ class Shared(nn.Module):
         return torch.tanh((x + self.left + self.right) @ self.weight) + self.last
 
 
-class ChannelsLast(nn.Module):
-    """Gradients of convolutions have other strides than parameters made contiguous."""
+class Convolutions(nn.Module):
+    """Inductor computes their gradients in channels_last, whatever the parameters' strides are."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_format: torch.memory_format) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Conv2d(fan_in, 16, 3, padding=1) for fan_in in (1, 16, 16, 16))
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=memory_format)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x[:, :32].view(-1, 1, 4, 8)
@@ -274,7 +274,8 @@ PATTERNS = {
     "frame_used_twice": Pattern(plain, NEVER, make=lambda: FrameUsedTwice(33, 4)),
     "tied_weights": Pattern(plain, BUT_ONE, make=lambda: Tied(33, 4)),
     "shared_gradients": Pattern(plain, (0, 1, 1, 1, 1), make=lambda: Shared(33)),
-    "channels_last": Pattern(plain, make=ChannelsLast),
+    "convolutions": Pattern(plain, make=lambda: Convolutions(torch.contiguous_format)),
+    "channels_last": Pattern(plain, make=lambda: Convolutions(torch.channels_last)),
 }
 
 
@@ -356,6 +357,8 @@ def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str,
         ("contributor_that_appears_on_one_rank", False),
         ("shared_gradients", False),
         ("shared_gradients", True),
+        ("convolutions", False),
+        ("channels_last", False),
         ("channels_last", True),
     ],
 )

@@ -218,7 +218,9 @@ def test_a_backward_that_hands_buckets_over_does_so_when_it_runs_eagerly(
     model.register_comm_hook(None, allreduce_hook)  # with a hook, buckets are sent on a single rank as well
     assert_trains_as_the_plain_module(model, make=linear_model)
     (warning,) = warnings_of_ours()
-    assert warning.startswith("rank 0: the backward of graph 0 (0.weight, 0.bias, ..., 2.bias) did not compile and runs")
+    assert warning.startswith(
+        "rank 0: the backward of graph 0 (0.weight, 0.bias, ..., 2.bias) did not compile and runs"
+    )
     assert len(model._ddp_compile_state.reducer._early._allowed) == 2
 
 

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, torch_internals
 from ddp_compile.comm_hooks import allreduce_hook
+from ddp_compile.runtime.early_buckets import EarlyBuckets
 
 WIDTH = 64
 
@@ -206,6 +208,18 @@ def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group:
     assert model._ddp_compile_state.backend.reports == []
     assert torch.equal(model.eval()(torch.ones(3, WIDTH)), expected)
     assert model._ddp_compile_state.backend.reports == []
+
+
+def test_words_between_ranks_travel_over_the_host_where_the_group_reaches_it(
+    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [nn.Parameter(torch.empty(3, device="meta"))]  # stands for a device that computes on meanwhile
+    group = dist.group.WORLD
+    assert EarlyBuckets(parameters, group)._device == torch.device("cpu")
+    monkeypatch.setattr(torch_internals, "reaches", lambda group, device: False)
+    assert EarlyBuckets(parameters, group)._device == torch.device("meta")
+    monkeypatch.undo()
+    assert not torch_internals.reaches(group, torch.device("meta"))
 
 
 def test_saved_tensor_hooks_see_what_they_see_without_us(single_rank_group: None) -> None:

@@ -32,8 +32,14 @@ double write_scaled(const S* from, D* to, int64_t count, float scale) {
     }
   }
   if (kWithSum) {
+    float lanes[kLanes];
     const f32v sum = (sum0 + sum1) + (sum2 + sum3);
-    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+    memcpy(lanes, &sum, sizeof(sum));
+    double sums[4] = {};  // side by side: each addition to a single one would wait for the one before
+    for (int lane = 0; lane < kLanes; lane += 4) {
+      for (int i = 0; i < 4; ++i) sums[i] += double(lanes[lane + i]);
+    }
+    total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
 #endif
   for (; i < count; ++i) {
@@ -102,23 +108,32 @@ double sum_in_double(const S* from, int64_t count, float scale) {
 // vouches for everything in it. A block without such a sum, which has infinities, NaNs or very large values, or small
 // ones alone, is looked at again while it is in the caches.
 template <class S, class D, bool kStreaming>
-void scale_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
+void scale_block_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
+  const double sum = write_scaled<S, D, true, kStreaming>(from, to, count, scale);
+  if (sum > kSmallestSum && sum < largest_sum(to)) {
+    stats->sum_of_squares += sum;
+  } else if (sum != 0 || !are_zeros(from, count)) {
+    stats->non_finite |= largest_scaled(from, count, scale) >= first_infinite(to);
+    stats->sum_of_squares += sum_in_double(from, count, scale);
+  }
+}
+
+// What is read is gone once it is written, so it is kept.
+template <class S, class D>
+void scale_in_place_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
   S kept[kBlock];
   for (int64_t i = 0; i < count; i += kBlock) {
     const int64_t numel = count - i < kBlock ? count - i : kBlock;
-    const S* block = from + i;
-    if (static_cast<const void*>(from) == to) {  // what is read is gone once it is written
-      memcpy(kept, block, size_t(numel) * sizeof(S));
-      block = kept;
-    }
-    const double sum = write_scaled<S, D, true, kStreaming>(block, to + i, numel, scale);
-    if (sum > kSmallestSum && sum < largest_sum(to)) {
-      stats->sum_of_squares += sum;
-      continue;
-    }
-    if (sum == 0 && are_zeros(block, numel)) continue;
-    stats->non_finite |= largest_scaled(block, numel, scale) >= first_infinite(to);
-    stats->sum_of_squares += sum_in_double(block, numel, scale);
+    memcpy(kept, from + i, size_t(numel) * sizeof(S));
+    scale_block_with_stats<S, D, false>(kept, to + i, numel, scale, stats);
+  }
+}
+
+template <class S, class D, bool kStreaming>
+void scale_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
+  if (static_cast<const void*>(from) == to) return scale_in_place_with_stats(from, to, count, scale, stats);
+  for (int64_t i = 0; i < count; i += kBlock) {
+    scale_block_with_stats<S, D, kStreaming>(from + i, to + i, count - i < kBlock ? count - i : kBlock, scale, stats);
   }
 }
 

@@ -1,0 +1,68 @@
+"""Training on a CUDA device with buckets that leave inside the compiled backward, with CUDA graphs and without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_tensors import on_gpu
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
+
+pytestmark = [*on_gpu, pytest.mark.inductor]
+
+WIDTH = 64
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+@pytest.fixture
+def nccl_group(tmp_path: Path) -> Iterator[None]:
+    """This process as the only rank, with the backends that torch chooses by default on a GPU."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_gradients_are_those_of_the_plain_module(split: str, mode: str, nccl_group: None) -> None:
+    torch.manual_seed(0)
+    reference = Layers().cuda()
+    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.01, split=split, mode=mode)
+    model.register_comm_hook(None, allreduce_hook)  # with a hook, buckets are sent on a single rank as well
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference)]
+    for _ in range(6):  # CUDA graphs are warmed up, recorded and replayed
+        x = torch.randn(8, WIDTH, device="cuda")
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+    early = model._ddp_compile_state.reducer._early
+    assert early is None if split == "forward" else len(early._allowed) == 5
+
+
+def test_words_between_ranks_do_not_wait_for_the_device(nccl_group: None) -> None:
+    model = ddp_compile(Layers().cuda(), split="backward")
+    assert model._ddp_compile_state.reducer._early._device == torch.device("cpu")
