@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def compile_whole_or_in_pieces(
     try:
         return compile_backward(gm, example_inputs)
     except Exception as error:
+        _keep_results_together(untouched.graph)
         cuts = _cuts_around_operators(untouched)
         if not cuts or must_be_raised(error):
             raise
@@ -46,6 +48,12 @@ def compile_whole_or_in_pieces(
         said = str(error)
         log.info("%s: not compiled with operators for buckets in it, so in pieces between them: %s", name, said)
         return _compile_pieces(compile_backward, partition_graph(untouched, cuts), example_inputs)
+
+
+def _keep_results_together(graph: fx.Graph) -> None:
+    """Pick the results of a node apart right behind it, so that each crosses to another piece as a tensor."""
+    for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
+        node.args[0].append(node)
 
 
 def _cuts_around_operators(gm: fx.GraphModule) -> list[int]:
@@ -67,7 +75,8 @@ def _compile_pieces(
         name = str(call.target)
         piece = stitched.get_submodule(name)
         assert isinstance(piece, fx.GraphModule)
-        if any(node.target in OPERATORS for node in piece.graph.nodes):
+        calls = [node for node in piece.graph.nodes if node.op == "call_function"]
+        if not calls or any(node.target in OPERATORS for node in calls):
             continue
         inputs = [inputs_of[node] if node in inputs_of else node.meta["val"] for node in call.args]
         function = _unboxed(compile_backward(piece, inputs))
@@ -75,7 +84,7 @@ def _compile_pieces(
         setattr(stitched, name, function)
 
     def run(arguments: list[Any]) -> Any:
-        # Takes what it is given out of the list, and drops every value after its last use.
+        # Takes what it is given out of the list, and drops every value after the last piece that uses it.
         return fx.Interpreter(stitched).boxed_run(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]

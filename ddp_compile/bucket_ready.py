@@ -13,7 +13,8 @@ write into a value that the rest of the backward goes on from, ``held``, which t
 
 ``move_bucket`` is for gradients that nobody adds to, by the promise of ``static_graph``: what the graph returns in
 their places lies in the reducer's flat buffer, and they themselves need no memory from then on. Its results share no
-memory with its arguments: where the bucket cannot leave yet, they are copies.
+memory with its arguments: where the bucket cannot leave yet, they are copies. As inductor takes no operator that both
+writes and returns a list, ``hold_back`` does the writing into ``held``.
 
 The operators find their reducer by number: compiled code that was read from a cache knows no Python object.
 """
@@ -36,9 +37,10 @@ _LIBRARY.define(
 )
 # strides: of each result, one list after the other; those of a gradient are up to the compiler.
 _LIBRARY.define(
-    "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters, Tensor(a!)[] held) -> Tensor[]",
+    "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters) -> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
+_LIBRARY.define("hold_back(Tensor[] moved, Tensor(a!)[] held) -> ()")
 
 
 class BucketReceiver(Protocol):
@@ -79,17 +81,17 @@ def _bucket_ready_fake(
 
 
 def _move_bucket(
-    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]
+    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int]
 ) -> list[Tensor]:
     receiver = _receivers.get(reducer)
     if receiver is not None:
         return list(receiver.move_bucket(parameters, gradients))
-    copies = _move_bucket_fake(gradients, strides, reducer, parameters, held)
+    copies = _move_bucket_fake(gradients, strides, reducer, parameters)
     return [copy.copy_(gradient) for copy, gradient in zip(copies, gradients, strict=True)]
 
 
 def _move_bucket_fake(
-    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]
+    gradients: Sequence[Tensor], strides: Sequence[int], reducer: int, parameters: Sequence[int]
 ) -> list[Tensor]:
     remaining = iter(strides)
     return [
@@ -98,12 +100,19 @@ def _move_bucket_fake(
     ]
 
 
+def _hold_back(moved: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    """Nothing is done; what counts is that it comes before whatever reads ``held`` next."""
+
+
 _LIBRARY.impl("bucket_ready", _bucket_ready, "CompositeExplicitAutograd")
 _LIBRARY.impl("move_bucket", _move_bucket, "CompositeExplicitAutograd")
+_LIBRARY.impl("hold_back", _hold_back, "CompositeExplicitAutograd")
 torch.library.register_fake("ddp_compile::bucket_ready", _bucket_ready_fake, lib=_LIBRARY)
 torch.library.register_fake("ddp_compile::move_bucket", _move_bucket_fake, lib=_LIBRARY)
+torch.library.register_fake("ddp_compile::hold_back", _hold_back, lib=_LIBRARY)
 
 #: What stands in graphs.
 BUCKET_READY = torch.ops.ddp_compile.bucket_ready.default
 MOVE_BUCKET = torch.ops.ddp_compile.move_bucket.default
-OPERATORS = (BUCKET_READY, MOVE_BUCKET)
+HOLD_BACK = torch.ops.ddp_compile.hold_back.default
+OPERATORS = (BUCKET_READY, MOVE_BUCKET, HOLD_BACK)

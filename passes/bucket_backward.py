@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketSpec
-from ddp_compile.bucket_ready import BUCKET_READY, MOVE_BUCKET
+from ddp_compile.bucket_ready import BUCKET_READY, HOLD_BACK, MOVE_BUCKET
 from ddp_compile.passes.backward_order import base_of, bring_forward
 from ddp_compile.passes.pipeline import Declined, PassResult
 
@@ -65,8 +65,8 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
 
     ``held`` is the value that most of the nodes behind depend on, which keeps compilers from computing them first.
 
-    Where all gradients of a bucket may move (`BackwardContext.strides`), ``move_bucket`` is inserted, and the graph
-    returns its results in their places.
+    Where all gradients of a bucket may move (`BackwardContext.strides`), ``move_bucket`` and ``hold_back`` are there
+    instead, and the graph returns the results of the former.
 
     A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients, and where
     nothing is left to compute once they are there: the hooks come as early then.
@@ -134,15 +134,19 @@ def _insert_move(
 ) -> None:
     members = [gradient.index for gradient in entry.bucket.gradients]
     strides = [stride for index in members for stride in ctx.strides[index]]
-    call = gm.graph.call_function(MOVE_BUCKET, (list(nodes), strides, ctx.reducer, members, held))
+    call = gm.graph.call_function(MOVE_BUCKET, (list(nodes), strides, ctx.reducer, members))
     fakes = [node.meta["val"] for node in nodes]
-    call.meta["val"] = torch_internals.call_with_fakes(MOVE_BUCKET, fakes, strides, ctx.reducer, members, [])
+    call.meta["val"] = torch_internals.call_with_fakes(MOVE_BUCKET, fakes, strides, ctx.reducer, members)
     outputs = list(_outputs(gm))
-    after = call
+    last = call
     for i, slot in enumerate(entry.slots):
-        with gm.graph.inserting_after(after):
-            after = outputs[slot] = gm.graph.call_function(operator.getitem, (call, i))
-        after.meta["val"] = call.meta["val"][i]
+        with gm.graph.inserting_after(last):
+            last = outputs[slot] = gm.graph.call_function(operator.getitem, (call, i))
+        last.meta["val"] = call.meta["val"][i]
+    if held:
+        with gm.graph.inserting_after(last):
+            hold = gm.graph.call_function(HOLD_BACK, ([outputs[slot] for slot in entry.slots], held))
+        hold.meta["val"] = None
     gm.graph.output_node().update_arg(0, tuple(outputs))
 
 

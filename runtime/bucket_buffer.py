@@ -193,6 +193,11 @@ class BucketBuffer:
         self._flattened = ()
         self._is_pointed = True
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every place in the flat buffer begins where vectors of 16 bytes may."""
+        return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
+
     def new_views(self) -> list[Tensor]:
         """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
         return [view.detach() for view in self._plan().views]

@@ -96,11 +96,8 @@ class EarlyBuckets:
     def __init__(self, parameters: Sequence[Parameter], process_group: dist.ProcessGroup) -> None:
         self._parameters = tuple(parameters)
         self._process_group = process_group
-        # A process group like torch's own default on a GPU reaches the host as well, and words between hosts let
-        # devices compute on: to read one on a device, the host would wait for all that the device has to do.
-        host = torch.device("cpu")
-        self._device = host if torch_internals.reaches(process_group, host) else self._parameters[0].device
         self._accumulators = [torch_internals.accumulator_of(parameter) for parameter in parameters]
+        self.has_moved = False  #: whether a backward has ever returned other tensors than its gradients
         self._allowed: frozenset[Members] | None = None  # None while the first round lasts
         self._place_of: dict[int, tuple[Members, int]] = {}  # in the buckets that graphs have offered so far
         # What follows belongs to one round.
@@ -150,6 +147,7 @@ class EarlyBuckets:
         self._offers[members] = _Offer([self._parameters[index] for index in members], gradients, left)
         if not repeatable:
             self._unrepeatable.add(members)
+            self.has_moved = True
 
     def awaited(self, members: Members) -> set[int]:
         """The parameters of a bucket that has left whose gradients have not been accumulated yet.
@@ -179,9 +177,13 @@ class EarlyBuckets:
             moved: Its gradients where the backward returns other tensors.
         """
         offer = self._offers[bucket.members]
+        if moved is not None:
+            own = _sums(offer.before, moved)
+            offer.before = [None] * len(own)  # it will not be sent again
+            return own
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
         offer.before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
-        return _sums(offer.before, offer.aliases if moved is None else moved)
+        return _sums(offer.before, offer.aliases)
 
     def arrived(self, index: int) -> bool:
         """AccumulateGrad has stored a gradient.
@@ -233,7 +235,7 @@ class EarlyBuckets:
     def learn(self, buckets: Sequence[BucketBuffer]) -> None:
         """At the end of the first round, agree with the other ranks on what may leave early; waits for them."""
         single = [self._has_one_contributor(bucket.members) for bucket in buckets]
-        agreed = torch.tensor(single, dtype=torch.uint8, device=self._device)
+        agreed = torch.tensor(single, dtype=torch.uint8, device=self._parameters[0].device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._process_group)
         allowed = [bucket.members for bucket, may in zip(buckets, agreed.tolist(), strict=True) if may]
         self._allowed = frozenset(allowed)
@@ -263,9 +265,9 @@ class EarlyBuckets:
         """
         if not self._allowed:
             return  # on every rank
-        if self._message is None:
-            size = len(self._parameters) + len(buckets)
-            self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        size = len(self._parameters) + len(buckets)
+        if self._message is None or len(self._message) != size:
+            self._message = torch.zeros(size, dtype=torch.uint8, device=self._parameters[0].device)
         self._message.zero_()
         for members, offered in self._offers.items():
             if offered.left:

@@ -218,6 +218,7 @@ class Reducer:
         Some of those are means and some this rank's own, and an all-reduce that is under way may still write to them.
         """
         self._hooks.remove()
+        self._early = None  # a backward that is still to come has the operators in it
         if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
             for parameter in self.parameters:
                 parameter.grad = None
@@ -233,6 +234,8 @@ class Reducer:
         self._hooks.settle(members[0])
         has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
         must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
+        # Compiled code expects aligned results; a comm hook leaves no room between the places.
+        must_wait |= moves and bucket is not None and not bucket.is_aligned
         role = early.offer(members, must_wait)
         if role is not OfferRole.LEAVES or bucket is None:
             returned = self._copies(members, gradients) if moves else gradients
@@ -433,7 +436,7 @@ class Reducer:
         if not verdict.repeatable:
             self._reset()
             raise refusals.contributor_after_launch(
-                self.rank, names, self._queue.comm_hook is not None, self.settings.static_graph
+                self.rank, names, self._queue.comm_hook is not None, early.has_moved
             )
         for bucket in verdict.buckets:
             log.warning(

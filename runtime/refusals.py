@@ -93,12 +93,12 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
 
 
 def contributor_after_launch(
-    rank: int, names: Sequence[str], has_comm_hook: bool, static_graph: bool
+    rank: int, names: Sequence[str], has_comm_hook: bool, has_moved: bool
 ) -> GradientArrivalError:
     """Gradients that a compiled backward handed over were not the only ones, and their buckets cannot be sent again."""
     if has_comm_hook:
         reason = "a comm hook must not be called twice for one"
-    elif static_graph:
+    elif has_moved:
         reason = "static_graph=True, which promises that every iteration is like the first, lets their memory go"
     else:
         reason = "some rank no longer holds its own gradients of them"

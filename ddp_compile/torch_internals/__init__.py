@@ -44,7 +44,6 @@ from ddp_compile.torch_internals.dynamo import (
 from ddp_compile.torch_internals.process_groups import (
     broadcast_coalesced,
     group_timeout,
-    reaches,
 )
 from ddp_compile.torch_internals.tensors import (
     allows_same_attention_kernels,
@@ -95,7 +94,6 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "profiled_range",
     "queue_backward_callback",
-    "reaches",
     "repeats_random_numbers",
     "right_donations",
     "run_last",

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from ddp_compile.torch_internals.dynamo import InnerBackend, right_donations
 
@@ -57,7 +58,7 @@ def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
     def compile_forward_or_backward(graph: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         if not settings.get("is_backward", False):
             return compile_fx_inner(graph, inputs, **settings)
-        uncompiled = fx.GraphModule(graph, copy.deepcopy(graph.graph))  # inductor's passes rewrite the graph
+        uncompiled = _for_eager_execution(graph)
         try:
             return compile_fx_inner(graph, inputs, **settings)
         except Exception as error:
@@ -65,6 +66,17 @@ def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
             return make_boxed_func(uncompiled.forward)
 
     return compile_forward_or_backward
+
+
+def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy, since inductor's passes rewrite the graph, without what is there to choose inductor's strides."""
+    from torch._inductor import inductor_prims
+
+    copied = copy.deepcopy(graph.graph)
+    for node in copied.find_nodes(op="call_function", target=inductor_prims.force_stride_order):
+        node.replace_all_uses_with(node.args[0])
+        copied.erase_node(node)
+    return fx.GraphModule(graph, copied)
 
 
 def repeats_random_numbers(backward: fx.GraphModule) -> bool:
@@ -197,9 +209,7 @@ def _give_operators_what_is_returned(gm: fx.GraphModule) -> None:
 
     output = gm.graph.output_node()
     for node in output.all_input_nodes:
-        writers = [
-            user for user in node.users if isinstance(user.target, OpOverload) and user.target._schema.is_mutable
-        ]
+        writers = [user for user in node.users if _writes_into(user, node)]
         strides = node.meta["val"].stride() if isinstance(node.meta.get("val"), Tensor) else ()
         if not writers or len(strides) < 2 or not all(isinstance(stride, int) for stride in strides):
             continue
@@ -208,6 +218,15 @@ def _give_operators_what_is_returned(gm: fx.GraphModule) -> None:
         returned.meta.update(node.meta)
         for user in (*writers, output):
             user.replace_input_with(node, returned)
+
+
+def _writes_into(user: fx.Node, node: fx.Node) -> bool:
+    """Whether an operator is declared to write into a node's value."""
+    if not isinstance(user.target, OpOverload):
+        return False
+    pairs = zip(user.target._schema.arguments, user.args, strict=False)
+    written = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
+    return any(value is node for value in pytree.tree_leaves(written))
 
 
 def _with_cache_key(theirs: Any, key: str) -> Any:

@@ -30,12 +30,3 @@ def group_timeout(process_group: Any, device: torch.device) -> timedelta:
         return process_group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # a process group, or a backend, that is written in Python
         return torch.distributed.constants.default_pg_timeout
-
-
-def reaches(process_group: Any, device: torch.device) -> bool:
-    """Whether the group is known to have a backend for tensors on this device."""
-    try:
-        process_group._get_backend(device)
-    except RuntimeError:  # it has none, or the process group is written in Python
-        return False
-    return True

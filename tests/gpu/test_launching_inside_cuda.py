@@ -61,8 +61,3 @@ def test_gradients_are_those_of_the_plain_module(split: str, mode: str, nccl_gro
             optimizer.step()
     early = model._ddp_compile_state.reducer._early
     assert early is None if split == "forward" else len(early._allowed) == 5
-
-
-def test_words_between_ranks_do_not_wait_for_the_device(nccl_group: None) -> None:
-    model = ddp_compile(Layers().cuda(), split="backward")
-    assert model._ddp_compile_state.reducer._early._device == torch.device("cpu")

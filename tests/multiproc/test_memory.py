@@ -77,6 +77,7 @@ def peaks_of_static_graphs(backend: str) -> dict[bool, int]:
             model(), bucket_cap_mb=CAPS_MIB[0], split="backward", backend=backend, static_graph=static_graph
         )
         found[static_graph] = peak_of(trained)
+        assert trained._ddp_compile_state.compiler.failures == []
         del trained
         torch._dynamo.reset()
         gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -318,6 +319,7 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
             worst = max(worst, relative_difference(p.grad, q.grad))
         for optimizer in optimizers:
             optimizer.step()
+    assert model._ddp_compile_state.compiler.failures == []
     return Trained(worst, tuple(num_early))
 
 
@@ -427,6 +429,34 @@ def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, fl
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
     return early, len(model._ddp_compile_state.backend.reports), len(model.bucket_plan.buckets), worst
+
+
+def train_with_hook(backend: str) -> tuple[float, list[int]]:
+    """With a comm hook places have no gaps, so that some are not aligned, and compiled code expects that they are."""
+    torch.manual_seed(3)
+    reference = DistributedDataParallel(Mlp(33, 4))
+    model = ddp_compile(
+        copy.deepcopy(reference.module), bucket_cap_mb=0.006, split="backward", backend=backend, static_graph=True
+    )
+    model.register_comm_hook(None, allreduce_hook)
+    left = count_early(model)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(6, 33)
+    for _ in range(3):
+        left.clear()
+        for each in (model, reference):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+    assert model._ddp_compile_state.compiler.failures == []
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(relative_difference(p.grad, q.grad) for p, q in pairs), left
+
+
+@pytest.mark.inductor
+def test_gradients_whose_places_are_not_aligned_wait_for_their_hooks(ranks: Ranks) -> None:
+    for worst, left in ranks(2).run(train_with_hook, "inductor"):
+        assert worst < 1e-5
+        assert left == []
 
 
 def broken_promise() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -13,16 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ddp_compile, torch_internals
+from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
-from ddp_compile.runtime.early_buckets import EarlyBuckets
 
 WIDTH = 64
 
@@ -95,6 +94,39 @@ class PlainCompiler:
         assert [node.meta["val"].shape for node in placeholders] == [value.shape for value in inputs]
         self.num_nodes.append(len(calls))
         return boxed_nop(gm, inputs) if self.is_boxed else gm.forward
+
+
+class Normed(Layers):
+    """The gradients of a LayerNorm's parameters, and of its input, are results of one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(6))
+        self.last = nn.Parameter(torch.zeros(8, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x))) + x
+        return x + self.last
+
+
+def test_pieces_pass_tensors_on_also_where_one_node_has_several_results(single_rank_group: None) -> None:
+    compiler = PlainCompiler(is_boxed=True)
+    torch.manual_seed(0)
+    expected = Normed()
+    model = ddp_compile(
+        copy.deepcopy(expected),
+        bucket_cap_mb=1e-4,
+        split="backward",
+        backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compiler),
+    )
+    model.register_comm_hook(None, allreduce_hook)
+    for _ in range(2):
+        for each in (model, expected):
+            step(each)
+    assert len(compiler.num_nodes) > 12 and min(compiler.num_nodes) > 0
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("is_boxed", [True, False])
@@ -210,16 +242,27 @@ def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group:
     assert model._ddp_compile_state.backend.reports == []
 
 
-def test_words_between_ranks_travel_over_the_host_where_the_group_reaches_it(
-    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parameters = [nn.Parameter(torch.empty(3, device="meta"))]  # stands for a device that computes on meanwhile
-    group = dist.group.WORLD
-    assert EarlyBuckets(parameters, group)._device == torch.device("cpu")
-    monkeypatch.setattr(torch_internals, "reaches", lambda group, device: False)
-    assert EarlyBuckets(parameters, group)._device == torch.device("meta")
-    monkeypatch.undo()
-    assert not torch_internals.reaches(group, torch.device("meta"))
+def test_a_backward_after_unwrap_is_this_ranks_own(single_rank_group: None) -> None:
+    sent = []
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.index())
+        return allreduce_hook(state, bucket)
+
+    model = ddp_compile(Layers(), bucket_cap_mb=0.01, split="backward", backend="aot_eager")
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        step(model)
+    assert len(sent) == 12
+    sent.clear()
+    model.zero_grad()
+    outputs = model(torch.ones(8, WIDTH))
+    model.unwrap()
+    outputs.square().sum().backward()
+    assert sent == []
+    gradients = [p.grad.clone() for p in model.parameters()]
+    step(model)
+    assert all(map(torch.equal, gradients, (p.grad for p in model.parameters())))
 
 
 def test_saved_tensor_hooks_see_what_they_see_without_us(single_rank_group: None) -> None:

@@ -185,8 +185,11 @@ def test_gradients_that_may_move_are_replaced_by_what_the_operator_returns() -> 
     assert num_changed == 3
     first, second = gm.graph.find_nodes(op="call_function", target=torch.ops.ddp_compile.move_bucket.default)
     # A tangent that is passed on needs no clone then.
-    assert first.args == ([gradients[0], tangent], [1, 4, 4, 1], 7, [3, 4], [])
-    assert second.args[:4] == ([gradients[1]], [4, 1], 7, [2])
+    assert first.args == ([gradients[0], tangent], [1, 4, 4, 1], 7, [3, 4])
+    assert second.args == ([gradients[1]], [4, 1], 7, [2])
+    # Of the first bucket's tangent, which is an input, nothing is to be held.
+    (hold,) = gm.graph.find_nodes(op="call_function", target=torch.ops.ddp_compile.hold_back.default)
+    assert hold.args[0] == [gm.graph.output_node().args[0][2]] and [held.name for held in hold.args[1]] == ["mm_1"]
     assert [node.args[2] for node in ready_nodes(gm)] == [[1]]
     returned = gm.graph.output_node().args[0]
     assert [node.args for node in (returned[3], returned[4], returned[2])] == [(first, 0), (first, 1), (second, 0)]

@@ -67,24 +67,27 @@ def test_the_operator_is_registered_as_compilers_need_it() -> None:
 def test_moved_gradients_are_what_the_receiver_returns() -> None:
     ordinal, receiver = bucket_ready.next_reducer_ordinal(), Receiver()
     bucket_ready.register_receiver(ordinal, receiver)
-    (moved,) = torch.ops.ddp_compile.move_bucket([torch.ones(2, 2)], [2, 1], ordinal, [3], [])
+    (moved,) = torch.ops.ddp_compile.move_bucket([torch.ones(2, 2)], [2, 1], ordinal, [3])
     assert torch.equal(moved, torch.full((2, 2), 5.0))
     assert [parameters for parameters, _ in receiver.received] == [[3]]
 
 
 def test_moved_gradients_are_copies_in_the_strides_asked_for_where_nobody_receives_them() -> None:
     gradients = [torch.randn(2, 3), torch.randn(()), torch.randn(4, 2).t()]
-    moved = torch.ops.ddp_compile.move_bucket(gradients, [1, 2, 4, 1], -1, [0, 1, 2], [])
+    moved = torch.ops.ddp_compile.move_bucket(gradients, [1, 2, 4, 1], -1, [0, 1, 2])
     assert [copy.stride() for copy in moved] == [(1, 2), (), (4, 1)]
     for copy, gradient in zip(moved, gradients, strict=True):
         assert torch.equal(copy, gradient) and copy.data_ptr() != gradient.data_ptr()
 
 
-def test_the_moving_operator_is_registered_as_compilers_need_it() -> None:
+def test_the_moving_operators_are_registered_as_compilers_need_it() -> None:
     operator = torch.ops.ddp_compile.move_bucket.default
     assert torch.Tag.cudagraph_unsafe in operator.tags
-    arguments = ([torch.randn(3), torch.randn(2, 2)], [1, 1, 2], -1, [0, 1], [torch.randn(4)])
+    arguments = ([torch.randn(3), torch.randn(2, 2)], [1, 1, 2], -1, [0, 1])
     torch.library.opcheck(operator, arguments, test_utils=OPCHECKS)
+    hold_back = torch.ops.ddp_compile.hold_back.default
+    assert hold_back._schema.is_mutable
+    torch.library.opcheck(hold_back, ([torch.randn(3)], [torch.randn(4)]), test_utils=OPCHECKS)
 
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
