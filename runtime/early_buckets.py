@@ -15,7 +15,8 @@ If another contribution comes after all, the bucket left too early. In each roun
 last bucket, to which parameters that happened. ``.grad`` still holds this rank's own gradient, because only the end of
 a round points it at the flat buffer; so every rank sends those buckets again, with what is complete now, and lets them
 leave by their hooks from then on. The result is exact. Where a rank no longer holds its own gradients, or a comm hook
-has state that a second call would change, every rank raises.
+has state that a second call would change, every rank raises. So it does where gradients move: with ``static_graph`` a
+backward may return views of the flat buffer, and this rank's own gradients are gone when their bucket has left.
 
 Ranks may differ in what leaves early: which collectives are started, and in which order, is the same either way.
 """
