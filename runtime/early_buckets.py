@@ -257,6 +257,11 @@ class EarlyBuckets:
         """Whether the first round is not over."""
         return self._allowed is None
 
+    @property
+    def has_nothing_to_say(self) -> bool:
+        """Whether no bucket will ever leave early, on any rank."""
+        return self._allowed is not None and not self._allowed
+
     def exchange(self, buckets: Sequence[BucketBuffer], repeatable: bool) -> None:
         """When the last bucket has left: start to tell the other ranks which left too early.
 

@@ -262,6 +262,8 @@ class Reducer:
     def _finish_round(self) -> None:
         """Every bucket has left: wait for them and hand them over."""
         early = self._early if self._queue.sends else None
+        if early is not None and early.has_nothing_to_say:
+            early = None  # gradients are handed over while the last bucket is reduced
         if early is not None:
             if self._queue.comm_hook is not None:
                 self._queue.comm_hook.settle()  # it may start more collectives
