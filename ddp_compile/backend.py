@@ -77,7 +77,7 @@ class TrainingBackend:
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
         split: Where graphs are cut; ``"forward"`` cuts at bucket boundaries, ``"backward"`` leaves them whole and has
-            the backward hand buckets over, ``"auto"`` does that with graphs of several buckets that cannot be cut.
+            the backward hand buckets over, ``"auto"`` does that with graphs that cannot be cut for every bucket.
         launches_inside: What `launches_inside` says.
         reducer: Number by which a compiled backward finds the reducer.
         moves_gradients: Whether gradients that such a backward has computed may move to the flat buffers at once.
@@ -114,14 +114,17 @@ class TrainingBackend:
             return self.compiler.compile(gm, example_inputs, name)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
         table = format_graph_buckets(buckets, [entry.parameter for entry in order])
-        if self.split == "backward" and self._launches_inside(name):
+        launches_inside = self._launches_inside(name)
+        if self.split == "backward" and launches_inside:
             return self._compile_whole(gm, example_inputs, parameter_of, buckets, table)
-        ctx = PassContext(parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name)
+        ctx = PassContext(
+            parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_inside
+        )
         passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
         num_partitions = max(1, len(partition_names(result.gm)))
-        if self.split == "auto" and num_partitions == 1 < len(buckets) and self._launches_inside(name):
-            log.info("%s: could not be cut in the forward", name)
+        if num_partitions == 1 < len(buckets) and launches_inside:
+            log.info("%s: left whole, since not every bucket could leave early if it were cut in the forward", name)
             return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table)
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))

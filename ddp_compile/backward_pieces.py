@@ -46,7 +46,7 @@ def compile_whole_or_in_pieces(
             raise
         # Not the error itself: a log that keeps it keeps the frames of the backward pass that waits for this.
         said = str(error)
-        log.info("%s: not compiled with operators for buckets in it, so in pieces between them: %s", name, said)
+        log.warning("%s: not compiled with operators for buckets in it, so in pieces between them: %s", name, said)
         return _compile_pieces(compile_backward, partition_graph(untouched, cuts), example_inputs)
 
 

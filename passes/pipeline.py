@@ -48,11 +48,13 @@ class PassContext:
         parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
         buckets: The buckets that meet this graph, in launch order.
         graph_name: Name of the graph, for logs.
+        every_cut_or_none: Leave the graph whole unless it can be cut for every bucket; something else is better then.
     """
 
     parameter_of: Mapping[str, int]
     buckets: tuple[BucketSpec, ...]
     graph_name: str
+    every_cut_or_none: bool = False
 
 
 class NamesGraph(Protocol):

@@ -7,6 +7,7 @@ import logging
 from typing import NamedTuple
 
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from ddp_compile.bucket_plan import BucketSpec
 from ddp_compile.passes.cut_constraints import HeldCuts, find_held_cuts
@@ -50,7 +51,7 @@ def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     if len(boundaries) < 2:
         return PassResult(gm, 0)
     cuts, declined = _place_cuts(gm, ctx, boundaries)
-    if not cuts:
+    if not cuts or (ctx.every_cut_or_none and len(cuts) < _num_wanted(gm, boundaries)):
         return PassResult(gm, 0, tuple(declined))
     return PassResult(partition_graph(gm, sorted(cuts)), len(cuts) + 1, tuple(declined))
 
@@ -64,6 +65,18 @@ def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
         if positions:
             boundaries.append(_Boundary(bucket, min(positions)))
     return sorted(boundaries, key=lambda boundary: -boundary.position)
+
+
+def _num_wanted(gm: fx.GraphModule, boundaries: list[_Boundary]) -> int:
+    """How many cuts would let a bucket leave earlier: none between two that one operator computes with.
+
+    A region, a checkpoint for example, is one node as well, but what it holds can be told apart in its backward.
+    """
+    nodes = list(gm.graph.nodes)
+    return sum(
+        earlier.position != later.position or isinstance(nodes[earlier.position].target, HigherOrderOperator)
+        for earlier, later in itertools.pairwise(boundaries)
+    )
 
 
 def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary]) -> tuple[list[int], list[Declined]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,24 +9,29 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from backward_patterns import (
+    APPEARS_AT,
+    NUM_STEPS,
+    PATTERNS,
+    Checkpointed,
+    contributor_on_one_rank,
+    contributor_that_appears_on_one_rank,
+    forward_in_no_sync_that_nobody_uses,
+)
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.errors import GradientArrivalError
 
 Ranks = Callable[[int], RankPool]
-Step = Callable[[nn.Module, Tensor, int], None]
-NUM_STEPS = 5
-APPEARS_AT = 3
 
 
 class Trained(NamedTuple):
-    """What training five steps has shown.
+    """What training has shown.
 
     Args:
         worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
@@ -36,248 +40,6 @@ class Trained(NamedTuple):
 
     worst: float
     num_early: tuple[int, ...]
-
-
-def inner_weight(model: nn.Module) -> Tensor:
-    """Of the second layer: the bucket of the first one is ready when the backward ends, and never leaves inside it."""
-    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    return weights[min(1, len(weights) - 1)]
-
-
-def penalty(model: nn.Module) -> Tensor:
-    return 0.1 * inner_weight(model).square().sum()
-
-
-def plain(model: nn.Module, x: Tensor, step: int) -> None:
-    loss_of(model(x)).backward()
-
-
-def regulariser_built_after(model: nn.Module, x: Tensor, step: int) -> None:
-    (loss_of(model(x)) + penalty(model)).backward()
-
-
-def regulariser_built_before(model: nn.Module, x: Tensor, step: int) -> None:
-    extra = penalty(model)
-    (extra + loss_of(model(x))).backward()
-
-
-def two_forwards(model: nn.Module, x: Tensor, step: int) -> None:
-    (loss_of(model(x)) + loss_of(model(2 * x))).backward()
-
-
-def two_forwards_later(model: nn.Module, x: Tensor, step: int) -> None:
-    (two_forwards if step >= APPEARS_AT else plain)(model, x, step)
-
-
-def contributor_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
-    (regulariser_built_after if dist.get_rank() == 1 else plain)(model, x, step)
-
-
-def contributor_that_appears(model: nn.Module, x: Tensor, step: int) -> None:
-    (regulariser_built_before if step >= APPEARS_AT else plain)(model, x, step)
-
-
-def contributor_that_appears_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
-    (contributor_that_appears if dist.get_rank() == 1 else plain)(model, x, step)
-
-
-def accumulate(model: nn.Module, x: Tensor, step: int) -> None:
-    for scale in (1.0, 2.0, 3.0):
-        loss_of(model(scale * x)).backward()
-
-
-def accumulate_in_no_sync(model: nn.Module, x: Tensor, step: int) -> None:
-    for scale in (1.0, 2.0, 3.0):
-        with model.no_sync() if scale < 3 else contextlib.nullcontext():
-            loss_of(model(scale * x)).backward()
-
-
-def accumulate_and_regularise(model: nn.Module, x: Tensor, step: int) -> None:
-    with model.no_sync():
-        loss_of(model(2 * x)).backward()
-    contributor_that_appears(model, x, step)
-
-
-def average_and_regularise(model: nn.Module, x: Tensor, step: int) -> None:
-    loss_of(model(2 * x)).backward()
-    contributor_that_appears(model, x, step)
-
-
-def forward_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
-    model(3 * x)
-    loss_of(model(x)).backward()
-
-
-def forward_in_no_sync_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
-    with model.no_sync():
-        model(3 * x)
-    loss_of(model(x)).backward()
-
-
-def halve(gradient: Tensor) -> Tensor:
-    return gradient / 2
-
-
-def halve_in_place(gradient: Tensor) -> None:
-    gradient.div_(2)
-
-
-def tensor_hook(model: nn.Module, x: Tensor, step: int) -> None:
-    if step == APPEARS_AT:
-        inner_weight(model).register_hook(halve)
-    plain(model, x, step)
-
-
-def tensor_hook_in_place(model: nn.Module, x: Tensor, step: int) -> None:
-    if step == APPEARS_AT:
-        inner_weight(model).register_hook(halve_in_place)
-    plain(model, x, step)
-
-
-def halve_stored(parameter: Tensor) -> None:
-    parameter.grad.div_(2)
-
-
-def hook_after_accumulation(model: nn.Module, x: Tensor, step: int) -> None:
-    if step == APPEARS_AT:
-        inner_weight(model).register_post_accumulate_grad_hook(halve_stored)
-    plain(model, x, step)
-
-
-def graph_kept(model: nn.Module, x: Tensor, step: int) -> None:
-    loss = loss_of(model(x))
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def gradients_asked_for(model: nn.Module, x: Tensor, step: int) -> None:
-    loss = loss_of(model(x))
-    torch.autograd.grad(loss, inner_weight(model), retain_graph=True)
-    loss.backward()
-
-
-def gradients_asked_for_later(model: nn.Module, x: Tensor, step: int) -> None:
-    (gradients_asked_for if step >= APPEARS_AT else plain)(model, x, step)
-
-
-def losses_one_by_one(model: nn.Module, x: Tensor, step: int) -> None:
-    early, late = model(x)
-    loss_of(early).backward(retain_graph=True)
-    loss_of(late).backward()
-
-
-class TwoOutputs(Mlp):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        early = torch.tanh(self.layers[0](x))
-        x = early
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return early, x
-
-
-class UsedTwice(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.tanh(self.layers[0](super().forward(x))))
-
-
-class FrameUsedTwice(Mlp):
-    """One compiled frame that the model calls twice, so that its graph offers each bucket twice in a backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        x = self.body(x)
-        torch._dynamo.graph_break()
-        return self.body(x)
-
-    def body(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return super().forward(x)
-
-
-class Tied(Mlp):
-    def __init__(self, width: int, num_layers: int) -> None:
-        super().__init__(width, num_layers)
-        self.layers[-1].weight = self.layers[0].weight
-
-
-class Shared(nn.Module):
-    """One gradient for two parameters, and the tangent itself as a third one's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.left, self.right, self.last = (nn.Parameter(torch.randn(6, width)) for _ in range(3))
-        self.weight = nn.Parameter(torch.randn(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh((x + self.left + self.right) @ self.weight) + self.last
-
-
-class Convolutions(nn.Module):
-    """Inductor computes their gradients in channels_last, whatever the parameters' strides are."""
-
-    def __init__(self, memory_format: torch.memory_format) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(fan_in, 16, 3, padding=1) for fan_in in (1, 16, 16, 16))
-        self.to(memory_format=memory_format)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :32].view(-1, 1, 4, 8)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-class Pattern(NamedTuple):
-    """A way to train.
-
-    Args:
-        step: One step.
-        num_early: How many of the four buckets leave inside the backward in each step, without the last one, which is
-            ready when it ends; more where there are several backwards in one.
-        make: Makes the model.
-        is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
-    """
-
-    step: Step
-    num_early: tuple[int, ...] = (0, 3, 3, 3, 3)
-    make: Callable[[], nn.Module] = lambda: Mlp(33, 4)
-    is_ddps: bool = True
-
-
-NEVER = (0, 0, 0, 0, 0)
-# The regularised weight's bucket waits for its hooks, the others do not.
-BUT_ONE = (0, 2, 2, 2, 2)
-# What leaves too early is sent again, and waits from then on.
-UNTIL_IT_APPEARS = (0, 3, 3, 3, 2)
-PATTERNS = {
-    "plain": Pattern(plain),
-    "regulariser_built_after": Pattern(regulariser_built_after, BUT_ONE),
-    "regulariser_built_before": Pattern(regulariser_built_before, BUT_ONE),
-    "two_forwards": Pattern(two_forwards, NEVER),
-    "two_forwards_later": Pattern(two_forwards_later, (0, 3, 3, 0, 0)),
-    "contributor_on_one_rank": Pattern(contributor_on_one_rank, BUT_ONE),
-    "contributor_that_appears": Pattern(contributor_that_appears, UNTIL_IT_APPEARS),
-    "contributor_that_appears_on_one_rank": Pattern(contributor_that_appears_on_one_rank, UNTIL_IT_APPEARS),
-    "accumulate": Pattern(accumulate, (6, 9, 9, 9, 9)),
-    "accumulate_in_no_sync": Pattern(accumulate_in_no_sync),
-    "accumulate_and_regularise": Pattern(accumulate_and_regularise, UNTIL_IT_APPEARS),
-    "average_and_regularise": Pattern(average_and_regularise, (3, 6, 6, 6, 4)),
-    "forward_that_nobody_uses": Pattern(forward_that_nobody_uses, NEVER),
-    "tensor_hook": Pattern(tensor_hook, (0, 3, 3, 2, 2)),
-    "tensor_hook_in_place": Pattern(tensor_hook_in_place, (0, 3, 3, 2, 2)),
-    "hook_after_accumulation": Pattern(hook_after_accumulation, (0, 3, 3, 2, 2)),
-    "graph_kept": Pattern(graph_kept, is_ddps=False),
-    # The graph runs twice, and neither time is it known to be the last.
-    "gradients_asked_for": Pattern(gradients_asked_for, NEVER, is_ddps=False),
-    "gradients_asked_for_later": Pattern(gradients_asked_for_later, (0, 3, 3, 0, 0), is_ddps=False),
-    "losses_one_by_one": Pattern(losses_one_by_one, make=lambda: TwoOutputs(33, 4), is_ddps=False),
-    "module_used_twice": Pattern(plain, make=lambda: UsedTwice(33, 4)),
-    "frame_used_twice": Pattern(plain, NEVER, make=lambda: FrameUsedTwice(33, 4)),
-    "tied_weights": Pattern(plain, BUT_ONE, make=lambda: Tied(33, 4)),
-    "shared_gradients": Pattern(plain, (0, 1, 1, 1, 1), make=lambda: Shared(33)),
-    "convolutions": Pattern(plain, make=lambda: Convolutions(torch.contiguous_format)),
-    "channels_last": Pattern(plain, make=lambda: Convolutions(torch.channels_last)),
-}
 
 
 def count_early(model: nn.Module) -> list[int]:
@@ -475,13 +237,6 @@ def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(ran
     for rank, said in enumerate(ranks(2).run(broken_promise)):
         assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
         assert "static_graph=True, which promises that every iteration is like the first" in said
-
-
-class Checkpointed(Mlp):
-    """The whole model in one checkpoint, which is one node of the forward graph and flat in the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize(("cap_mb", "checkpointed"), [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)])

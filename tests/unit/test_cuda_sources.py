@@ -85,7 +85,7 @@ def test_no_kernel_spills(binaries: dict[str, tuple[Path, str]], architecture: s
 
 
 def cuobjdump() -> str:
-    """Of the toolkit, or of the Python packages that have it."""
+    """Of the toolkit, or of the Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
     folders = [os.environ.get("PATH", "")]
     for package in ("nvidia", "triton"):
         spec = importlib.util.find_spec(package)
@@ -94,6 +94,8 @@ def cuobjdump() -> str:
     found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
     if found is None:
         pytest.skip("cuobjdump is not installed")
+    if shutil.which("nvdisasm", path=os.pathsep.join([str(Path(found).parent), os.environ.get("PATH", "")])) is None:
+        pytest.skip(f"nvdisasm is neither beside {found} nor on PATH")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import pytest
@@ -157,3 +158,33 @@ def test_two_cuts_that_move_to_one_place_make_one_cut() -> None:
         "bucket 0 leaves with bucket 1: chunk, a tuple, cannot cross partitions",
         "cut moved up to chunk: chunk, a tuple, cannot cross partitions",
     ]
+
+
+def test_with_every_cut_or_none_a_graph_with_all_of_them_is_cut() -> None:
+    gm, parameter_of = held_chain()  # one is moved, and still lets its bucket leave before the next
+    result = split_forward_pass(gm, dataclasses.replace(context(parameter_of, [1], [0]), every_cut_or_none=True))
+    assert len(partitions(result.gm)) == 2
+
+
+def test_with_every_cut_or_none_a_graph_that_misses_one_stays_whole_and_says_why() -> None:
+    build = GraphBuilder()
+    x = build.call(torch.matmul, build.input("x"), build.parameter(0))
+    pair = build.call("chunk", x, 1)
+    for i in (1, 2):
+        x = build.call(torch.matmul, x, build.parameter(i))
+    gm = build.output(build.call(torch.add, x, build.call(operator.getitem, pair, 0)))
+    ctx = context(build.parameter_of, [2], [1], [0])
+    result = split_forward_pass(gm, dataclasses.replace(ctx, every_cut_or_none=True))
+    assert result.gm is gm and result.num_changed == 0
+    note = "bucket 0 leaves with bucket 1: chunk, a tuple, cannot cross partitions"
+    assert Declined("matmul_2", note) in result.declined
+    assert len(partitions(split_forward_pass(gm, ctx).gm)) == 2
+
+
+def test_every_cut_or_none_asks_for_none_within_an_operator() -> None:
+    build = GraphBuilder()
+    x = build.call(torch.addmm, build.parameter(0), build.input("x"), build.parameter(1))
+    x = build.call(torch.matmul, x, build.parameter(2))
+    ctx = context(build.parameter_of, [2], [1], [0])
+    result = split_forward_pass(build.output(x), dataclasses.replace(ctx, every_cut_or_none=True))
+    assert partitions(result.gm) == [["addmm"], ["matmul"]]
