@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
+from ddp_compile import ddp_compile
+
 torch.set_num_threads(1)
 
 
@@ -36,11 +38,20 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["forward", "backward"])
+@pytest.fixture(params=["forward", "backward"], scope="module")
 def split(request: pytest.FixtureRequest) -> str:
     """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart."""
     way: str = request.param
     return way
+
+
+@pytest.fixture
+def each_split(split: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every call of `ddp_compile` that names no ``split`` has this one, in the ranks of a `RankPool` as well."""
+    defaults = ddp_compile.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "split", split)
+    return split
 
 
 @pytest.fixture(scope="session")

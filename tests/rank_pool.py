@@ -1,7 +1,8 @@
 """Processes that stand in for ranks: started once, given one function after the other.
 
 Importing torch takes seconds; starting ranks for each test would be most of the suite's time. A function that a test
-gives to the pool must stand at the top level of its module, so that the ranks can import it.
+gives to the pool must stand at the top level of its module, so that the ranks can import it. The ranks' `ddp_compile`
+has the defaults that it has here at the call, for fixtures that change one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from ddp_compile import ddp_compile
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
@@ -59,7 +62,7 @@ class RankPool:
         self._num_calls += 1
         store = str(Path(self._directory.name) / f"store_{self._num_calls}")
         for connection in self._connections:
-            connection.send((function, args, kwargs, store, timeout_s))
+            connection.send((function, args, kwargs, ddp_compile.__kwdefaults__, store, timeout_s))
         results = [self._receive(connection) for connection in self._connections]
         kinds = {result.kind if isinstance(result, RankFailure) else None for result in results}
         if len(kinds) > 1:
@@ -98,9 +101,10 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str]) 
     torch.set_num_threads(1)
     while True:
         try:
-            function, args, kwargs, store, timeout_s = connection.recv()
+            function, args, kwargs, defaults, store, timeout_s = connection.recv()
         except EOFError:
             return
+        ddp_compile.__kwdefaults__ = defaults
         connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
 
 

@@ -9,17 +9,19 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, loss_of, relative_difference
+from models import Mlp, assert_buckets_leave_early, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
+pytestmark = pytest.mark.usefixtures("each_split")
+
 Ranks = Callable[[int], RankPool]
 
 
-def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool, split: str) -> float:
+def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
     num_micro_batches = 3
     torch.manual_seed(3)
     reference = Mlp(width=33, num_layers=4)
@@ -28,7 +30,6 @@ def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool, split: str)
         Mlp(width=33, num_layers=4),
         bucket_cap_mb=0.005,
         backend="aot_eager",
-        split=split,
         gradient_as_bucket_view=as_view,
     )
     with_ddp = DistributedDataParallel(reference, gradient_as_bucket_view=as_view)
@@ -48,23 +49,22 @@ def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool, split: str)
             worst = max(worst, relative_difference(p.grad, q.grad))
         for optimizer in optimizers:
             optimizer.step()
+    assert_buckets_leave_early(model)
     return worst
 
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("with_no_sync", [True, False])
-def test_accumulated_gradients_equal_ddps(
-    with_no_sync: bool, set_to_none: bool, as_view: bool, split: str, ranks: Ranks
-) -> None:
-    assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view, split) == [0.0, 0.0]
+def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
+    assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
 
 
 def accumulate_any_number() -> float:
     """Every step has another number of micro-batches, the last of which is reduced."""
     torch.manual_seed(3)
     reference = Mlp(width=17, num_layers=3)
-    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="eager")
+    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
     with_ddp = DistributedDataParallel(reference)
     torch.manual_seed(100 + dist.get_rank())
     worst = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, loss_of, relative_difference
+from models import Mlp, assert_buckets_leave_early, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -22,6 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import comm_hooks, ddp_compile
+
+pytestmark = pytest.mark.usefixtures("each_split")
 
 Ranks = Callable[[int], RankPool]
 Hook = Callable[..., Any]
@@ -134,6 +136,7 @@ def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
     torch.manual_seed(100 + dist.get_rank())
     worst = train(model, reference)
     assert len(model.bucket_plan.buckets) == NUM_LAYERS
+    assert_buckets_leave_early(model)
     return worst
 
 
@@ -232,7 +235,7 @@ def sparse_gradients() -> float:
     for hook in (default_hooks.allreduce_hook, comm_hooks.allreduce_hook, comm_hooks.bf16_compress_hook):
         with_ddp = DistributedDataParallel(reference)
         with_ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        model = ddp_compile(model, backend="eager")
+        model = ddp_compile(model, backend="aot_eager")
         model.register_comm_hook(None, hook)
         torch.manual_seed(dist.get_rank())
         for each in (model, with_ddp):
@@ -253,7 +256,7 @@ def test_a_hook_gets_sparse_gradients_as_they_are(ranks: Ranks) -> None:
 
 
 def train_with_an_unfit_hook() -> None:
-    model = ddp_compile(nn.Linear(4, 4), backend="eager")
+    model = ddp_compile(nn.Linear(4, 4), backend="aot_eager")
     model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
     loss_of(model(torch.randn(2, 4))).backward()
 
@@ -265,7 +268,7 @@ def test_a_hook_of_torchs_that_gloo_cannot_run_is_named(ranks: Ranks) -> None:
 
 
 def register_on_rank_0() -> None:
-    model = ddp_compile(Mlp(WIDTH, NUM_LAYERS), backend="eager")
+    model = ddp_compile(Mlp(WIDTH, NUM_LAYERS), backend="aot_eager")
     if dist.get_rank() == 0:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     loss_of(model(torch.randn(2, WIDTH))).backward()

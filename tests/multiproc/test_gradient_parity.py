@@ -7,7 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, ROWS_PER_RANK, global_batch, loss_of, make_model, relative_difference
+from models import (
+    CASES,
+    ROWS_PER_RANK,
+    assert_buckets_leave_early,
+    global_batch,
+    loss_of,
+    make_model,
+    relative_difference,
+)
 from rank_pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +52,7 @@ def train_three_ways(case: str, backend: str, cap_mb: float, split: str) -> dict
             worst["ddp"] = max(worst["ddp"], relative_difference(ours.float(), theirs.float()))
         for optimizer in optimizers:
             optimizer.step()
-    assert model.bucket_plan.num_bytes > 0
+    assert_buckets_leave_early(model)
     return worst
 
 
@@ -57,7 +65,7 @@ def difference_to_rank_0(tensor: torch.Tensor) -> float:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_eager_ddp_and_the_whole_batch(case: str, world_size: int, split: str, ranks: Ranks) -> None:
-    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.05, split):
+    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.005, split):
         # Two summands give the same bits in any order; with three, a ring starts elsewhere when buckets differ.
         assert worst["ddp"] == 0.0 if world_size == 2 else worst["ddp"] < 1e-5
         assert worst["ranks"] == 0.0

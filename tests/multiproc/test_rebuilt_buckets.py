@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
+pytestmark = pytest.mark.usefixtures("each_split")
+
 Ranks = Callable[[int], RankPool]
 WIDTH = 23
 #: Holds one layer's weight and bias.

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
 
+pytestmark = pytest.mark.usefixtures("each_split")
+
 Ranks = Callable[[int], RankPool]
 WIDTH = 13
 
@@ -63,8 +65,8 @@ def pair(use_reentrant: bool, as_view: bool = True, **options: object) -> tuple[
     return ours, theirs
 
 
-def train(use_reentrant: bool, as_view: bool, num_backwards: int, split: str) -> tuple[float, list[bool], list[int]]:
-    ours, theirs = pair(use_reentrant, as_view, split=split)
+def train(use_reentrant: bool, as_view: bool, num_backwards: int) -> tuple[float, list[bool], list[int]]:
+    ours, theirs = pair(use_reentrant, as_view)
     torch.manual_seed(100 + dist.get_rank())
     worst = 0.0
     arrivals = []
@@ -85,9 +87,9 @@ def train(use_reentrant: bool, as_view: bool, num_backwards: int, split: str) ->
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("as_view", [True, False])
 def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(
-    ranks: Ranks, use_reentrant: bool, as_view: bool, split: str
+    ranks: Ranks, use_reentrant: bool, as_view: bool
 ) -> None:
-    for worst, unused, arrivals in ranks(2).run(train, use_reentrant, as_view, 1, split):
+    for worst, unused, arrivals in ranks(2).run(train, use_reentrant, as_view, 1):
         assert worst < 1e-6
         assert unused == [True, True]
         # The case is there: a reentrant checkpoint brings the weight's gradient once for each of its uses.

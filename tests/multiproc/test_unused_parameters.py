@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import relative_difference
+from models import assert_buckets_leave_early, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
+
+pytestmark = pytest.mark.usefixtures("each_split")
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 17
@@ -55,9 +57,7 @@ def result_of(outputs: Any) -> Tensor:
     return outputs.more["y"][0] if isinstance(outputs, Outputs) else outputs
 
 
-def pair(
-    returns: str = "tensor", as_view: bool = True, backend: str = "aot_eager", split: str = "auto"
-) -> tuple[nn.Module, nn.Module]:
+def pair(returns: str = "tensor", as_view: bool = True, backend: str = "aot_eager") -> tuple[nn.Module, nn.Module]:
     """Ours and DistributedDataParallel's, with equal parameters and several buckets."""
     models = []
     for _ in range(2):
@@ -65,14 +65,13 @@ def pair(
         models.append(Branches(returns))
     ours = ddp_compile(
         models[0],
-        bucket_cap_mb=0.003,
+        bucket_cap_mb=0.001,
         backend=backend,
-        split=split,
         find_unused_parameters=True,
         gradient_as_bucket_view=as_view,
     )
     theirs = DistributedDataParallel(
-        models[1], bucket_cap_mb=0.003, find_unused_parameters=True, gradient_as_bucket_view=as_view
+        models[1], bucket_cap_mb=0.001, find_unused_parameters=True, gradient_as_bucket_view=as_view
     )
     return ours, theirs
 
@@ -93,11 +92,9 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
     return worst
 
 
-def branch_by_rank_and_step(
-    returns: str, as_view: bool, set_to_none: bool, backend: str, split: str = "auto"
-) -> tuple[float, list[bool]]:
+def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, backend: str) -> tuple[float, list[bool]]:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
-    ours, theirs = pair(returns, as_view, backend, split)
+    ours, theirs = pair(returns, as_view, backend)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     torch.manual_seed(100 + dist.get_rank())
     worst = 0.0
@@ -111,13 +108,14 @@ def branch_by_rank_and_step(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
+    assert_buckets_leave_early(ours)
     return worst, [p.grad is None for p in ours.branches[3].parameters()]
 
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_none: bool, split: str) -> None:
-    arguments = "tensor", as_view, set_to_none, "aot_eager", split
+def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_none: bool) -> None:
+    arguments = "tensor", as_view, set_to_none, "aot_eager"
     for worst, never_used in ranks(2).run(branch_by_rank_and_step, *arguments):
         assert worst < 1e-6
         assert never_used == [True, True]

@@ -1,0 +1,66 @@
+"""Stores that ranks tell each other through: what is left in them, and what is said when one is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from rank_pool import RankPool
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+
+
+def in_group_with_tcp_store() -> None:
+    rank, world_size, timeout = dist.get_rank(), dist.get_world_size(), timedelta(seconds=15)
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+        port.fill_(store.port)
+    dist.broadcast(port, 0)
+    if rank != 0:
+        store = dist.TCPStore("127.0.0.1", int(port), world_size, is_master=False, timeout=timeout)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def train_on_a_tcp_store() -> tuple[int, list[str]]:
+    in_group_with_tcp_store()
+    model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
+    for _ in range(20):
+        loss_of(model(torch.randn(4, 8))).backward()
+    progress = model._ddp_compile_state.progress
+    dist.barrier()
+    counters = progress._store._store._underlying_non_prefix_store.list_keys()
+    dist.barrier()
+    return progress._points.round_number, [key for key in counters if "/agreement/" in key]
+
+
+def test_agreement_points_leave_one_counter_behind(ranks: Ranks) -> None:
+    for round_number, counters in ranks(2).run(train_on_a_tcp_store):
+        assert round_number == 21
+        assert len(counters) == 1
+
+
+def rank_0_exits() -> None:
+    in_group_with_tcp_store()
+    model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
+    loss_of(model(torch.randn(4, 8))).backward()
+    if dist.get_rank() == 0:
+        os._exit(0)
+    loss_of(model(torch.randn(4, 8))).backward()
+
+
+def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Ranks) -> None:
+    started = time.monotonic()
+    exited, waiting = ranks(2).run_expecting_failures(rank_0_exits)
+    assert exited.kind == "EOFError"
+    assert waiting.kind == "ReductionError"
+    assert "bucket 0" in waiting.message and "the store that they tell it to is gone" in waiting.message
+    assert time.monotonic() - started < 30
