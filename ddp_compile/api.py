@@ -56,9 +56,9 @@ def ddp_compile(
         first_bucket_cap_mb: Capacity in MiB of the first bucket to leave; cut down to ``bucket_cap_mb``.
         split: How buckets come to leave while a compiled backward goes on. "forward" cuts graphs at bucket boundaries,
             "backward" leaves them whole and launches each bucket inside the compiled backward, "none" launches all of
-            them when it has ended. "auto" chooses for each graph: "forward" where that lets every bucket leave early, and
-            "backward" where some could not be cut apart, for example under one checkpoint; the log of ``ddp_compile``
-            says which.
+            them when it has ended. "auto" chooses for each graph: "forward" where that lets every bucket leave early,
+            and "backward" where some could not be cut apart, for example under one checkpoint; the log of
+            ``ddp_compile`` says which.
         broadcast_buffers: Broadcast rank 0's buffers before each training forward outside of ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False

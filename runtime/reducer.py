@@ -8,7 +8,7 @@ when all its gradients are there, and buckets leave in plan order on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.comm_hooks import CommHook
+from ddp_compile.runtime.completion import Completion
 from ddp_compile.runtime.early_buckets import EarlyBuckets, OfferRole
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
@@ -73,6 +74,7 @@ class Reducer:
             names = [gradient.fqn for gradient in builder.gradients]
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, process_group)
+        self._completion = Completion(self._bucket_set, self._queue, self._optional)
         # Parameter numbers in the order of their last gradients in the first round; None when it has been made use of.
         self._arrival_order: dict[int, None] | None = {}
         self._hooks = ParameterHooks(self.parameters, self)
@@ -161,7 +163,7 @@ class Reducer:
             raise refusals.arrived_twice(self.rank, self._fqn(index))
         if bucket.arrive(index):
             self._hooks.note_last(index)
-            self._complete_with_what_is_there(bucket)
+            self._completion.complete(bucket)
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Take note that a compiled backward has computed a whole bucket, and let it leave if that is safe.
@@ -202,7 +204,7 @@ class Reducer:
         if not self._queue.all_gone:
             if torch_internals.is_inside_backward():
                 return  # the passes to come queue callbacks of their own
-            if not self._complete_without_the_missing():
+            if not self._completion.complete_without_the_missing(self._forward_since_round):
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
                 self._progress.backward_is_incomplete()
@@ -245,11 +247,7 @@ class Reducer:
         returned = bucket.new_views() if moves else gradients
         early.follow(members, returned, role, repeatable=not moves)
         self._enter_backward()
-        bucket.missing.clear()
-        if self._optional is not None:
-            for index in members:
-                self._optional.note(index)
-        self._complete(bucket, early.contributions(bucket, gradients if moves else None), from_graph=True)
+        self._completion.complete_with(bucket, early.contributions(bucket, gradients if moves else None))
         if moves:
             bucket.release_flattened()
         self._hooks.gather(members, early.awaited(members), tell_of_last=False)
@@ -292,7 +290,7 @@ class Reducer:
             for bucket in self._queue.still_here:
                 self._hooks.gather(bucket.members, bucket.missing, arriving)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
-            self._go_on_without(absent)
+            self._completion.do_without(absent)
 
     def _call_back_at_the_end(self, callback: Callable[[], None]) -> bool:
         task = torch_internals.current_graph_task_id()
@@ -321,7 +319,7 @@ class Reducer:
                 for index in arrived:
                     self._optional.settles(index, has_left=False)
             for bucket in self.buckets:
-                self._complete_with_what_is_there(bucket)
+                self._completion.complete(bucket)
             self.finalize_backward()
 
     def _seal_plan(self) -> None:
@@ -335,70 +333,6 @@ class Reducer:
         if self.settings.find_unused_parameters and not self.settings.static_graph:
             return
         self._bucket_set.reorder_tail(tuple(order))
-
-    def _complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor], from_graph: bool = False) -> None:
-        self._queue.complete(bucket, gradients)
-        self._launch_ready_buckets()
-        if (
-            self._queue.sends
-            and not from_graph
-            and any(b.state is BucketState.COLLECTING for b in self._queue.still_here)
-        ):
-            # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.
-            bucket.point_gradients_at_views(self._unused())
-
-    def _launch_ready_buckets(self, skip: bool = False) -> None:
-        if self._queue.launch_ready(skip) and self._optional is not None:
-            if self._queue.comm_hook is not None:
-                self._queue.comm_hook.settle()
-            self._optional.exchange()
-
-    def _complete_without_the_missing(self) -> bool:
-        """At the end of a backward, complete the buckets that may leave without the gradients they miss.
-
-        Returns:
-            Whether the round is over: False if it has to wait for another backward.
-        """
-        if self._optional is not None:
-            missing = {index for bucket in self.buckets for index in bucket.missing}
-            absent = self._optional.absent_at_the_end(missing)
-            if absent is not None:
-                self._go_on_without(absent)
-                for bucket in self.buckets:
-                    if bucket.state is BucketState.COLLECTING:  # what came to it was not counted
-                        self._complete_with_what_is_there(bucket)
-                return True
-        if self._forward_since_round:
-            return False
-        self._complete_with_means()
-        return True
-
-    def _go_on_without(self, absent: Iterable[int]) -> None:
-        """Let buckets no longer wait for these parameters, which contribute what they hold, or zeros."""
-        assert self._optional is not None
-        waiting = sorted(index for index in absent if index in self._bucket_set.of_parameter[index].missing)
-        self._optional.unused.update(waiting)
-        for index in waiting:
-            if self._bucket_set.of_parameter[index].arrive(index):
-                self._complete_with_what_is_there(self._bucket_set.of_parameter[index])
-
-    def _unused(self) -> Set[int]:
-        return frozenset() if self._optional is None else self._optional.unused
-
-    def _complete_with_means(self) -> None:
-        """Complete the round of a backward without a forward before it, of a regulariser for example.
-
-        Parameters that it did not reach hold the mean of the round before, and the mean of means is the mean. A bucket
-        with a parameter that holds none stays as it is: its gradients will be reduced in the next round.
-        """
-        for bucket in self._queue.still_here:
-            if bucket.missing and all(parameter.grad is not None for parameter in bucket.parameters):
-                self._complete_with_what_is_there(bucket)
-            self._launch_ready_buckets(skip=bucket.state is BucketState.COLLECTING)
-
-    def _complete_with_what_is_there(self, bucket: BucketBuffer) -> None:
-        bucket.missing.clear()
-        self._complete(bucket, bucket.contributions(self._unused(), self._queue.sends))
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.

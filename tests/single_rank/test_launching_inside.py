@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.compile_fx as inductor
+from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -23,23 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
-WIDTH = 64
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + x
-        return x
-
 
 def replicated(split: str = "backward", **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = ddp_compile(Layers(), bucket_cap_mb=0.01, split=split, **settings)
+    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
     # With a hook buckets are sent on a single rank as well, and so leave inside the backward.
     model.register_comm_hook(None, allreduce_hook)
     return model
@@ -96,7 +84,7 @@ class PlainCompiler:
         return boxed_nop(gm, inputs) if self.is_boxed else gm.forward
 
 
-class Normed(Layers):
+class Normed(ResidualLayers):
     """The gradients of a LayerNorm's parameters, and of its input, are results of one node."""
 
     def __init__(self) -> None:
@@ -142,7 +130,7 @@ def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
         "graph 0 backward: not compiled with operators for buckets in it, so in pieces between them:"
         " unknown operators ['ddp_compile.bucket_ready.default']"
     ]
-    expected = Layers()
+    expected = ResidualLayers()
     expected.load_state_dict(model.state_dict())
     for each in (model, expected):
         step(each, rows=8)
@@ -169,10 +157,10 @@ def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_gr
 
 
 def test_an_inner_compile_that_is_not_callable_is_refused_by_name(single_rank_group: None) -> None:
-    module = Layers()
+    module = ResidualLayers()
     with pytest.raises(ValueError, match="inner_compile=5, which is not callable"):
         ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
-    assert type(module) is Layers
+    assert type(module) is ResidualLayers
 
 
 def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -201,12 +189,12 @@ def test_compiled_autograd_is_refused_by_name(single_rank_group: None) -> None:
         step(model)
 
 
-class CheckpointedWhole(Layers):
+class CheckpointedWhole(ResidualLayers):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class CheckpointedInPart(Layers):
+class CheckpointedInPart(ResidualLayers):
     """Two of six cuts could be made."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,8 +205,8 @@ class CheckpointedInPart(Layers):
 def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(
     single_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module, num_partitions in ((Layers(), 6), (CheckpointedWhole(), 1), (CheckpointedInPart(), 1)):
-        model = ddp_compile(module, bucket_cap_mb=0.01, backend="aot_eager")
+    for module, num_partitions in ((ResidualLayers(), 6), (CheckpointedWhole(), 1), (CheckpointedInPart(), 1)):
+        model = ddp_compile(module, bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
         with caplog.at_level(logging.INFO, logger="ddp_compile.backend"):
             step(model)
         (report,) = model._ddp_compile_state.backend.reports
@@ -232,7 +220,7 @@ def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(
 def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
     single_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.01, backend="aot_eager")
+    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
     with (
         torch._dynamo.config.patch(compiled_autograd=True),
         caplog.at_level(logging.INFO, logger="ddp_compile.backend"),
@@ -259,7 +247,7 @@ def test_a_backward_after_unwrap_is_this_ranks_own(single_rank_group: None) -> N
         sent.append(bucket.index())
         return allreduce_hook(state, bucket)
 
-    model = ddp_compile(Layers(), bucket_cap_mb=0.01, split="backward", backend="aot_eager")
+    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split="backward", backend="aot_eager")
     model.register_comm_hook(None, hook)
     for _ in range(2):
         step(model)
