@@ -50,6 +50,8 @@ class BucketReceiver(Protocol):
 
     def move_bucket(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]: ...
 
+    def ignore_offers(self, buckets: Sequence[tuple[int, ...]]) -> None: ...
+
 
 _receivers: weakref.WeakValueDictionary[int, BucketReceiver] = weakref.WeakValueDictionary()
 _ordinals = itertools.count()
@@ -66,6 +68,13 @@ def next_reducer_ordinal() -> int:
 def register_receiver(ordinal: int, receiver: BucketReceiver) -> None:
     """Let operators with this number call ``receiver``, for as long as somebody else keeps it alive."""
     _receivers[ordinal] = receiver
+
+
+def ignore_offers(ordinal: int, buckets: Sequence[tuple[int, ...]]) -> None:
+    """Tell a receiver that gradients of other parameters are going to be called these buckets' in this round."""
+    receiver = _receivers.get(ordinal)
+    if receiver is not None:
+        receiver.ignore_offers(buckets)
 
 
 def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]) -> None:

@@ -157,7 +157,9 @@ class BucketBuffer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the flat buffer."""
-        return self.flat is not None and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        if self.flat is None or tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     @property
     def is_under_way(self) -> bool:

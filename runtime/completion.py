@@ -39,6 +39,7 @@ class Completion:
         """Complete a bucket with gradients that its parameters do not hold yet."""
         bucket.missing.clear()
         if self._optional is not None:
+            self._optional.unused.difference_update(bucket.members)
             for index in bucket.members:
                 self._optional.note(index)
         self._queue.complete(bucket, gradients)

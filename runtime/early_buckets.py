@@ -4,12 +4,11 @@ Note [Leaving before AccumulateGrad]
 Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
 regulariser, a second forward, a layer used twice. So the first round teaches. Everything leaves from the parameters'
 hooks, and a bucket counts as having one contributor if one graph offered it once and each ``.grad`` then was the very
-tensor that was offered. The ranks agree on those buckets, and only they leave early, in rounds with one forward whose
-backward is due.
+tensor that was offered. The ranks agree on those buckets, and from then on they leave when a graph offers them.
 
 What was offered is kept as a detached alias until the round ends. The engine adds a second contribution *in place* into
-a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. An equal address therefore
-means that nothing was added. A second arrival shows by itself.
+a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that writes into
+the gradient shows in its version (`torch_internals.versions_beside`). A second arrival shows by itself.
 
 If another contribution comes after all, the bucket left too early. In each round the ranks tell each other, behind the
 last bucket, to which parameters that happened. ``.grad`` still holds this rank's own gradient, because only the end of
@@ -18,13 +17,17 @@ leave by their hooks from then on. The result is exact. Where a rank no longer h
 has state that a second call would change, every rank raises. So it does where gradients move: with ``static_graph`` a
 backward may return views of the flat buffer, and this rank's own gradients are gone when their bucket has left.
 
-Ranks may differ in what leaves early: which collectives are started, and in which order, is the same either way.
+Note [Leaving in vain]
+A backward may have collectives of its own, a synchronised BatchNorm's for example, in the same process group. They meet
+their counterparts only if all ranks let their buckets leave at the same places among them. So what one rank alone knows
+must not hold a bucket back: that somebody has put a hook on a parameter there, for example, which has to see a
+``.grad`` that is not taken away. Such a bucket leaves in vain: for the others' sake, and to be sent again. That happens
+once, as it waits for its hooks from then on, on every rank. Only what cannot be sent again waits on that rank alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -62,28 +65,62 @@ class OfferRole(Enum):
     WAITS = auto()  #: it leaves when its parameters' hooks have run
     TEACHES = auto()  #: so it does, but is watched, to learn whether it may leave early in later rounds
     LEAVES = auto()  #: it leaves now
+    LEAVES_IN_VAIN = auto()  #: so it does, and will be sent again, see Note [Leaving in vain]
 
 
 class _Offer:
     """The gradients of one bucket as a graph has offered them in this round.
 
     Args:
-        parameters: The bucket's parameters. Their ``.grad`` is taken away until the round ends, or until the gradient
-            arrives where the bucket has not left: AccumulateGrad stores a gradient as it is only where there is none.
+        parameters: The bucket's parameters. Unless it leaves in vain, their ``.grad`` is taken away until the round
+            ends, or until the gradient arrives where the bucket has not left: AccumulateGrad stores a gradient as it is
+            only where there is none.
         gradients: What the graph returns for them.
-        left: Whether the bucket leaves with them, or is only watched.
+        role: What becomes of the bucket.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], left: bool) -> None:
-        self.left = left
+    def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], role: OfferRole) -> None:
+        self.left = role is not OfferRole.TEACHES
+        self.is_in_vain = role is OfferRole.LEAVES_IN_VAIN
         self.arrived: set[int] = set()  # places in the bucket; while it is only watched
-        self.is_compared = False
+        self.is_compared = self.is_in_vain
         # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
         self.aliases = [gradient.detach() for gradient in gradients]
+        self._versions: list[int] = []
+        self.watch()
         self.awaited: set[int] = set()
-        self.before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        self.before: list[Tensor | None] = [None] * len(parameters)
+        if not self.is_in_vain:
+            self.before = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def watch(self) -> None:
+        """From now on nobody but the engine should touch the gradients."""
+        self._versions = [alias._version for alias in self.aliases]
+
+    def changed(self, places: Sequence[int], gradients: Sequence[Tensor | None]) -> set[int]:
+        """The places whose gradient is not, or not only, what was offered.
+
+        Args:
+            places: Places in the bucket.
+            gradients: For each of them what AccumulateGrad has stored.
+        """
+        same = [
+            (place, gradient)
+            for place, gradient in zip(places, gradients, strict=True)
+            if gradient is not None and gradient.data_ptr() == self.aliases[place].data_ptr()
+        ]
+        beside = torch_internals.versions_beside(
+            [self.aliases[place] for place, _ in same], [gradient for _, gradient in same]
+        )
+        # A compiler may return another tensor object than it offers, which is new then, and nobody has written into it.
+        untouched = {
+            place
+            for (place, _), (version, is_shared) in zip(same, beside, strict=True)
+            if version == (self._versions[place] if is_shared else 0)
+        }
+        return set(places) - untouched
 
 
 class EarlyBuckets:
@@ -102,38 +139,35 @@ class EarlyBuckets:
         self._allowed: frozenset[Members] | None = None  # None while the first round lasts
         self._place_of: dict[int, tuple[Members, int]] = {}  # in the buckets that graphs have offered so far
         # What follows belongs to one round.
-        self._num_forwards = 0
-        self._num_settled: Counter[Members] = Counter()  # forwards whose gradients have been accumulated
-        self._num_pending: Counter[Members] = Counter()  # offers whose gradients have not
         self._offers: dict[Members, _Offer] = {}
+        self._not_now: set[Members] = set()
         self._late: set[int] = set()
         self._unrepeatable: set[Members] = set()
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def note_forward(self) -> None:
-        """A forward has begun, inside ``no_sync`` or not, and its backward is due."""
-        self._num_forwards += 1
+    def ignore(self, buckets: Sequence[Members]) -> None:
+        """A graph that offers these buckets runs for other parameters in this round, whose gradients it will offer."""
+        self._not_now.update(buckets)
 
-    def offer(self, members: Members, must_wait: bool) -> OfferRole:
+    def offer(self, members: Members, repeatable: bool) -> OfferRole:
         """A compiled backward has computed all gradients of a bucket.
 
         Args:
             members: The bucket's parameters.
-            must_wait: Whether the bucket cannot leave now, whatever was learnt.
+            repeatable: Whether the bucket could be sent twice.
 
         Returns:
             What becomes of it. Unless it waits, `follow` is to be called.
         """
-        if members[0] not in self._place_of:
-            self._place_of.update({index: (members, place) for place, index in enumerate(members)})
-        self._num_pending[members] += 1
-        may_leave = self._allowed is not None and members in self._allowed
-        if must_wait or members in self._offers or not (may_leave or self._allowed is None):
+        may_leave = self._allowed is None or members in self._allowed
+        if not may_leave or members in self._offers or members in self._not_now or torch.is_grad_enabled():
             return OfferRole.WAITS
-        if not self._is_alone(members):
+        if not torch_internals.are_going_to_run([self._accumulators[index] for index in members]):
             return OfferRole.WAITS
-        return OfferRole.LEAVES if may_leave else OfferRole.TEACHES
+        if any(_is_looked_at(self._parameters[index]) for index in members):
+            return OfferRole.LEAVES_IN_VAIN if self._allowed is not None and repeatable else OfferRole.WAITS
+        return OfferRole.TEACHES if self._allowed is None else OfferRole.LEAVES
 
     def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole, repeatable: bool = True) -> None:
         """Watch what becomes of the gradients of a bucket.
@@ -144,31 +178,25 @@ class EarlyBuckets:
             role: What `offer` returned.
             repeatable: Whether these are this rank's own gradients until the round ends.
         """
-        left = role is OfferRole.LEAVES
-        self._offers[members] = _Offer([self._parameters[index] for index in members], gradients, left)
+        self._place_of.update({index: (members, place) for place, index in enumerate(members)})
+        offer = _Offer([self._parameters[index] for index in members], gradients, role)
+        self._offers[members] = offer
+        if offer.is_in_vain:
+            self._late.update(members)
         if not repeatable:
             self._unrepeatable.add(members)
             self.has_moved = True
 
     def awaited(self, members: Members) -> set[int]:
-        """The parameters of a bucket that has left whose gradients have not been accumulated yet.
+        """The parameters of a bucket that has been flattened whose gradients have not been accumulated yet.
 
         Whoever learns of one first may strike it off without telling: what matters of it is compared when the round
         ends.
         """
-        awaited = self._offers[members].awaited
-        awaited.update(members)
-        return awaited
-
-    def _is_alone(self, members: Members) -> bool:
-        """Whether no other contribution to the bucket is known of, and nobody but us looks at its gradients."""
-        return (
-            self._num_pending[members] == 1
-            and self._num_forwards - self._num_settled[members] == 1
-            and not torch.is_grad_enabled()
-            and not any(torch_internals.has_gradient_hooks(self._parameters[index]) for index in members)
-            and torch_internals.are_going_to_run([self._accumulators[index] for index in members])
-        )
+        offer = self._offers[members]
+        offer.watch()  # gradients that move lie in the buffer, which has been written
+        offer.awaited.update(members)
+        return offer.awaited
 
     def contributions(self, bucket: BucketBuffer, moved: Sequence[Tensor] | None = None) -> list[Tensor]:
         """What a bucket that leaves has to send: its gradients, and what earlier backwards had left in ``.grad``.
@@ -183,6 +211,11 @@ class EarlyBuckets:
             offer.before = [None] * len(own)  # it will not be sent again
             return own
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
+        if offer.is_in_vain:
+            for parameter in bucket.parameters:
+                if parameter.grad is not None and bucket.holds(parameter.grad):
+                    parameter.grad = parameter.grad.clone()
+            return offer.aliases
         offer.before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
         return _sums(offer.before, offer.aliases)
 
@@ -195,8 +228,6 @@ class EarlyBuckets:
         if index not in self._place_of:
             return False
         members, place = self._place_of[index]
-        self._num_settled[members] += self._num_pending[members]
-        self._num_pending[members] = 0
         offer = self._offers.get(members)
         if offer is None:
             return False
@@ -207,7 +238,7 @@ class EarlyBuckets:
                 self._late.add(index)
             return True
         parameter = self._parameters[index]
-        if place in offer.arrived or not _is_on_memory_of(offer.aliases[place], parameter.grad):
+        if place in offer.arrived or offer.changed([place], [parameter.grad]):
             self._late.add(index)
         old = offer.before[place]
         if old is not None and place not in offer.arrived:
@@ -220,7 +251,7 @@ class EarlyBuckets:
         """A backward has ended and another one may bring the rest: what has left must be averaged all the same."""
         for bucket in buckets:
             offer = self._offers.get(bucket.members)
-            if offer is not None and offer.left:
+            if offer is not None and offer.left and not offer.is_in_vain:
                 self._compare(bucket.members, offer)
                 self._unrepeatable.add(bucket.members)
                 bucket.point_gradients_at_views()
@@ -229,8 +260,8 @@ class EarlyBuckets:
     def _compare(self, members: Members, offer: _Offer) -> None:
         """Find the parameters whose ``.grad`` is not, or not only, what was offered."""
         if not offer.is_compared:
-            pairs = zip(members, offer.aliases, strict=True)
-            self._late.update(i for i, alias in pairs if not _is_on_memory_of(alias, self._parameters[i].grad))
+            changed = offer.changed(range(len(members)), [self._parameters[index].grad for index in members])
+            self._late.update(members[place] for place in changed)
         offer.is_compared = True
 
     def learn(self, buckets: Sequence[BucketBuffer]) -> None:
@@ -284,6 +315,8 @@ class EarlyBuckets:
             members = bucket.members
             offer = self._offers.get(members)
             holds_its_own = offer is not None and offer.left and members not in self._unrepeatable
+            if holds_its_own and not self._late.isdisjoint(members):
+                holds_its_own = all(gradient is not None for gradient in bucket.gradients())
             if members in self._allowed and not (holds_its_own and repeatable):
                 self._message[len(self._parameters) + bucket.spec.index] = 1
         self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
@@ -318,16 +351,17 @@ class EarlyBuckets:
 
     def begin_round(self) -> None:
         """Forget what belongs to the round that has ended."""
-        self._num_forwards = 0
-        self._num_settled.clear()
-        self._num_pending.clear()
         self._offers.clear()
+        self._not_now.clear()
         self._late.clear()
         self._unrepeatable.clear()
 
 
-def _is_on_memory_of(alias: Tensor, gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.data_ptr() == alias.data_ptr()
+def _is_looked_at(parameter: Parameter) -> bool:
+    """Whether taking ``.grad`` away for a while could be noticed, or cannot be made good."""
+    if torch_internals.has_gradient_hooks(parameter):
+        return True
+    return parameter.grad is not None and parameter.grad.layout is not torch.strided
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -45,14 +45,14 @@ class OptionalGradients:
         unreached = self._used.unreached_from(outputs)
         self._unreached = unreached if self._unreached is None else self._unreached & unreached
 
-    def absent_from_the_start(self, arriving: int | None) -> set[int]:
+    def absent_from_the_start(self, arriving: Sequence[int]) -> set[int]:
         """At each gradient of a backward: what need not be waited for; empty but for the first.
 
         Args:
-            arriving: The parameter that the gradient is of.
+            arriving: The parameters whose gradients are there.
         """
         absent, self._unreached = self._unreached or set(), set()
-        return absent - {arriving}
+        return absent.difference(arriving)
 
     def settles(self, index: int, has_left: bool) -> bool:
         """Whether a gradient that has come is not to be counted now.

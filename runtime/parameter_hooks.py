@@ -53,14 +53,18 @@ class ParameterHooks:
         self._gathering: dict[_Group, None] = {}  # those that do, and some that have stopped
 
     def gather(
-        self, members: tuple[int, ...], missing: set[int], arriving: int | None = None, tell_of_last: bool = True
+        self,
+        members: tuple[int, ...],
+        missing: set[int],
+        arriving: Sequence[int] = (),
+        tell_of_last: bool = True,
     ) -> None:
         """From now on gather the gradients of one bucket.
 
         Args:
             members: Its parameters.
             missing: Those of them whose gradients are still to come; `settle` strikes off what has.
-            arriving: The parameter that the listener is being told of.
+            arriving: The parameters that the listener is being told of.
             tell_of_last: Whether to tell the listener when the last one comes.
         """
         group = self._group_of[members[0]]
@@ -157,11 +161,11 @@ class _Group:
         self._arrived: list[Tensor] = []
         self._append = self._arrived.append
 
-    def gather(self, missing: set[int], arriving: int | None, tell_of_last: bool) -> None:
+    def gather(self, missing: set[int], arriving: Sequence[int], tell_of_last: bool) -> None:
         """See `ParameterHooks.gather`."""
         if self.is_gathering and self.missing is missing:
             return
-        if tell_of_last and (self.expected_last not in missing or self.expected_last == arriving):
+        if tell_of_last and (self.expected_last not in missing or self.expected_last in arriving):
             return  # not in the order of the last time
         self.missing = missing
         self.last = self.expected_last if tell_of_last else None

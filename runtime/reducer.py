@@ -123,8 +123,6 @@ class Reducer:
         elif not self._forward_since_round:
             # The backward of a synchronised forward that is still to come is not called off by this one.
             self.state = ReducerState.LOCAL
-        if self._early is not None:
-            self._early.note_forward()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
@@ -152,7 +150,7 @@ class Reducer:
             self._arrived_before_plan.add(index)
             self._call_back_at_the_end(self._finalize_backward_without_plan)
             return
-        self._enter_backward(index)
+        self._enter_backward((index,))
         if self._arrival_order is not None:
             self._arrival_order.pop(index, None)
             self._arrival_order[index] = None
@@ -188,6 +186,15 @@ class Reducer:
             What the backward is to return: views into the flat buffer if the bucket leaves now, copies otherwise.
         """
         return self._take_bucket(tuple(parameters), gradients, moves=True)
+
+    def ignore_offers(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """Let these buckets wait for their hooks in this round, whatever graphs offer.
+
+        Args:
+            buckets: The parameters of each, in its order.
+        """
+        if self._early is not None:
+            self._early.ignore(buckets)
 
     def finalize_backward(self) -> None:
         """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
@@ -229,29 +236,39 @@ class Reducer:
 
     def _take_bucket(self, members: tuple[int, ...], gradients: Sequence[Tensor], moves: bool) -> Sequence[Tensor]:
         """Let a bucket leave if that is safe; returns what stands for its gradients from now on."""
-        early = self._early
-        if early is None or not self._queue.sends:
+        role, bucket = self._role_of_offer(members, moves)
+        if role is OfferRole.WAITS or self._early is None or bucket is None:
             return self._copies(members, gradients) if moves else gradients
-        bucket = self._bucket_set.of_parameter[members[0]] if self.buckets else None
-        self._hooks.settle(members[0])
-        has_begun = bucket is not None and len(bucket.missing) != len(bucket.parameters)
-        must_wait = has_begun or self.state in (ReducerState.LOCAL, ReducerState.FAILED)
-        # Compiled code expects aligned results; a comm hook leaves no room between the places.
-        must_wait |= moves and bucket is not None and not bucket.is_aligned
-        role = early.offer(members, must_wait)
-        if role is not OfferRole.LEAVES or bucket is None:
+        if role is OfferRole.TEACHES:
             returned = self._copies(members, gradients) if moves else gradients
-            if role is OfferRole.TEACHES:
-                early.follow(members, returned, role)
+            self._early.follow(members, returned, role)
             return returned
         returned = bucket.new_views() if moves else gradients
-        early.follow(members, returned, role, repeatable=not moves)
-        self._enter_backward()
-        self._completion.complete_with(bucket, early.contributions(bucket, gradients if moves else None))
+        self._early.follow(members, returned, role, repeatable=not moves)
+        self._completion.complete_with(bucket, self._early.contributions(bucket, gradients if moves else None))
         if moves:
             bucket.release_flattened()
-        self._hooks.gather(members, early.awaited(members), tell_of_last=False)
+        self._hooks.gather(members, self._early.awaited(members), tell_of_last=False)
         return returned
+
+    def _role_of_offer(self, members: tuple[int, ...], moves: bool) -> tuple[OfferRole, BucketBuffer | None]:
+        """What becomes of a bucket that a graph offers; the backward has begun unless it waits."""
+        early = self._early
+        if early is None or not self._queue.sends or self.state in (ReducerState.LOCAL, ReducerState.FAILED):
+            return OfferRole.WAITS, None
+        if not self.buckets and not self._forward_since_round:
+            return OfferRole.WAITS, None  # see `_finalize_backward_without_plan`
+        self._hooks.settle(members[0])
+        role = early.offer(members, repeatable=not moves and self._queue.comm_hook is None)
+        if role is OfferRole.WAITS:
+            return role, None
+        self._enter_backward(members)
+        bucket = self._bucket_set.of_parameter[members[0]]
+        # It may have left without what a forward's outputs did not lead to. Compiled code expects aligned results; a
+        # comm hook leaves no room between the places.
+        if bucket.state is not BucketState.COLLECTING or (moves and not bucket.is_aligned):
+            return OfferRole.WAITS, None
+        return role, bucket
 
     def _copies(self, members: Sequence[int], gradients: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(members, gradients, strict=True)
@@ -259,8 +276,8 @@ class Reducer:
 
     def _finish_round(self) -> None:
         """Every bucket has left: wait for them and hand them over."""
-        early = self._early if self._queue.sends else None
-        if early is not None and early.has_nothing_to_say:
+        early = self._early
+        if early is not None and (early.has_nothing_to_say or not self._queue.has_sent):
             early = None  # gradients are handed over while the last bucket is reduced
         if early is not None:
             if self._queue.comm_hook is not None:
@@ -276,7 +293,7 @@ class Reducer:
         self._queue.finish(untouched)
         self._reset()
 
-    def _enter_backward(self, arriving: int | None = None) -> None:
+    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
         if self.state is ReducerState.ARMED:
@@ -286,11 +303,16 @@ class Reducer:
         if not self.buckets:
             self._seal_plan()
         begins = self._call_back_at_the_end(self.finalize_backward)
-        if begins and self._optional is None and self._arrival_order is None:
+        if begins and self._optional is None and self._arrival_order is None and not self._is_learning:
             for bucket in self._queue.still_here:
                 self._hooks.gather(bucket.members, bucket.missing, arriving)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
             self._completion.do_without(absent)
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether each gradient is looked at, to learn which buckets may leave inside a compiled backward."""
+        return self._early is not None and self._early.is_learning and self._queue.sends
 
     def _call_back_at_the_end(self, callback: Callable[[], None]) -> bool:
         task = torch_internals.current_graph_task_id()

@@ -90,10 +90,11 @@ def forward_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
 
 
-def forward_in_no_sync_that_nobody_uses(model: nn.Module, x: Tensor, step: int) -> None:
-    with model.no_sync():
-        model(3 * x)
-    loss_of(model(x)).backward()
+def contributor_on_one_rank_and_a_forward_on_the_other(model: nn.Module, x: Tensor, step: int) -> None:
+    if step >= APPEARS_AT and dist.get_rank() == 0:
+        with model.no_sync():  # outside, it would be one that the ranks miss
+            model(3 * x)
+    contributor_that_appears_on_one_rank(model, x, step)
 
 
 def halve(gradient: Tensor) -> Tensor:
@@ -126,6 +127,32 @@ def hook_after_accumulation(model: nn.Module, x: Tensor, step: int) -> None:
     plain(model, x, step)
 
 
+def halve_before(gradients: tuple[Tensor, ...]) -> None:
+    gradients[0].div_(2)
+
+
+def hook_before_accumulation(model: nn.Module, x: Tensor, step: int) -> None:
+    if step == APPEARS_AT:
+        torch.autograd.graph.get_gradient_edge(inner_weight(model)).node.register_prehook(halve_before)
+    plain(model, x, step)
+
+
+def only_look(gradient: Tensor) -> None:
+    """As logging does."""
+
+
+def hook_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
+    if step == APPEARS_AT and dist.get_rank() == 0:
+        inner_weight(model).register_hook(only_look)
+    plain(model, x, step)
+
+
+def hook_while_accumulating(model: nn.Module, x: Tensor, step: int) -> None:
+    with model.no_sync():
+        loss_of(model(2 * x)).backward()
+    hook_after_accumulation(model, x, step)
+
+
 def graph_kept(model: nn.Module, x: Tensor, step: int) -> None:
     loss = loss_of(model(x))
     loss.backward(retain_graph=True)
@@ -138,8 +165,10 @@ def gradients_asked_for(model: nn.Module, x: Tensor, step: int) -> None:
     loss.backward()
 
 
-def gradients_asked_for_later(model: nn.Module, x: Tensor, step: int) -> None:
-    (gradients_asked_for if step >= APPEARS_AT else plain)(model, x, step)
+def regulariser_by_itself_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
+    if step >= APPEARS_AT and dist.get_rank() == 1:
+        penalty(model).backward()
+    plain(model, x, step)
 
 
 def losses_one_by_one(model: nn.Module, x: Tensor, step: int) -> None:
@@ -194,6 +223,26 @@ class Shared(nn.Module):
         return torch.tanh((x + self.left + self.right) @ self.weight) + self.last
 
 
+class Table(nn.Module):
+    """A table that the model uses whole, and a regulariser by rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return torch.tanh(self.layers[2](x @ self.weight.t() @ self.weight))
+
+
+def sparse_regulariser(model: nn.Module, x: Tensor, step: int) -> None:
+    if step >= APPEARS_AT:
+        nn.functional.embedding(torch.tensor([1, 2]), model.weight, sparse=True).sum().backward()
+    plain(model, x, step)
+
+
 class Convolutions(nn.Module):
     """Inductor computes their gradients in channels_last, whatever the parameters' strides are."""
 
@@ -235,6 +284,8 @@ class Pattern(NamedTuple):
 
 #: For `Pattern.num_early`: the buckets wait for their hooks in every step.
 NEVER = (0, 0, 0, 0, 0, 0)
+#: Two backwards in a step, of which only the very first one teaches.
+TWICE = (3, 6, 6, 6, 6, 6)
 #: The regularised weight's bucket waits, the others do not.
 BUT_ONE = (0, 2, 2, 2, 2, 2)
 #: What leaves too early is sent again, and waits from then on.
@@ -244,23 +295,29 @@ PATTERNS = {
     "regulariser_built_after": Pattern(regulariser_built_after, BUT_ONE),
     "regulariser_built_before": Pattern(regulariser_built_before, BUT_ONE),
     "two_forwards": Pattern(two_forwards, NEVER),
-    "two_forwards_later": Pattern(two_forwards_later, (0, 3, 3, 3, 0, 0)),
+    "two_forwards_later": Pattern(two_forwards_later, (0, 3, 3, 3, 3, 0)),
     "contributor_on_one_rank": Pattern(contributor_on_one_rank, BUT_ONE),
     "contributor_that_appears": Pattern(contributor_that_appears, UNTIL_IT_APPEARS),
     "contributor_that_appears_on_one_rank": Pattern(contributor_that_appears_on_one_rank, UNTIL_IT_APPEARS),
+    "contributor_on_one_rank_and_a_forward_on_the_other": Pattern(
+        contributor_on_one_rank_and_a_forward_on_the_other, UNTIL_IT_APPEARS
+    ),
     "accumulate": Pattern(accumulate, (6, 9, 9, 9, 9, 9)),
     "accumulate_in_no_sync": Pattern(accumulate_in_no_sync),
     "accumulate_and_regularise": Pattern(accumulate_and_regularise, UNTIL_IT_APPEARS),
     "average_and_regularise": Pattern(average_and_regularise, (3, 6, 6, 6, 6, 4)),
-    "forward_that_nobody_uses": Pattern(forward_that_nobody_uses, NEVER),
-    "tensor_hook": Pattern(tensor_hook, (0, 3, 3, 3, 2, 2)),
-    "tensor_hook_in_place": Pattern(tensor_hook_in_place, (0, 3, 3, 3, 2, 2)),
-    "hook_after_accumulation": Pattern(hook_after_accumulation, (0, 3, 3, 3, 2, 2)),
-    "graph_kept": Pattern(graph_kept, is_ddps=False),
-    # The graph runs twice, and neither time is it known to be the last.
-    "gradients_asked_for": Pattern(gradients_asked_for, NEVER, is_ddps=False),
-    "gradients_asked_for_later": Pattern(gradients_asked_for_later, (0, 3, 3, 3, 0, 0), is_ddps=False),
-    "losses_one_by_one": Pattern(losses_one_by_one, make=lambda: TwoOutputs(33, 4), is_ddps=False),
+    "forward_that_nobody_uses": Pattern(forward_that_nobody_uses),
+    "tensor_hook": Pattern(tensor_hook, UNTIL_IT_APPEARS),
+    "tensor_hook_in_place": Pattern(tensor_hook_in_place, UNTIL_IT_APPEARS),
+    "hook_after_accumulation": Pattern(hook_after_accumulation, UNTIL_IT_APPEARS),
+    "hook_before_accumulation": Pattern(hook_before_accumulation, UNTIL_IT_APPEARS),
+    "hook_on_one_rank": Pattern(hook_on_one_rank, UNTIL_IT_APPEARS),
+    "hook_while_accumulating": Pattern(hook_while_accumulating, UNTIL_IT_APPEARS),
+    "graph_kept": Pattern(graph_kept, TWICE, is_ddps=False),
+    "gradients_asked_for": Pattern(gradients_asked_for, is_ddps=False),
+    "losses_one_by_one": Pattern(losses_one_by_one, TWICE, lambda: TwoOutputs(33, 4), is_ddps=False),
+    "regulariser_by_itself_on_one_rank": Pattern(regulariser_by_itself_on_one_rank),
+    "sparse_regulariser": Pattern(sparse_regulariser, (0, 2, 2, 2, 2, 1), lambda: Table(33), is_ddps=False),
     "module_used_twice": Pattern(plain, make=lambda: UsedTwice(33, 4)),
     "frame_used_twice": Pattern(plain, NEVER, make=lambda: FrameUsedTwice(33, 4)),
     "tied_weights": Pattern(plain, BUT_ONE, make=lambda: Tied(33, 4)),

@@ -16,7 +16,6 @@ from backward_patterns import (
     Checkpointed,
     contributor_on_one_rank,
     contributor_that_appears_on_one_rank,
-    forward_in_no_sync_that_nobody_uses,
 )
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
@@ -148,11 +147,10 @@ def late_and_not_repeatable(because: str) -> tuple[str, float]:
     said = ""
     for attempt in range(2):
         model.zero_grad()
-        step = contributor_on_one_rank
-        if because == "rank_0_waits_for_hooks" and dist.get_rank() == 0 and attempt == 0:
-            step = forward_in_no_sync_that_nobody_uses  # outside, it would be one that the ranks miss
+        is_eager = because == "rank_0_runs_eagerly" and dist.get_rank() == 0 and attempt == 0
         try:
-            step(model, x, attempt)
+            with torch.compiler.set_stance("force_eager" if is_eager else "default"):
+                contributor_on_one_rank(model, x, attempt)
         except GradientArrivalError as error:
             assert attempt == 0
             said = str(error)
@@ -161,7 +159,7 @@ def late_and_not_repeatable(because: str) -> tuple[str, float]:
     return said, max(relative_difference(p.grad, q.grad) for p, q in pairs)
 
 
-@pytest.mark.parametrize("because", ["comm_hook", "rank_0_waits_for_hooks"])
+@pytest.mark.parametrize("because", ["comm_hook", "rank_0_runs_eagerly"])
 def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be_sent_again(
     because: str, ranks: Ranks
 ) -> None:

@@ -81,7 +81,7 @@ def test_gathering_tells_of_the_one_that_came_last_the_time_before() -> None:
 def test_one_that_comes_first_is_not_expected_last() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, listener)
-    hooks.gather((0, 1, 2), {0, 1, 2}, arriving=2)
+    hooks.gather((0, 1, 2), {0, 1, 2}, arriving=(2,))
     backward(params)
     assert listener.heard == [2, 1, 0]
 

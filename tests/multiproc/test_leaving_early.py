@@ -1,0 +1,281 @@
+"""Places where a bucket that leaves inside the compiled backward could go wrong, beside ways to train."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from ddp_compile import MissingGradientError, ReductionError, ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
+
+pytestmark = pytest.mark.usefixtures("each_split")
+
+Ranks = Callable[[int], RankPool]
+Step = Callable[[Any, Tensor, int], None]
+WIDTH = 33
+CAP_MB = 0.003  # less than a layer
+
+
+def train(make: Callable[[], nn.Module], step_of: Step, num_steps: int = 5, **settings: Any) -> list[float]:
+    """For each step the largest relative difference of a gradient to the mean of the plain module's."""
+    torch.manual_seed(3)
+    plain = make()
+    model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=CAP_MB, backend="aot_eager", **settings)
+    differences = []
+    for step in range(num_steps):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(6, WIDTH)
+        for each in (model, plain):
+            each.zero_grad()
+            step_of(each, x, step)
+        worst = 0.0
+        for ours, alone in zip(model.parameters(), plain.parameters(), strict=True):
+            mean = torch.zeros_like(alone) if alone.grad is None else alone.grad
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+            found = torch.zeros_like(mean) if ours.grad is None else ours.grad
+            worst = max(worst, relative_difference(found, mean) if mean.any() else float(found.abs().max()))
+        differences.append(worst)
+    assert model._ddp_compile_state.compiler.failures == []
+    return differences
+
+
+class AllReducesInBackward(torch.autograd.Function):
+    """Stands for layers that communicate over the group of the gradients, as a synchronised BatchNorm does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.ddp_compile_tests.all_reduce(gradient)
+
+
+def all_reduced(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
+LIBRARY.define("all_reduce(Tensor x) -> Tensor")
+LIBRARY.impl("all_reduce", all_reduced, "CompositeExplicitAutograd")
+torch.library.register_fake("ddp_compile_tests::all_reduce", torch.empty_like, lib=LIBRARY)
+
+
+class WithCollective(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                x = AllReducesInBackward.apply(x)
+        return x
+
+
+def look_on_rank_0(model: Any, x: Tensor, step: int) -> None:
+    if step == 2 and dist.get_rank() == 0:
+        list(model.parameters())[-1].register_hook(lambda gradient: None)
+    loss_of(model(x)).backward()
+
+
+def evaluate_on_rank_0(model: Any, x: Tensor, step: int) -> None:
+    if step >= 2 and dist.get_rank() == 0:
+        model.eval()
+        model(x)
+        model.train()
+    loss_of(model(x)).backward()
+
+
+def train_with_collective(step_of: Step) -> list[float]:
+    return train(lambda: WithCollective(WIDTH, 4), step_of)
+
+
+@pytest.mark.parametrize("step_of", [look_on_rank_0, evaluate_on_rank_0])
+def test_collectives_of_the_backward_itself_meet_those_of_other_ranks(step_of: Step, ranks: Ranks) -> None:
+    assert ranks(2).run(train_with_collective, step_of) == [[0.0] * 5] * 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+class SharesOneFrame(nn.Module):
+    """Blocks that are compiled one by one, and once: Dynamo runs what it made of the first for all others as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.used = [0]
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.used:
+            x = self.blocks[i](x)
+        return x
+
+
+def use_more_blocks(model: Any, x: Tensor, step: int) -> None:
+    model.used = [0] if step < 2 else [1, 2, 3] if dist.get_rank() == step % 2 else [0, 1, 2, 3]
+    loss_of(model(x)).backward()
+
+
+def train_blocks(with_hook: bool) -> list[float]:
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        if with_hook and step == 0 and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(None, allreduce_hook)
+        use_more_blocks(model, x, step)
+
+    return train(SharesOneFrame, step_of, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_one_graph_of_several_modules_offers_nothing_in_another_ones_name(with_hook: bool, ranks: Ranks) -> None:
+    for differences in ranks(2).run(train_blocks, with_hook):
+        assert max(differences) < 1e-6
+
+
+class KeepsLoss(nn.Module):
+    """A loss that is left on the module, made by a frame that no output leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.loss = self.loss_beside(x)
+        return x
+
+    @torch.compiler.disable(recursive=False)
+    def loss_beside(self, x: Tensor) -> Tensor:
+        return self.frame(x)
+
+    def frame(self, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ self.table) * x).tanh().square().mean()
+
+
+def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
+    (loss_of(model(x)) + model.loss).backward()
+
+
+def train_with_kept_loss() -> list[float]:
+    return train(KeepsLoss, use_kept_loss, find_unused_parameters=True)
+
+
+def test_a_bucket_that_no_output_leads_to_is_not_sent_without_what_is_offered(ranks: Ranks) -> None:
+    for differences in ranks(2).run(train_with_kept_loss):
+        assert max(differences) < 1e-6
+
+
+class UsesPart(Mlp):
+    uses_all = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: None if self.uses_all else 3]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def fail_in_the_first_round_and_accumulate(model: Any, x: Tensor, step: int) -> None:
+    if step == 0:
+        loss_of(model(x)).backward()
+        model.uses_all = True
+        if hasattr(model, "no_sync"):
+            with pytest.raises(MissingGradientError):
+                model(x)
+        model.zero_grad()
+    with getattr(model, "no_sync", contextlib.nullcontext)():
+        loss_of(model(2 * x)).backward()
+    loss_of(model(x)).backward()
+
+
+def learn_after_an_error(as_view: bool) -> list[float]:
+    return train(lambda: UsesPart(WIDTH, 4), fail_in_the_first_round_and_accumulate, gradient_as_bucket_view=as_view)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_first_round_that_ended_in_an_error_is_learnt_from_again(as_view: bool, ranks: Ranks) -> None:
+    assert ranks(2).run(learn_after_an_error, as_view) == [[0.0] * 5] * 2
+
+
+def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:
+    if step == 2 and hasattr(model, "register_comm_hook"):
+        model.register_comm_hook(None, allreduce_hook)
+    with getattr(model, "no_sync", contextlib.nullcontext)():
+        loss_of(model(2 * x)).backward()
+    loss_of(model(x)).backward()
+
+
+def test_a_single_rank_that_begins_to_send_later_keeps_what_was_accumulated(single_rank_group: None) -> None:
+    assert train(lambda: Mlp(WIDTH, 4), register_hook_and_accumulate) == [0.0] * 5
+
+
+class RaisesOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.ddp_compile_tests.raise_if_asked(gradient)
+
+
+asked_to_raise = False
+
+
+def raise_if_asked(x: Tensor) -> Tensor:
+    if asked_to_raise:
+        raise ValueError("user error")
+    return x.clone()
+
+
+LIBRARY.define("raise_if_asked(Tensor x) -> Tensor")
+LIBRARY.impl("raise_if_asked", raise_if_asked, "CompositeExplicitAutograd")
+torch.library.register_fake("ddp_compile_tests::raise_if_asked", torch.empty_like, lib=LIBRARY)
+
+
+class MayRaise(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                x = RaisesOnce.apply(x)
+        return x
+
+
+def raise_behind_the_first_offer() -> str:
+    global asked_to_raise
+    model = ddp_compile(MayRaise(WIDTH, 4), bucket_cap_mb=CAP_MB, backend="aot_eager")
+    x = torch.ones(6, WIDTH)
+    with model.no_sync():
+        loss_of(model(x)).backward()
+    loss = loss_of(model(x))
+    asked_to_raise = True
+    with pytest.raises(ValueError, match="user error"):
+        loss.backward()
+    asked_to_raise = False
+    with pytest.raises(ReductionError) as refused:
+        model(x)
+    return str(refused.value)
+
+
+def test_an_exception_behind_the_first_offer_is_refused_the_next_forward(ranks: Ranks) -> None:
+    for said in ranks(2).run(raise_behind_the_first_offer):
+        assert "the last backward raised after its reduction had started" in said
