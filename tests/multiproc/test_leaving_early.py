@@ -119,18 +119,20 @@ class SharesOneFrame(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)  # so that every block's input needs a gradient
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.used = [0]
 
     @torch.compiler.disable(recursive=False)
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for i in self.used:
             x = self.blocks[i](x)
         return x
 
 
 def use_more_blocks(model: Any, x: Tensor, step: int) -> None:
-    model.used = [0] if step < 2 else [1, 2, 3] if dist.get_rank() == step % 2 else [0, 1, 2, 3]
+    model.used = [0] if step < 2 else [1, 2, 3] if dist.get_rank() == 1 else [0, 1, 2, 3]
     loss_of(model(x)).backward()
 
 
