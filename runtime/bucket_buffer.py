@@ -15,6 +15,7 @@ from ddp_compile.bucket_plan import BucketSpec, shorten_names
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
+from ddp_compile.runtime.real_parts import RealParts
 
 
 class BucketState(Enum):
@@ -58,7 +59,7 @@ class BucketBuffer:
         # it gets it back, and both are slow to free.
         self._flattened: Sequence[Tensor] = ()
         self._is_pointed = False
-        self._flatten_plan: FlattenPlan | None = None
+        self._flatten_plan: FlattenPlan | RealParts | None = None
 
     def arrive(self, parameter: int) -> bool:
         """Note one gradient; returns whether it was the last one missing."""
@@ -282,12 +283,13 @@ class BucketBuffer:
         names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
         return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
 
-    def _plan(self) -> FlattenPlan:
+    def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:
             # Made at the first use, when the seal is behind us; zeros, so that the padding is and stays zero.
             first = self.parameters[0]
             offsets = [offset // first.element_size() for offset in self.spec.byte_offsets]
             num_elements = self.spec.num_bytes // first.element_size()
             self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-            self._flatten_plan = FlattenPlan.for_bucket(self.parameters, self.flat, offsets)
+            make = RealParts if self.flat.is_complex() else FlattenPlan.for_bucket
+            self._flatten_plan = make(self.parameters, self.flat, offsets)
         return self._flatten_plan

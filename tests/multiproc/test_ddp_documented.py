@@ -88,6 +88,41 @@ def test_gradients_are_laid_out_as_ddps(as_view: bool, ranks: Ranks) -> None:
         assert [name for name, holds in strides.items() if not holds] == []
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.filters = nn.ParameterList(torch.randn(WIDTH // 2 + 1, 1, dtype=torch.complex64) for _ in range(3))
+        self.mixing = nn.Parameter(torch.randn(3, WIDTH, dtype=torch.complex64).t())  # transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for weight in self.filters:
+            x = torch.fft.irfft(torch.fft.rfft(x) * weight.squeeze(1), n=WIDTH)
+        return torch.view_as_real(x.to(torch.complex64) @ self.mixing.conj())
+
+
+def make_complex() -> nn.Module:
+    torch.manual_seed(3)
+    return Complex()
+
+
+def complex_gradients(**settings: bool) -> float:
+    ours, theirs = pair(make_complex, **settings)
+    worst = 0.0
+    for step in range(3):
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=step < 2)
+            loss_of(model(own_batch(step))).backward()
+        worst = max(worst, difference(ours, theirs))
+    return worst
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}])
+def test_complex_gradients_are_ddps(settings: dict[str, bool], ranks: Ranks) -> None:
+    assert max(ranks(2).run(complex_gradients, **settings)) < 1e-6
+
+
 def gradient_penalty() -> float:
     ours, theirs = pair(backend="eager")  # AOTAutograd's backwards cannot be differentiated
     worst = 0.0
