@@ -48,7 +48,7 @@ FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
 BACKWARD_SPLIT_PASSES = (bucket_backward_pass,)
 
 # Raised when the passes make other graphs of the same plan, so that compiled code of before is not taken for theirs.
-_BACKWARD_SPLIT_VERSION = 5
+_BACKWARD_SPLIT_VERSION = 6
 
 
 class GraphReport(NamedTuple):

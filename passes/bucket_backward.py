@@ -113,13 +113,17 @@ def _computation_of(node: fx.Node) -> fx.Node:
 def _insert(
     gm: fx.GraphModule, ctx: BackwardContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
 ) -> None:
-    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    order = list(gm.graph.nodes)
+    position = {node: i for i, node in enumerate(order)}
+    following, until = order[:0], len(order)
     # In launch order behind one node as well: what is inserted later comes first.
     for entry, nodes in zip(reversed(ready), reversed(gradients), strict=True):
         last = max(nodes, key=position.__getitem__)
         if last.op == "placeholder":  # they stay together
             last = gm.graph.find_nodes(op="placeholder")[-1]
-        held = _value_to_hold(gm.graph, position, last, nodes)
+        if position[last] + 1 < until:  # else two buckets are ready at once
+            following, until = order[position[last] + 1 : until], position[last] + 1
+        held = _value_to_hold(following, position, last, nodes)
         with gm.graph.inserting_after(last):
             if entry.moves:
                 _insert_move(gm, ctx, entry, nodes, held)
@@ -151,15 +155,18 @@ def _insert_move(
 
 
 def _value_to_hold(
-    graph: fx.Graph, position: Mapping[fx.Node, int], last: fx.Node, gradients: Sequence[fx.Node]
+    following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, gradients: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """The computed value that most of the nodes behind ``last`` depend on, none of ``gradients``; empty without one."""
+    """The computed value that most of the nodes behind ``last`` depend on, none of ``gradients``; empty without one.
+
+    Only those up to the next bucket are looked at: what comes behind it depends on what that bucket holds.
+    """
     not_these = {base_of(node) for node in gradients}
     bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
     depends_on: dict[fx.Node, int] = {}
     num_dependents: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node not in position or position[node] <= position[last] or node.op != "call_function":
+    for node in following:
+        if node.op != "call_function":
             continue
         depends_on[node] = 0
         for argument in node.all_input_nodes:
