@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
+from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients
 
@@ -19,17 +20,28 @@ class Completion:
         bucket_set: The buckets.
         queue: Sends them in plan order.
         optional: Which gradients may stay away; None where every one has to come.
+        early: Which buckets leave inside a compiled backward; None where none does.
     """
 
-    def __init__(self, bucket_set: BucketSet, queue: LaunchQueue, optional: OptionalGradients | None) -> None:
+    def __init__(
+        self,
+        bucket_set: BucketSet,
+        queue: LaunchQueue,
+        optional: OptionalGradients | None,
+        early: EarlyBuckets | None,
+    ) -> None:
         self._set = bucket_set
         self._queue = queue
         self._optional = optional
+        self._early = early
 
     def complete(self, bucket: BucketBuffer) -> None:
         """Complete a bucket with what its parameters hold, and zeros for those that hold nothing."""
         bucket.missing.clear()
-        self._queue.complete(bucket, bucket.contributions(self._unused(), self._queue.sends))
+        gradients = bucket.contributions(self._unused(), self._queue.sends)
+        if self._early is not None and self._queue.comm_hook is None:  # with one, nothing is sent again
+            self._early.keep(bucket, gradients)
+        self._queue.complete(bucket, gradients)
         self._launch_ready()
         if self._queue.sends and any(b.state is BucketState.COLLECTING for b in self._queue.still_here):
             # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.

@@ -8,21 +8,24 @@ tensor that was offered. The ranks agree on those buckets, and from then on they
 
 What was offered is kept as a detached alias until the round ends. The engine adds a second contribution *in place* into
 a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that writes into
-the gradient shows in its version (`torch_internals.versions_beside`). A second arrival shows by itself.
+the gradient changes its version. A second arrival shows by itself.
 
 If another contribution comes after all, the bucket left too early. In each round the ranks tell each other, behind the
-last bucket, to which parameters that happened. ``.grad`` still holds this rank's own gradient, because only the end of
-a round points it at the flat buffer; so every rank sends those buckets again, with what is complete now, and lets them
-leave by their hooks from then on. The result is exact. Where a rank no longer holds its own gradients, or a comm hook
-has state that a second call would change, every rank raises. So it does where gradients move: with ``static_graph`` a
-backward may return views of the flat buffer, and this rank's own gradients are gone when their bucket has left.
+last bucket, to which parameters that happened. Every rank still has its own gradients: in ``.grad``, which only the end
+of a round points at the flat buffer, or kept aside where the bucket has left by its hooks. So every rank sends those
+buckets again, with what is complete now, and lets them leave by their hooks from then on. The result is exact. Where a
+comm hook has state that a second call would change, every rank raises. So it does where gradients move: with
+``static_graph`` a backward may return views of the flat buffer, and this rank's own gradients are gone when their
+bucket has left.
 
-Note [Leaving in vain]
+Note [Leaving in sight]
 A backward may have collectives of its own, a synchronised BatchNorm's for example, in the same process group. They meet
 their counterparts only if all ranks let their buckets leave at the same places among them. So what one rank alone knows
-must not hold a bucket back: that somebody has put a hook on a parameter there, for example, which has to see a
-``.grad`` that is not taken away. Such a bucket leaves in vain: for the others' sake, and to be sent again. That happens
-once, as it waits for its hooks from then on, on every rank. Only what cannot be sent again waits on that rank alone.
+must not hold a bucket back: that somebody has put a hook on a parameter there, for example. Such a bucket leaves as the
+others do, but its ``.grad`` is not taken away, and its gradients do not move, since somebody looks at them. It is sent
+again whatever the hooks did, which happens once, as it waits for its hooks from then on, on every rank. With a comm
+hook or ``static_graph`` it cannot be sent again: then it is an error if the hooks have changed a gradient, and a bucket
+in whose ``.grad`` there is something to be added to waits on that rank alone.
 """
 
 from __future__ import annotations
@@ -65,33 +68,32 @@ class OfferRole(Enum):
     WAITS = auto()  #: it leaves when its parameters' hooks have run
     TEACHES = auto()  #: so it does, but is watched, to learn whether it may leave early in later rounds
     LEAVES = auto()  #: it leaves now
-    LEAVES_IN_VAIN = auto()  #: so it does, and will be sent again, see Note [Leaving in vain]
+    LEAVES_IN_SIGHT = auto()  #: so it does, while hooks look at its gradients, see Note [Leaving in sight]
 
 
 class _Offer:
     """The gradients of one bucket as a graph has offered them in this round.
 
     Args:
-        parameters: The bucket's parameters. Unless it leaves in vain, their ``.grad`` is taken away until the round
-            ends, or until the gradient arrives where the bucket has not left: AccumulateGrad stores a gradient as it is
-            only where there is none.
+        parameters: The bucket's parameters. Unless somebody looks, their ``.grad`` is taken away until the round ends,
+            or until the gradient arrives where the bucket has not left: AccumulateGrad stores a gradient as it is only
+            where there is none.
         gradients: What the graph returns for them.
         role: What becomes of the bucket.
     """
 
     def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], role: OfferRole) -> None:
         self.left = role is not OfferRole.TEACHES
-        self.is_in_vain = role is OfferRole.LEAVES_IN_VAIN
         self.arrived: set[int] = set()  # places in the bucket; while it is only watched
-        self.is_compared = self.is_in_vain
+        self.is_compared = False
         # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
         self.aliases = [gradient.detach() for gradient in gradients]
         self._versions: list[int] = []
         self.watch()
         self.awaited: set[int] = set()
-        self.before: list[Tensor | None] = [None] * len(parameters)
-        if not self.is_in_vain:
-            self.before = [parameter.grad for parameter in parameters]
+        self.before = [parameter.grad for parameter in parameters]
+        self.takes_away = role is not OfferRole.LEAVES_IN_SIGHT
+        if self.takes_away:
             for parameter in parameters:
                 parameter.grad = None
 
@@ -99,28 +101,16 @@ class _Offer:
         """From now on nobody but the engine should touch the gradients."""
         self._versions = [alias._version for alias in self.aliases]
 
-    def changed(self, places: Sequence[int], gradients: Sequence[Tensor | None]) -> set[int]:
-        """The places whose gradient is not, or not only, what was offered.
+    def is_changed(self, place: int, gradient: Tensor | None) -> bool:
+        """Whether what AccumulateGrad has stored is not, or not only, what was offered.
 
-        Args:
-            places: Places in the bucket.
-            gradients: For each of them what AccumulateGrad has stored.
+        A compiler may return another tensor object than it offers. Both are new then, and have the version 0.
         """
-        same = [
-            (place, gradient)
-            for place, gradient in zip(places, gradients, strict=True)
-            if gradient is not None and gradient.data_ptr() == self.aliases[place].data_ptr()
-        ]
-        beside = torch_internals.versions_beside(
-            [self.aliases[place] for place, _ in same], [gradient for _, gradient in same]
+        return (
+            gradient is None
+            or gradient.data_ptr() != self.aliases[place].data_ptr()
+            or gradient._version != self._versions[place]
         )
-        # A compiler may return another tensor object than it offers, which is new then, and nobody has written into it.
-        untouched = {
-            place
-            for (place, _), (version, is_shared) in zip(same, beside, strict=True)
-            if version == (self._versions[place] if is_shared else 0)
-        }
-        return set(places) - untouched
 
 
 class EarlyBuckets:
@@ -138,17 +128,18 @@ class EarlyBuckets:
         self.has_moved = False  #: whether a backward has ever returned other tensors than its gradients
         self._allowed: frozenset[Members] | None = None  # None while the first round lasts
         self._place_of: dict[int, tuple[Members, int]] = {}  # in the buckets that graphs have offered so far
+        self._ignored: set[Members] = set()
         # What follows belongs to one round.
         self._offers: dict[Members, _Offer] = {}
-        self._not_now: set[Members] = set()
+        self._own: dict[Members, list[Tensor]] = {}  # this rank's gradients where `.grad` has them no longer
         self._late: set[int] = set()
         self._unrepeatable: set[Members] = set()
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
 
     def ignore(self, buckets: Sequence[Members]) -> None:
-        """A graph that offers these buckets runs for other parameters in this round, whose gradients it will offer."""
-        self._not_now.update(buckets)
+        """Graphs that offer these buckets run for other parameters as well, and offer those gradients as these."""
+        self._ignored.update(buckets)
 
     def offer(self, members: Members, repeatable: bool) -> OfferRole:
         """A compiled backward has computed all gradients of a bucket.
@@ -161,31 +152,35 @@ class EarlyBuckets:
             What becomes of it. Unless it waits, `follow` is to be called.
         """
         may_leave = self._allowed is None or members in self._allowed
-        if not may_leave or members in self._offers or members in self._not_now or torch.is_grad_enabled():
+        if not may_leave or members in self._offers or members in self._ignored or torch.is_grad_enabled():
             return OfferRole.WAITS
         if not torch_internals.are_going_to_run([self._accumulators[index] for index in members]):
             return OfferRole.WAITS
         if any(_is_looked_at(self._parameters[index]) for index in members):
-            return OfferRole.LEAVES_IN_VAIN if self._allowed is not None and repeatable else OfferRole.WAITS
+            may_leave = repeatable or all(self._parameters[index].grad is None for index in members)
+            return OfferRole.LEAVES_IN_SIGHT if self._allowed is not None and may_leave else OfferRole.WAITS
         return OfferRole.TEACHES if self._allowed is None else OfferRole.LEAVES
 
-    def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole, repeatable: bool = True) -> None:
+    def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole) -> None:
         """Watch what becomes of the gradients of a bucket.
 
         Args:
             members: The bucket's parameters.
             gradients: What the backward will return for them.
             role: What `offer` returned.
-            repeatable: Whether these are this rank's own gradients until the round ends.
         """
         self._place_of.update({index: (members, place) for place, index in enumerate(members)})
-        offer = _Offer([self._parameters[index] for index in members], gradients, role)
-        self._offers[members] = offer
-        if offer.is_in_vain:
-            self._late.update(members)
-        if not repeatable:
-            self._unrepeatable.add(members)
-            self.has_moved = True
+        self._offers[members] = _Offer([self._parameters[index] for index in members], gradients, role)
+
+    def expect_to_send_again(self, members: Members) -> None:
+        """A bucket that is followed has left too early, whatever is found."""
+        self._late.update(members)
+        self._offers[members].is_compared = True
+
+    def gradients_move(self, members: Members) -> None:
+        """What the backward returns for a bucket is not this rank's own gradients."""
+        self._unrepeatable.add(members)
+        self.has_moved = True
 
     def awaited(self, members: Members) -> set[int]:
         """The parameters of a bucket that has been flattened whose gradients have not been accumulated yet.
@@ -211,13 +206,24 @@ class EarlyBuckets:
             offer.before = [None] * len(own)  # it will not be sent again
             return own
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
-        if offer.is_in_vain:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None and bucket.holds(parameter.grad):
-                    parameter.grad = parameter.grad.clone()
-            return offer.aliases
-        offer.before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
-        return _sums(offer.before, offer.aliases)
+        before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
+        if offer.takes_away:
+            offer.before = before
+        else:
+            offer.before = [None] * len(before)
+            for parameter, old in zip(bucket.parameters, before, strict=True):
+                parameter.grad = old
+        return _sums(before, offer.aliases)
+
+    def keep(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
+        """A bucket leaves by its hooks, and may have to be sent again if it has left early on another rank.
+
+        Args:
+            bucket: The bucket.
+            gradients: What this rank sends; it will be written over, or is not ``.grad`` any more.
+        """
+        if self._allowed and bucket.members in self._allowed:
+            self._own[bucket.members] = [g.clone() if bucket.holds(g) else g for g in gradients]
 
     def arrived(self, index: int) -> bool:
         """AccumulateGrad has stored a gradient.
@@ -236,9 +242,11 @@ class EarlyBuckets:
                 offer.awaited.remove(index)
             else:
                 self._late.add(index)
+                if members in self._own:
+                    self._unrepeatable.add(members)  # it has been handed over for now, without this
             return True
         parameter = self._parameters[index]
-        if place in offer.arrived or offer.changed([place], [parameter.grad]):
+        if place in offer.arrived or offer.is_changed(place, parameter.grad):
             self._late.add(index)
         old = offer.before[place]
         if old is not None and place not in offer.arrived:
@@ -251,17 +259,21 @@ class EarlyBuckets:
         """A backward has ended and another one may bring the rest: what has left must be averaged all the same."""
         for bucket in buckets:
             offer = self._offers.get(bucket.members)
-            if offer is not None and offer.left and not offer.is_in_vain:
+            if offer is not None and offer.left and bucket.members not in self._own:
                 self._compare(bucket.members, offer)
-                self._unrepeatable.add(bucket.members)
+                if self._holds_its_own(bucket):
+                    self._own[bucket.members] = [own.clone() for own in self.own_gradients(bucket)]
+                else:
+                    self._unrepeatable.add(bucket.members)
                 bucket.point_gradients_at_views()
                 bucket.hand_over()
 
     def _compare(self, members: Members, offer: _Offer) -> None:
         """Find the parameters whose ``.grad`` is not, or not only, what was offered."""
         if not offer.is_compared:
-            changed = offer.changed(range(len(members)), [self._parameters[index].grad for index in members])
-            self._late.update(members[place] for place in changed)
+            gradients = (self._parameters[index].grad for index in members)
+            places = enumerate(zip(members, gradients, strict=True))
+            self._late.update(index for place, (index, grad) in places if offer.is_changed(place, grad))
         offer.is_compared = True
 
     def learn(self, buckets: Sequence[BucketBuffer]) -> None:
@@ -312,14 +324,21 @@ class EarlyBuckets:
         for index in self._late:
             self._message[index] = 1
         for bucket in buckets:
-            members = bucket.members
-            offer = self._offers.get(members)
-            holds_its_own = offer is not None and offer.left and members not in self._unrepeatable
-            if holds_its_own and not self._late.isdisjoint(members):
-                holds_its_own = all(gradient is not None for gradient in bucket.gradients())
-            if members in self._allowed and not (holds_its_own and repeatable):
+            if bucket.members in self._allowed and not (repeatable and self._holds_its_own(bucket)):
                 self._message[len(self._parameters) + bucket.spec.index] = 1
         self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
+
+    def _holds_its_own(self, bucket: BucketBuffer) -> bool:
+        """Whether this rank's complete gradients of a bucket that has left are at hand."""
+        members = bucket.members
+        if members in self._unrepeatable:
+            return False
+        if members in self._own:
+            return True
+        offer = self._offers.get(members)
+        if offer is None or not offer.left:
+            return False
+        return self._late.isdisjoint(members) or all(gradient is not None for gradient in bucket.gradients())
 
     def verdict(self, buckets: Sequence[BucketBuffer]) -> Verdict:
         """Wait for what the ranks have told each other."""
@@ -338,9 +357,10 @@ class EarlyBuckets:
 
     def own_gradients(self, bucket: BucketBuffer) -> list[Tensor]:
         """This rank's gradients of a bucket that has left in this round, complete now."""
-        gradients = [parameter.grad for parameter in bucket.parameters]
-        assert all(gradient is not None for gradient in gradients)
-        return _sums(self._offers[bucket.members].before, [g for g in gradients if g is not None])
+        if bucket.members in self._own:
+            return self._own[bucket.members]
+        gradients = [gradient for gradient in bucket.gradients() if gradient is not None]
+        return _sums(self._offers[bucket.members].before, gradients)
 
     def put_back(self) -> None:
         """Let ``.grad`` be the tensors that they were before the round, for the result to be copied into."""
@@ -352,7 +372,7 @@ class EarlyBuckets:
     def begin_round(self) -> None:
         """Forget what belongs to the round that has ended."""
         self._offers.clear()
-        self._not_now.clear()
+        self._own.clear()
         self._late.clear()
         self._unrepeatable.clear()
 
@@ -365,4 +385,5 @@ def _is_looked_at(parameter: Parameter) -> bool:
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [new if old is None else old + new for old, new in zip(before, gradients, strict=True)]
+    # In this order: a sparse gradient of before can be added to a dense one.
+    return [new if old is None else new + old for old, new in zip(before, gradients, strict=True)]

@@ -74,7 +74,7 @@ class Reducer:
             names = [gradient.fqn for gradient in builder.gradients]
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, process_group)
-        self._completion = Completion(self._bucket_set, self._queue, self._optional)
+        self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early)
         # Parameter numbers in the order of their last gradients in the first round; None when it has been made use of.
         self._arrival_order: dict[int, None] | None = {}
         self._hooks = ParameterHooks(self.parameters, self)
@@ -243,10 +243,16 @@ class Reducer:
             returned = self._copies(members, gradients) if moves else gradients
             self._early.follow(members, returned, role)
             return returned
-        returned = bucket.new_views() if moves else gradients
-        self._early.follow(members, returned, role, repeatable=not moves)
-        self._completion.complete_with(bucket, self._early.contributions(bucket, gradients if moves else None))
-        if moves:
+        is_looked_at = role is OfferRole.LEAVES_IN_SIGHT
+        is_moved = moves and not is_looked_at
+        returned = bucket.new_views() if is_moved else self._copies(members, gradients) if moves else gradients
+        self._early.follow(members, returned, role)
+        if is_moved:
+            self._early.gradients_move(members)
+        elif is_looked_at and self._can_be_sent_again(moves):
+            self._early.expect_to_send_again(members)
+        self._completion.complete_with(bucket, self._early.contributions(bucket, gradients if is_moved else None))
+        if is_moved:
             bucket.release_flattened()
         self._hooks.gather(members, self._early.awaited(members), tell_of_last=False)
         return returned
@@ -259,7 +265,7 @@ class Reducer:
         if not self.buckets and not self._forward_since_round:
             return OfferRole.WAITS, None  # see `_finalize_backward_without_plan`
         self._hooks.settle(members[0])
-        role = early.offer(members, repeatable=not moves and self._queue.comm_hook is None)
+        role = early.offer(members, self._can_be_sent_again(moves))
         if role is OfferRole.WAITS:
             return role, None
         self._enter_backward(members)
@@ -269,6 +275,9 @@ class Reducer:
         if bucket.state is not BucketState.COLLECTING or (moves and not bucket.is_aligned):
             return OfferRole.WAITS, None
         return role, bucket
+
+    def _can_be_sent_again(self, moves: bool) -> bool:
+        return not moves and self._queue.comm_hook is None
 
     def _copies(self, members: Sequence[int], gradients: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(members, gradients, strict=True)

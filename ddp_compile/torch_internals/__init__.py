@@ -13,7 +13,6 @@ from ddp_compile.torch_internals.autograd import (
     profiled_range,
     queue_backward_callback,
     run_last,
-    versions_beside,
 )
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
@@ -103,6 +102,5 @@ __all__ = [
     "to_fake",
     "trace_artifact",
     "traced_call_of",
-    "versions_beside",
     "watch_compilations",
 ]

@@ -64,21 +64,6 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
-def versions_beside(aliases: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[tuple[int, bool]]:
-    """How often each gradient has been written into, and whether that is counted together with its alias.
-
-    Args:
-        aliases: Other tensors on the gradients' memory; each counts one write more from now on.
-        gradients: One for each alias.
-
-    Returns:
-        Version, and whether the two tensors share it.
-    """
-    before = [gradient._version for gradient in gradients]
-    torch.autograd.graph.increment_version(aliases)
-    return [(version, gradient._version != version) for version, gradient in zip(before, gradients, strict=True)]
-
-
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the innermost running backward pass has ended without an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

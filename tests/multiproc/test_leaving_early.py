@@ -96,13 +96,149 @@ def evaluate_on_rank_0(model: Any, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
 
 
-def train_with_collective(step_of: Step) -> list[float]:
-    return train(lambda: WithCollective(WIDTH, 4), step_of)
+def train_with_collective(step_of: Step, comm_hook: bool, **settings: Any) -> list[float]:
+    def step(model: Any, x: Tensor, number: int) -> None:
+        if comm_hook and number == 0 and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(None, allreduce_hook)
+        step_of(model, x, number)
+
+    return train(lambda: WithCollective(WIDTH, 4), step, **settings)
 
 
-@pytest.mark.parametrize("step_of", [look_on_rank_0, evaluate_on_rank_0])
-def test_collectives_of_the_backward_itself_meet_those_of_other_ranks(step_of: Step, ranks: Ranks) -> None:
-    assert ranks(2).run(train_with_collective, step_of) == [[0.0] * 5] * 2
+@pytest.mark.parametrize(
+    ("step_of", "comm_hook", "settings"),
+    [
+        (look_on_rank_0, False, {}),
+        (look_on_rank_0, True, {}),
+        (look_on_rank_0, False, {"static_graph": True}),
+        (evaluate_on_rank_0, False, {}),
+    ],
+)
+def test_collectives_of_the_backward_itself_meet_those_of_other_ranks(
+    step_of: Step, comm_hook: bool, settings: dict[str, bool], ranks: Ranks
+) -> None:
+    assert ranks(2).run(train_with_collective, step_of, comm_hook, **settings) == [[0.0] * 5] * 2
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Mlp(WIDTH, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.parts[0](x)
+        torch._dynamo.graph_break()
+        return first, self.parts[1](x)
+
+
+def look_at_a_part(model: Any, x: Tensor, step: int, changes: bool, everywhere: bool) -> None:
+    if step == 2 and (everywhere or dist.get_rank() == 0):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2 if changes else None)
+    losses = [loss_of(output) for output in model(x)]
+    losses[1].backward()
+    model.seen_between = model.parts[1].layers[1].weight.grad.clone()
+    losses[0].backward()
+
+
+def train_part_by_part(changes: bool, everywhere: bool) -> tuple[list[float], bool]:
+    seen = []
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        look_at_a_part(model, x, number, changes, everywhere)
+        if hasattr(model, "no_sync"):
+            seen.append(torch.equal(model.seen_between, model.parts[1].layers[1].weight.grad))
+
+    return train(TwoParts, step), all(seen)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_part_that_has_left_is_averaged_between_backwards_and_sent_again_at_their_end(
+    changes: bool, everywhere: bool, ranks: Ranks
+) -> None:
+    for differences, are_means_between in ranks(2).run(train_part_by_part, changes, everywhere):
+        assert max(differences) < 1e-6
+        # What a hook has changed is known to the other ranks at the end only.
+        assert are_means_between or changes
+
+
+def run_eagerly_on_rank_0(model: Any, x: Tensor, step: int) -> None:
+    is_eager = step == 3 and dist.get_rank() == 0
+    with torch.compiler.set_stance("force_eager" if is_eager else "default"):
+        loss = loss_of(model(x))
+        if step == 3 and dist.get_rank() == 1:
+            loss = loss + model.layers[1].weight.square().sum()
+        loss.backward()
+
+
+def train_eagerly_on_rank_0(**settings: bool) -> list[float]:
+    return train(lambda: Mlp(WIDTH, 4), run_eagerly_on_rank_0, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": False}])
+def test_a_rank_whose_bucket_left_by_its_hooks_can_send_it_again(settings: dict[str, bool], ranks: Ranks) -> None:
+    assert ranks(2).run(train_eagerly_on_rank_0, **settings) == [[0.0] * 5] * 2
+
+
+class Skips(nn.Module):
+    """A branch that rank 1 leaves out, in frames of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch, self.head = (Mlp(WIDTH, 2) for _ in range(3))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        torch._dynamo.graph_break()
+        if not self.skips:
+            x = self.branch(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def skip_and_look(model: Any, x: Tensor, step: int) -> None:
+    model.skips = step >= 2 and dist.get_rank() == 1
+    if step == 3:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+    loss_of(model(x)).backward()
+
+
+def train_with_skips() -> list[float]:
+    return train(Skips, skip_and_look, find_unused_parameters=True)
+
+
+def test_a_rank_that_sent_zeros_can_send_them_again(ranks: Ranks) -> None:
+    for differences in ranks(2).run(train_with_skips):
+        assert max(differences) < 1e-6
+
+
+class Fused(nn.Module):
+    """Gradients that are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = nn.functional.linear(torch.tanh(self.first(x)), torch.cat(list(self.parts)))
+        return self.last(torch.tanh(fused))
+
+
+def train_fused() -> int:
+    model = ddp_compile(Fused(), bucket_cap_mb=CAP_MB, split="backward", backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(torch.randn(6, WIDTH))).backward()
+    return len(model._ddp_compile_state.reducer._early._allowed)
+
+
+def test_gradients_that_are_views_of_one_tensor_leave_early(ranks: Ranks) -> None:
+    assert ranks(2).run(train_fused) == [4, 4]
 
 
 class Block(nn.Module):
