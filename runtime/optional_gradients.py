@@ -12,8 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.used_parameters import UsedParameters
+from ddp_compile.runtime.used_parameters import UsedParameters, tensors_in
 
 
 class OptionalGradients:
@@ -71,6 +72,10 @@ class OptionalGradients:
         self.unused.discard(index)  # its bucket will find it when the last one has come
         return True
 
+    def is_last_pass(self) -> bool:
+        """While a pass inside of a backward ends: whether nothing more will come in the passes around it."""
+        return False
+
     def absent_at_the_end(self, missing: set[int]) -> set[int] | None:
         """At the end of a backward: which of the missing will not come; None if another backward may bring them."""
         return missing
@@ -105,9 +110,26 @@ class StaticGraph(OptionalGradients):
         self._num_arrivals: Counter[int] = Counter()
         self._still_to_come: Counter[int] = Counter()
         self._used_by_nobody: frozenset[int] | None = None  # None while the first round lasts
+        self._pass_of_outputs: int | None = None  # in which the first round's outputs are differentiated
 
     def search(self, outputs: Any) -> None:
-        """Nothing: the first round's gradients are counted, whatever leads to them."""
+        """Find out in which pass of a backward the outputs are differentiated; the first round ends when that does.
+
+        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. What
+        leads to the gradients makes no difference, they are counted.
+
+        Source: the place of ``_DDPSink`` of torch 2.13, nn/parallel/distributed.py, whose backward queues the end.
+        """
+        if self._is_learning:
+            for tensor in tensors_in(outputs):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._note_pass)
+
+    def _note_pass(self, _gradient: Any) -> None:
+        self._pass_of_outputs = torch_internals.current_graph_task_id()
+
+    def is_last_pass(self) -> bool:
+        return self._is_learning and self._pass_of_outputs == torch_internals.current_graph_task_id()
 
     def settles(self, index: int, has_left: bool) -> bool:
         if self._is_learning:

@@ -209,7 +209,7 @@ class Reducer:
             return  # a pass inside this one has seen the last gradient
         self._hooks.settle_all()
         if not self._queue.all_gone:
-            if torch_internals.is_inside_backward():
+            if torch_internals.is_inside_backward() and not (self._optional and self._optional.is_last_pass()):
                 return  # the passes to come queue callbacks of their own
             if not self._completion.complete_without_the_missing(self._forward_since_round):
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.

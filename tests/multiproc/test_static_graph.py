@@ -96,6 +96,30 @@ def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(
         assert len(arrivals) == 4 * (3 if use_reentrant else 1)
 
 
+def train_in_one_checkpoint(use_reentrant: bool) -> float:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
+    ours = ddp_compile(models[0], bucket_cap_mb=0.0005, backend="aot_eager", static_graph=True)
+    theirs = DistributedDataParallel(models[1], static_graph=True)
+    torch.manual_seed(100 + dist.get_rank())
+    worst = 0.0
+    for _ in range(4):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        for model in (ours, theirs):
+            model.zero_grad()
+            checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        worst = max(worst, *(relative_difference(p.grad, q.grad) for p, q in pairs))
+    return worst
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_around_the_whole_module(use_reentrant: bool, ranks: Ranks) -> None:
+    assert max(ranks(2).run(train_in_one_checkpoint, use_reentrant)) < 1e-6
+
+
 def used_elsewhere() -> float:
     """A parameter that the forward does not use, but the loss does, in every iteration."""
     ours, _ = pair(use_reentrant=False)
