@@ -229,7 +229,8 @@ def _watch_parameters(
     """
     position_of = {parameter: position for position, parameter in ctx.parameter_of_input.items()}
     members = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
-    watched = [next(position_of[index] for index in indices if index in position_of) for indices in members]
+    found = ([position_of[index] for index in indices if index in position_of] for indices in members)
+    watched = [positions[0] for positions in found if positions]  # a parameter in the graph itself cannot be another
     # Not the parameters themselves: Dynamo keeps what it was given for good.
     numbers = [id(example_inputs[position]) for position in watched]
 

@@ -71,7 +71,7 @@ def register_receiver(ordinal: int, receiver: BucketReceiver) -> None:
 
 
 def ignore_offers(ordinal: int, buckets: Sequence[tuple[int, ...]]) -> None:
-    """Tell a receiver that gradients of other parameters are going to be called these buckets' in this round."""
+    """Tell a receiver that gradients of other parameters are going to be called these buckets', now and later."""
     receiver = _receivers.get(ordinal)
     if receiver is not None:
         receiver.ignore_offers(buckets)

@@ -188,7 +188,7 @@ class Reducer:
         return self._take_bucket(tuple(parameters), gradients, moves=True)
 
     def ignore_offers(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Let these buckets wait for their hooks in this round, whatever graphs offer.
+        """Let these buckets wait for their hooks from now on, whatever graphs offer.
 
         Args:
             buckets: The parameters of each, in its order.
