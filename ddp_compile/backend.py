@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ddp_compile import torch_internals
 from ddp_compile.backward_pieces import compile_whole_or_in_pieces
 from ddp_compile.bucket_plan import BucketSpec, PlanBuilder, shorten_names
-from ddp_compile.bucket_ready import ignore_offers
+from ddp_compile.bucket_ready import watch_parameters
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
@@ -168,7 +168,8 @@ class TrainingBackend:
         edit = BackwardEdit(hand_buckets_over, _cache_key(ctx), compile_edited)
         named = f"{ctx.graph_name} {self._named(ctx.parameter_of_input.values())}"
         compiled = self.compiler.compile(gm, example_inputs, named, edit)
-        return _watch_parameters(compiled, example_inputs, ctx)
+        members = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
+        return watch_parameters(compiled, example_inputs, parameter_of_input, members, ctx.reducer)
 
     def _launches_inside(self, name: str) -> bool:
         """Whether the graph's backward can hand buckets over."""
@@ -216,32 +217,6 @@ def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int
         for position, index in parameter_of_input.items()
         if is_non_overlapping_and_dense(example_inputs[position])
     }
-
-
-def _watch_parameters(
-    compiled: Callable[..., Any], example_inputs: Sequence[Any], ctx: BackwardContext
-) -> Callable[..., Any]:
-    """Tell the reducer where a graph runs for other parameters than those it was compiled for.
-
-    Dynamo gives one graph to all instances of a class, if they are frames of their own, and the numbers in it are those
-    of the first. One parameter of each bucket is looked at; where two instances share that one, the reducer finds out
-    by the gradients.
-    """
-    position_of = {parameter: position for position, parameter in ctx.parameter_of_input.items()}
-    members = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
-    found = ([position_of[index] for index in indices if index in position_of] for indices in members)
-    watched = [positions[0] for positions in found if positions]  # a parameter in the graph itself cannot be another
-    # Not the parameters themselves: Dynamo keeps what it was given for good.
-    numbers = [id(example_inputs[position]) for position in watched]
-
-    def run(*arguments: Any) -> Any:
-        for position, number in zip(watched, numbers, strict=True):
-            if id(arguments[position]) != number:
-                ignore_offers(ctx.reducer, members)
-                break
-        return compiled(*arguments)
-
-    return run
 
 
 def _cache_key(ctx: BackwardContext) -> str:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,11 +70,45 @@ def register_receiver(ordinal: int, receiver: BucketReceiver) -> None:
     _receivers[ordinal] = receiver
 
 
-def ignore_offers(ordinal: int, buckets: Sequence[tuple[int, ...]]) -> None:
-    """Tell a receiver that gradients of other parameters are going to be called these buckets', now and later."""
-    receiver = _receivers.get(ordinal)
-    if receiver is not None:
-        receiver.ignore_offers(buckets)
+def watch_parameters(
+    compiled: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    parameter_of_input: Mapping[int, int],
+    buckets: Sequence[tuple[int, ...]],
+    reducer: int,
+) -> Callable[..., Any]:
+    """Tell the reducer where a graph runs for other parameters than those it was compiled for.
+
+    Dynamo gives one graph to all instances of a class, if they are frames of their own, and the numbers in it are those
+    of the first. One parameter of each bucket is looked at; where two instances share that one, the reducer finds out
+    by the gradients. A parameter that is part of the graph itself cannot be another, and is not looked at.
+
+    Args:
+        compiled: The compiled graph.
+        example_inputs: What it was compiled for, parameters included.
+        parameter_of_input: Index of the reduced parameter at each position among them.
+        buckets: The parameters of each bucket that the graph's backward offers.
+        reducer: Number of the receiver.
+
+    Returns:
+        What to call in the graph's place.
+    """
+    position_of = {parameter: position for position, parameter in parameter_of_input.items()}
+    found = ([position_of[index] for index in members if index in position_of] for members in buckets)
+    watched = [positions[0] for positions in found if positions]
+    # Not the parameters themselves: Dynamo keeps what it was given for good.
+    numbers = [id(example_inputs[position]) for position in watched]
+
+    def run(*arguments: Any) -> Any:
+        for position, number in zip(watched, numbers, strict=True):
+            if id(arguments[position]) != number:
+                receiver = _receivers.get(reducer)
+                if receiver is not None:
+                    receiver.ignore_offers(buckets)
+                break
+        return compiled(*arguments)
+
+    return run
 
 
 def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]) -> None:

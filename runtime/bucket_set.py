@@ -27,6 +27,7 @@ class BucketSet:
         process_group: The ranks that agree on it.
         gradient_as_bucket_view: See `BucketBuffer`.
         progress: What is told of ranks that did not come.
+        first_is_typical: Whether gradients will come in later rounds as they come in the first.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class BucketSet:
         process_group: dist.ProcessGroup,
         gradient_as_bucket_view: bool,
         progress: Progress,
+        first_is_typical: bool,
     ) -> None:
         self.buckets: tuple[BucketBuffer, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[BucketBuffer] = []  #: by parameter number
@@ -44,6 +46,9 @@ class BucketSet:
         self._process_group = process_group
         self._gradient_as_bucket_view = gradient_as_bucket_view
         self._progress = progress
+        self._first_is_typical = first_is_typical
+        # Parameter numbers in the order of their last gradients in the first round; None when it has been made use of.
+        self._arrival_order: dict[int, None] | None = {}
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -72,24 +77,35 @@ class BucketSet:
         log.info("rank %d: plan %s sealed, %d buckets", self._process_group.rank(), plan.digest, len(plan.buckets))
         return plan
 
-    def reorder_tail(self, arrival_order: Sequence[int]) -> None:
-        """Pack the eager tail as its gradients came on rank 0; nothing to do without one.
+    @property
+    def notes_arrivals(self) -> bool:
+        """Whether `note_arrival` still wants to know of each gradient."""
+        return self._arrival_order is not None
 
-        To be called between two rounds and before a forward: the old buffers are gone when its activations are there.
+    def note_arrival(self, index: int) -> None:
+        """A parameter's gradient, or a further contribution to it, has come."""
+        if self._arrival_order is not None:
+            self._arrival_order.pop(index, None)
+            self._arrival_order[index] = None
 
-        Args:
-            arrival_order: Parameter numbers in the order of their gradients on this rank.
+    def rebuild_once(self) -> None:
+        """Pack the eager tail as its gradients came on rank 0 in the first round; nothing to do without one.
+
+        To be called after that round and before a forward: the old buffers are gone when its activations are there.
 
         Raises:
             ReductionError: Another rank did not come.
 
         Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
         """
+        order, self._arrival_order = self._arrival_order, None
+        if order is None or not self._first_is_typical:
+            return
         assert self.plan is not None
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         before, old_buckets = self.plan, self.buckets
-        proposed = self._builder.reorder_tail(arrival_order)
+        proposed = self._builder.reorder_tail(tuple(order))
         try:
             plan = plan_of_rank_0(proposed, self._process_group, self._parameters[0].device)
         except RuntimeError as error:

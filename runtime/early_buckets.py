@@ -24,8 +24,9 @@ their counterparts only if all ranks let their buckets leave at the same places 
 must not hold a bucket back: that somebody has put a hook on a parameter there, for example. Such a bucket leaves as the
 others do, but its ``.grad`` is not taken away, and its gradients do not move, since somebody looks at them. It is sent
 again whatever the hooks did, which happens once, as it waits for its hooks from then on, on every rank. With a comm
-hook or ``static_graph`` it cannot be sent again: then it is an error if the hooks have changed a gradient, and a bucket
-in whose ``.grad`` there is something to be added to waits on that rank alone.
+hook it cannot be sent again, nor with ``static_graph`` where nobody looks on some rank. Then a bucket in whose
+``.grad`` there is something to be added to waits on that rank alone, and it is an error if the hooks have changed a
+gradient. Its values tell, since what is written through ``gradient.data`` shows in no version.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ class _Offer:
         self.watch()
         self.awaited: set[int] = set()
         self.before = [parameter.grad for parameter in parameters]
-        self.takes_away = role is not OfferRole.LEAVES_IN_SIGHT
-        if self.takes_away:
+        self.in_sight = role is OfferRole.LEAVES_IN_SIGHT
+        self._values = [alias.clone() for alias in self.aliases] if self.in_sight else []
+        if not self.in_sight:
             for parameter in parameters:
                 parameter.grad = None
 
@@ -110,6 +112,7 @@ class _Offer:
             gradient is None
             or gradient.data_ptr() != self.aliases[place].data_ptr()
             or gradient._version != self._versions[place]
+            or (self.in_sight and not _have_equal_values(gradient, self._values[place]))
         )
 
 
@@ -207,12 +210,12 @@ class EarlyBuckets:
             return own
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
         before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
-        if offer.takes_away:
-            offer.before = before
-        else:
+        if offer.in_sight:
             offer.before = [None] * len(before)
             for parameter, old in zip(bucket.parameters, before, strict=True):
                 parameter.grad = old
+        else:
+            offer.before = before
         return _sums(before, offer.aliases)
 
     def keep(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
@@ -382,6 +385,10 @@ def _is_looked_at(parameter: Parameter) -> bool:
     if torch_internals.has_gradient_hooks(parameter):
         return True
     return parameter.grad is not None and parameter.grad.layout is not torch.strided
+
+
+def _have_equal_values(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -60,8 +60,10 @@ class Reducer:
         self._progress = settings.progress
         self.rank = process_group.rank()
         self.state = ReducerState.ARMED
+        # With `find_unused_parameters` one round says nothing about the next.
+        is_typical = settings.static_graph or not settings.find_unused_parameters
         self._bucket_set = BucketSet(
-            self.parameters, builder, process_group, settings.gradient_as_bucket_view, settings.progress
+            self.parameters, builder, process_group, settings.gradient_as_bucket_view, settings.progress, is_typical
         )
         self._queue = LaunchQueue(self._bucket_set, process_group, settings.progress)
         self._tasks_with_callback: set[int] = set()
@@ -75,8 +77,6 @@ class Reducer:
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, process_group)
         self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early)
-        # Parameter numbers in the order of their last gradients in the first round; None when it has been made use of.
-        self._arrival_order: dict[int, None] | None = {}
         self._hooks = ParameterHooks(self.parameters, self)
 
     @property
@@ -116,7 +116,8 @@ class Reducer:
             self._refuse_missing_gradients()
         self._hooks.run_last()
         if synchronize:
-            self._rebuild_buckets()
+            if self.buckets and not self._forward_since_round:
+                self._bucket_set.rebuild_once()
             self.state = ReducerState.ARMED
             self._forward_since_round = True
             self._arrived_before_plan.clear()
@@ -151,9 +152,7 @@ class Reducer:
             self._call_back_at_the_end(self._finalize_backward_without_plan)
             return
         self._enter_backward((index,))
-        if self._arrival_order is not None:
-            self._arrival_order.pop(index, None)
-            self._arrival_order[index] = None
+        self._bucket_set.note_arrival(index)
         bucket = self._bucket_set.of_parameter[index]
         if self._optional is not None and self._optional.settles(index, bucket.state is not BucketState.COLLECTING):
             return
@@ -312,7 +311,7 @@ class Reducer:
         if not self.buckets:
             self._seal_plan()
         begins = self._call_back_at_the_end(self.finalize_backward)
-        if begins and self._optional is None and self._arrival_order is None and not self._is_learning:
+        if begins and self._optional is None and not self._bucket_set.notes_arrivals and not self._is_learning:
             for bucket in self._queue.still_here:
                 self._hooks.gather(bucket.members, bucket.missing, arriving)
         if self._optional is not None and (absent := self._optional.absent_from_the_start(arriving)):
@@ -355,15 +354,6 @@ class Reducer:
 
     def _seal_plan(self) -> None:
         self.settings.on_plan_sealed(self._bucket_set.seal(self._queue.comm_hook_name))
-
-    def _rebuild_buckets(self) -> None:
-        """Once, before the second forward; with ``find_unused_parameters`` one round says nothing about the next."""
-        if not self.buckets or self._forward_since_round or self._arrival_order is None:
-            return
-        order, self._arrival_order = self._arrival_order, None
-        if self.settings.find_unused_parameters and not self.settings.static_graph:
-            return
-        self._bucket_set.reorder_tail(tuple(order))
 
     def _refuse_after_an_exception(self) -> NoReturn:
         # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.

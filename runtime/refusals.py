@@ -104,9 +104,10 @@ def contributor_after_launch(
         reason = "some rank no longer holds its own gradients of them"
     return GradientArrivalError(
         f"rank {rank}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
-        " backward had handed the bucket over, for example from a regulariser outside the model. The reduced gradients"
-        f" lack it, and the buckets cannot be sent again, because {reason}. Every rank has raised this: set the"
-        " gradients to zero and do the step again, in which those buckets wait for all of it; or pass split='forward'"
+        " backward had handed the bucket over, for example from a regulariser outside the model or a hook that returns"
+        f" another one. The reduced gradients lack it, and the buckets cannot be sent again, because {reason}. Every"
+        " rank has raised this: set the gradients to zero and do the step again, in which those buckets wait for all of"
+        " it; or pass split='forward'"
     )
 
 

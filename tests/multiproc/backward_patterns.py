@@ -117,6 +117,16 @@ def tensor_hook_in_place(model: nn.Module, x: Tensor, step: int) -> None:
     plain(model, x, step)
 
 
+def halve_data(gradient: Tensor) -> None:
+    gradient.data.div_(2)  # which shows neither in the address nor in the version
+
+
+def tensor_hook_on_data_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
+    if step == APPEARS_AT and dist.get_rank() == 1:
+        inner_weight(model).register_hook(halve_data)
+    plain(model, x, step)
+
+
 def halve_stored(parameter: Tensor) -> None:
     parameter.grad.div_(2)
 
@@ -309,6 +319,7 @@ PATTERNS = {
     "forward_that_nobody_uses": Pattern(forward_that_nobody_uses),
     "tensor_hook": Pattern(tensor_hook, UNTIL_IT_APPEARS),
     "tensor_hook_in_place": Pattern(tensor_hook_in_place, UNTIL_IT_APPEARS),
+    "tensor_hook_on_data_on_one_rank": Pattern(tensor_hook_on_data_on_one_rank, UNTIL_IT_APPEARS),
     "hook_after_accumulation": Pattern(hook_after_accumulation, UNTIL_IT_APPEARS),
     "hook_before_accumulation": Pattern(hook_before_accumulation, UNTIL_IT_APPEARS),
     "hook_on_one_rank": Pattern(hook_on_one_rank, UNTIL_IT_APPEARS),

@@ -3,121 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, loss_of, relative_difference
+from beside_plain import CAP_MB, WIDTH, train
+from models import Mlp, loss_of
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from ddp_compile import MissingGradientError, ReductionError, ddp_compile
+from ddp_compile import MissingGradientError, ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
 Ranks = Callable[[int], RankPool]
-Step = Callable[[Any, Tensor, int], None]
-WIDTH = 33
-CAP_MB = 0.003  # less than a layer
 
 
-def train(make: Callable[[], nn.Module], step_of: Step, num_steps: int = 5, **settings: Any) -> list[float]:
-    """For each step the largest relative difference of a gradient to the mean of the plain module's."""
-    torch.manual_seed(3)
-    plain = make()
-    model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=CAP_MB, backend="aot_eager", **settings)
-    differences = []
-    for step in range(num_steps):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(6, WIDTH)
-        for each in (model, plain):
-            each.zero_grad()
-            step_of(each, x, step)
-        worst = 0.0
-        for ours, alone in zip(model.parameters(), plain.parameters(), strict=True):
-            mean = torch.zeros_like(alone) if alone.grad is None else alone.grad
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-            found = torch.zeros_like(mean) if ours.grad is None else ours.grad
-            worst = max(worst, relative_difference(found, mean) if mean.any() else float(found.abs().max()))
-        differences.append(worst)
-    assert model._ddp_compile_state.compiler.failures == []
-    return differences
-
-
-class AllReducesInBackward(torch.autograd.Function):
-    """Stands for layers that communicate over the group of the gradients, as a synchronised BatchNorm does."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.ops.ddp_compile_tests.all_reduce(gradient)
-
-
-def all_reduced(x: Tensor) -> Tensor:
-    x = x.clone()
-    dist.all_reduce(x)
-    return x
-
-
-LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
-LIBRARY.define("all_reduce(Tensor x) -> Tensor")
-LIBRARY.impl("all_reduce", all_reduced, "CompositeExplicitAutograd")
-torch.library.register_fake("ddp_compile_tests::all_reduce", torch.empty_like, lib=LIBRARY)
-
-
-class WithCollective(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if i == 1:
-                x = AllReducesInBackward.apply(x)
-        return x
-
-
-def look_on_rank_0(model: Any, x: Tensor, step: int) -> None:
-    if step == 2 and dist.get_rank() == 0:
-        list(model.parameters())[-1].register_hook(lambda gradient: None)
-    loss_of(model(x)).backward()
-
-
-def evaluate_on_rank_0(model: Any, x: Tensor, step: int) -> None:
-    if step >= 2 and dist.get_rank() == 0:
-        model.eval()
-        model(x)
-        model.train()
-    loss_of(model(x)).backward()
-
-
-def train_with_collective(step_of: Step, comm_hook: bool, **settings: Any) -> list[float]:
-    def step(model: Any, x: Tensor, number: int) -> None:
-        if comm_hook and number == 0 and hasattr(model, "register_comm_hook"):
-            model.register_comm_hook(None, allreduce_hook)
-        step_of(model, x, number)
-
-    return train(lambda: WithCollective(WIDTH, 4), step, **settings)
-
-
-@pytest.mark.parametrize(
-    ("step_of", "comm_hook", "settings"),
-    [
-        (look_on_rank_0, False, {}),
-        (look_on_rank_0, True, {}),
-        (look_on_rank_0, False, {"static_graph": True}),
-        (evaluate_on_rank_0, False, {}),
-    ],
-)
-def test_collectives_of_the_backward_itself_meet_those_of_other_ranks(
-    step_of: Step, comm_hook: bool, settings: dict[str, bool], ranks: Ranks
-) -> None:
-    assert ranks(2).run(train_with_collective, step_of, comm_hook, **settings) == [[0.0] * 5] * 2
+@pytest.fixture(scope="module")
+def split() -> str:
+    """Under "forward" no bucket leaves before all its gradients have been accumulated."""
+    return "backward"
 
 
 class TwoParts(nn.Module):
@@ -230,7 +138,7 @@ class Fused(nn.Module):
 
 
 def train_fused() -> int:
-    model = ddp_compile(Fused(), bucket_cap_mb=CAP_MB, split="backward", backend="aot_eager")
+    model = ddp_compile(Fused(), bucket_cap_mb=CAP_MB, backend="aot_eager")
     for _ in range(2):
         model.zero_grad()
         loss_of(model(torch.randn(6, WIDTH))).backward()
@@ -363,57 +271,3 @@ def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:
 
 def test_a_single_rank_that_begins_to_send_later_keeps_what_was_accumulated(single_rank_group: None) -> None:
     assert train(lambda: Mlp(WIDTH, 4), register_hook_and_accumulate) == [0.0] * 5
-
-
-class RaisesOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.ops.ddp_compile_tests.raise_if_asked(gradient)
-
-
-asked_to_raise = False
-
-
-def raise_if_asked(x: Tensor) -> Tensor:
-    if asked_to_raise:
-        raise ValueError("user error")
-    return x.clone()
-
-
-LIBRARY.define("raise_if_asked(Tensor x) -> Tensor")
-LIBRARY.impl("raise_if_asked", raise_if_asked, "CompositeExplicitAutograd")
-torch.library.register_fake("ddp_compile_tests::raise_if_asked", torch.empty_like, lib=LIBRARY)
-
-
-class MayRaise(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if i == 1:
-                x = RaisesOnce.apply(x)
-        return x
-
-
-def raise_behind_the_first_offer() -> str:
-    global asked_to_raise
-    model = ddp_compile(MayRaise(WIDTH, 4), bucket_cap_mb=CAP_MB, backend="aot_eager")
-    x = torch.ones(6, WIDTH)
-    with model.no_sync():
-        loss_of(model(x)).backward()
-    loss = loss_of(model(x))
-    asked_to_raise = True
-    with pytest.raises(ValueError, match="user error"):
-        loss.backward()
-    asked_to_raise = False
-    with pytest.raises(ReductionError) as refused:
-        model(x)
-    return str(refused.value)
-
-
-def test_an_exception_behind_the_first_offer_is_refused_the_next_forward(ranks: Ranks) -> None:
-    for said in ranks(2).run(raise_behind_the_first_offer):
-        assert "the last backward raised after its reduction had started" in said

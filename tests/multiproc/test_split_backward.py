@@ -14,8 +14,6 @@ from backward_patterns import (
     NUM_STEPS,
     PATTERNS,
     Checkpointed,
-    contributor_on_one_rank,
-    contributor_that_appears_on_one_rank,
 )
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
@@ -99,6 +97,7 @@ def test_gradients_are_exact_and_buckets_leave_early(pattern: str, ranks: Ranks)
         ("contributor_that_appears_on_one_rank", {"find_unused_parameters": True}),
         ("plain", {"static_graph": True}),
         ("accumulate", {"static_graph": True}),
+        ("tensor_hook", {"static_graph": True}),
         ("accumulate_in_no_sync", {"static_graph": True}),
         ("shared_gradients", {"static_graph": True}),
         ("plain", {"static_graph": True, "gradient_as_bucket_view": False}),
@@ -131,7 +130,7 @@ def test_gradients_are_exact_under_inductor(pattern: str, static_graph: bool, ra
         assert trained.num_early == PATTERNS[pattern].num_early
 
 
-def late_with_a_comm_hook() -> tuple[str, float]:
+def late_with_a_comm_hook(pattern: str) -> tuple[str, float]:
     """The error, and how far the gradients are off when the step is done again."""
     torch.manual_seed(3)
     reference = DistributedDataParallel(Mlp(33, 4))
@@ -140,24 +139,30 @@ def late_with_a_comm_hook() -> tuple[str, float]:
     model.register_comm_hook(None, allreduce_hook)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(6, 33)
-    for _ in range(2):
+    step_of = PATTERNS[pattern].step
+    for step in range(APPEARS_AT):
         model.zero_grad()
-        loss_of(model(x)).backward()
-    said = ""
-    for attempt in range(2):
-        model.zero_grad()
-        try:
-            contributor_on_one_rank(model, x, attempt)
-        except GradientArrivalError as error:
-            assert attempt == 0
-            said = str(error)
-    contributor_on_one_rank(reference, x, 0)
+        step_of(model, x, step)
+    model.zero_grad()
+    with pytest.raises(GradientArrivalError) as raised:
+        step_of(model, x, APPEARS_AT)
+    model.zero_grad()
+    step_of(model, x, APPEARS_AT + 1)
+    for step in (APPEARS_AT, APPEARS_AT + 1):
+        reference.zero_grad()
+        step_of(reference, x, step)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return said, max(relative_difference(p.grad, q.grad) for p, q in pairs)
+    return str(raised.value), max(relative_difference(p.grad, q.grad) for p, q in pairs)
 
 
-def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be_sent_again(ranks: Ranks) -> None:
-    for rank, (said, difference) in enumerate(ranks(2).run(late_with_a_comm_hook)):
+LATE_PATTERNS = ["contributor_that_appears_on_one_rank", "tensor_hook_on_data_on_one_rank"]
+
+
+@pytest.mark.parametrize("pattern", LATE_PATTERNS)
+def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be_sent_again(
+    pattern: str, ranks: Ranks
+) -> None:
+    for rank, (said, difference) in enumerate(ranks(2).run(late_with_a_comm_hook, pattern)):
         assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
         assert "comm hook must not" in said
         assert difference == 0.0
@@ -213,20 +218,20 @@ def test_gradients_whose_places_are_not_aligned_wait_for_their_hooks(ranks: Rank
         assert left == []
 
 
-def broken_promise() -> str:
+def broken_promise(pattern: str) -> str:
     model = ddp_compile(Mlp(33, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager", static_graph=True)
-    for step in range(APPEARS_AT + 1):
+    for step in range(APPEARS_AT):
         model.zero_grad()
-        try:
-            contributor_that_appears_on_one_rank(model, torch.ones(6, 33), step)
-        except GradientArrivalError as error:
-            assert step == APPEARS_AT
-            return str(error)
-    return ""
+        PATTERNS[pattern].step(model, torch.ones(6, 33), step)
+    model.zero_grad()
+    with pytest.raises(GradientArrivalError) as raised:
+        PATTERNS[pattern].step(model, torch.ones(6, 33), APPEARS_AT)
+    return str(raised.value)
 
 
-def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(2).run(broken_promise)):
+@pytest.mark.parametrize("pattern", LATE_PATTERNS)
+def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(pattern: str, ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(broken_promise, pattern)):
         assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
         assert "static_graph=True, which promises that every iteration is like the first" in said
 

@@ -18,13 +18,15 @@ WIDTH = 16
 
 
 class Layers(nn.Module):
+    """Products alone: a kernel of inductor's own would take seconds of a C++ compiler, and changes no key."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x))
+            x = layer(x)
         return x
 
 

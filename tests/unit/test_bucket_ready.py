@@ -11,10 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp_compile import bucket_ready
 
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
 
 class Receiver:
     def __init__(self) -> None:
         self.received: list[tuple[list[int], list[Tensor]]] = []
+        self.ignored: list[tuple[int, ...]] = []
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
         self.received.append((list(parameters), list(gradients)))
@@ -22,6 +25,9 @@ class Receiver:
     def move_bucket(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         self.mark_bucket_ready(parameters, gradients)
         return [torch.full_like(gradient, 5) for gradient in gradients]
+
+    def ignore_offers(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        self.ignored.extend(buckets)
 
 
 def test_a_receiver_gets_what_was_offered_under_its_number() -> None:
@@ -90,4 +96,19 @@ def test_the_moving_operators_are_registered_as_compilers_need_it() -> None:
     torch.library.opcheck(hold_back, ([torch.randn(3)], [torch.randn(4)]), test_utils=OPCHECKS)
 
 
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+def test_a_graph_that_runs_for_other_parameters_offers_nothing_any_more() -> None:
+    ordinal, receiver = bucket_ready.next_reducer_ordinal(), Receiver()
+    bucket_ready.register_receiver(ordinal, receiver)
+    x, first, second, other = (torch.randn(2) for _ in range(4))
+    # Parameter 7 of the second bucket is no input, but part of the graph, and so is all of the third bucket.
+    buckets = [(4,), (7, 2), (8,)]
+    run = bucket_ready.watch_parameters(lambda *inputs: sum(inputs), [x, first, second], {1: 4, 2: 2}, buckets, ordinal)
+    assert torch.equal(run(other, first, second), other + first + second)
+    assert receiver.ignored == []
+    run(x, first, other)
+    assert receiver.ignored == buckets
+
+
+def test_a_graph_without_parameters_among_its_inputs_is_that_of_its_parameters() -> None:
+    run = bucket_ready.watch_parameters(lambda x: x + 1, [torch.ones(2)], {}, [(0, 1)], -1)
+    assert torch.equal(run(torch.zeros(2)), torch.ones(2))
