@@ -19,6 +19,14 @@ from ddp_compile.comm_hooks import allreduce_hook
 pytestmark = pytest.mark.usefixtures("each_split")
 
 Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def split() -> str:
+    """Under "forward" a rank on its own has no say in when its buckets leave."""
+    return "backward"
+
+
 LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
 
 
