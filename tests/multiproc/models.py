@@ -46,7 +46,7 @@ class GptBlock(nn.Module):
 class Gpt(nn.Module):
     """Token embedding tied to the output layer, so one parameter is used at both ends of the graph."""
 
-    def __init__(self, width: int = 64, num_layers: int = 2, vocabulary: int = 97) -> None:
+    def __init__(self, width: int = 64, num_layers: int = 1, vocabulary: int = 97) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(GptBlock(width) for _ in range(num_layers))

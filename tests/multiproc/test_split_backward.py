@@ -115,7 +115,6 @@ def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str,
     ("pattern", "static_graph"),
     [
         ("plain", False),
-        ("plain", True),
         ("contributor_that_appears_on_one_rank", False),
         ("shared_gradients", False),
         ("shared_gradients", True),
