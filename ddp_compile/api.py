@@ -61,8 +61,9 @@ def ddp_compile(
             ``ddp_compile`` says which.
         broadcast_buffers: Broadcast rank 0's buffers before each training forward outside of ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
-        gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy. False
-            copies the result into the gradients that autograd made.
+        gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
+            somebody else holds the gradient, or a view of before. False copies the result into the gradients that
+            autograd made.
         find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
             The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
         static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence, Set
 from enum import Enum, auto
 
@@ -15,6 +14,7 @@ from ddp_compile.bucket_plan import BucketSpec, shorten_names
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
+from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
 from ddp_compile.runtime.real_parts import RealParts
 
 
@@ -32,8 +32,8 @@ class BucketBuffer:
     Args:
         spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
-        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer. Otherwise the result is copied
-            back into the gradients the engine made.
+        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer, where nobody can tell; see Note
+            [Gradients that others hold]. Otherwise the result is copied back into the gradients the engine made.
         rank: This rank, for messages.
 
     The buffer owns ``flat``. On a CUDA device the stream on which the last gradient arrived writes it, then the process
@@ -58,13 +58,23 @@ class BucketBuffer:
         # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds
         # it gets it back, and both are slow to free.
         self._flattened: Sequence[Tensor] = ()
-        self._is_pointed = False
+        self._copied_back: frozenset[int] = frozenset()  # positions whose ``.grad`` stays the tensor that it is
+        self._is_claimed = False
         self._flatten_plan: FlattenPlan | RealParts | None = None
+        self._views: GradientViews | None = None
 
     def arrive(self, parameter: int) -> bool:
         """Note one gradient; returns whether it was the last one missing."""
         self.missing.discard(parameter)
         return not self.missing
+
+    def claim(self) -> None:
+        """Before the flat buffer is written in a round: leave it to who holds a part of it, and take a new one."""
+        if self._is_claimed:
+            return
+        self._is_claimed = True
+        if self._views is not None and not self._views.are_free() and not self._views.make_free(self.gradients()):
+            self.drop_flat()
 
     def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
         """Bring the gradients, times ``scale``, into the flat buffer.
@@ -95,6 +105,8 @@ class BucketBuffer:
         Raises:
             GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
         """
+        if sends:
+            self.claim()
         gradients = self.gradients()
         present = [gradient for gradient in gradients if gradient is not None]
         if torch.is_grad_enabled():  # create_graph=True
@@ -160,7 +172,8 @@ class BucketBuffer:
         """Whether a tensor lies in the flat buffer."""
         if self.flat is None or tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        begin = self.flat.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.flat.nbytes
 
     @property
     def is_under_way(self) -> bool:
@@ -177,24 +190,26 @@ class BucketBuffer:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
 
         Nothing but the buffer's own address is needed, so it is done while the reduction is under way. Without
-        ``gradient_as_bucket_view``, and for a sparse gradient, there is nothing to do.
+        ``gradient_as_bucket_view``, and for a sparse gradient, there is nothing to do. A gradient that somebody else
+        holds stays; see Note [Gradients that others hold].
 
         Args:
             untouched: Numbers of parameters whose ``.grad`` stays what it is.
         """
         if not self.gradient_as_bucket_view or self.spec.is_sparse:
             return
-        views = self._plan().views
-        if self._is_pointed and all(map(operator.is_, self.gradients(), views)):
-            return  # nobody has replaced one since
-        pairs: Iterable[tuple[Parameter, Tensor]] = zip(self.parameters, views, strict=True)
-        if untouched:
-            left_alone = self._positions_of(untouched)
-            pairs = (pair for position, pair in enumerate(pairs) if position not in left_alone)
+        views = self._gradient_views()
+        gradients = self.gradients()
+        self._flattened = ()  # `gradients` keeps the objects, and is the only list that does
+        if views.are(gradients):
+            return
+        self._copied_back = held_by_others(gradients, views.tensors)
+        left_alone = self._positions_of(untouched) | self._copied_back
+        pairs: Iterable[tuple[Parameter, Tensor]] = zip(self.parameters, views.tensors, strict=True)
+        if left_alone:
+            pairs = [pair for position, pair in enumerate(pairs) if position not in left_alone]
         for parameter, view in pairs:
             parameter.grad = view
-        self._flattened = ()
-        self._is_pointed = True
 
     @property
     def is_aligned(self) -> bool:
@@ -203,7 +218,8 @@ class BucketBuffer:
 
     def new_views(self) -> list[Tensor]:
         """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
-        return [view.detach() for view in self._plan().views]
+        self.claim()
+        return [view.detach() for view in self._gradient_views().tensors]
 
     def release_flattened(self) -> None:
         """Let the memory of what was flattened be used again; it is not ``.grad``."""
@@ -227,6 +243,11 @@ class BucketBuffer:
                 self._plan().views[position].copy_(self._kept[position])
         if not self.gradient_as_bucket_view:
             self._copy_back(left_alone)
+        for position in self._copied_back - left_alone:
+            gradient = self.parameters[position].grad
+            if gradient is not None:
+                with torch.no_grad():
+                    gradient.copy_(self._plan().views[position])
 
     def gradients(self) -> list[Tensor | None]:
         """The ``.grad`` of each parameter."""
@@ -256,7 +277,8 @@ class BucketBuffer:
         self.missing.update(self._all_members)
         self.work = None
         self._has_waited = False
-        self._is_pointed = False
+        self._is_claimed = False
+        self._copied_back = frozenset()
         self._flattened = ()
         self._kept.clear()
 
@@ -267,21 +289,33 @@ class BucketBuffer:
             spec: The same bucket with another layout. Each ``.grad`` stays where it is until the next flatten.
         """
         self.spec = spec
-        self.flat = None
-        self._flatten_plan = None
+        self.drop_flat()
 
     def adopt_gradients(self) -> None:
         """Move the gradients that there are into the flat buffer, between two backwards, which frees the old ones'."""
         if self.spec.is_sparse or not self.gradient_as_bucket_view:
             return
-        for parameter, view in zip(self.parameters, self._plan().views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view:
+        views = self._gradient_views().tensors
+        held = held_by_others(self.gradients(), views)
+        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if parameter.grad is not None and parameter.grad is not view and position not in held:
                 parameter.grad = view.copy_(parameter.grad)
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""
         names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
         return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
+
+    def drop_flat(self) -> None:
+        """Leave the flat buffer to whoever holds a part of it; the next use makes another one."""
+        self.flat = None
+        self._flatten_plan = None
+        self._views = None
+
+    def _gradient_views(self) -> GradientViews:
+        if self._views is None:
+            self._views = GradientViews(self._plan().views)
+        return self._views
 
     def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:

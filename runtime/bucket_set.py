@@ -111,6 +111,9 @@ class BucketSet:
         except RuntimeError as error:
             raise self._no_plan(error) from error
         self._install(plan)
+        for bucket in old_buckets:
+            if bucket not in self.buckets:
+                bucket.drop_flat()  # whoever holds a view of it is its only holder
         for bucket in self.buckets:
             if bucket not in old_buckets:
                 bucket.adopt_gradients()

@@ -42,6 +42,7 @@ class Completion:
         if self._early is not None and self._queue.comm_hook is None:  # with one, nothing is sent again
             self._early.keep(bucket, gradients)
         self._queue.complete(bucket, gradients)
+        del gradients  # whoever else holds one is found by the number of references
         self._launch_ready()
         if self._queue.sends and any(b.state is BucketState.COLLECTING for b in self._queue.still_here):
             # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.

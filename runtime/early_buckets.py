@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -205,9 +206,7 @@ class EarlyBuckets:
         """
         offer = self._offers[bucket.members]
         if moved is not None:
-            own = _sums(offer.before, moved)
-            offer.before = [None] * len(own)  # it will not be sent again
-            return own
+            return _sums(offer.before, moved)
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
         before = [old.clone() if old is not None and bucket.holds(old) else old for old in offer.before]
         if offer.in_sight:
@@ -226,7 +225,8 @@ class EarlyBuckets:
             gradients: What this rank sends; it will be written over, or is not ``.grad`` any more.
         """
         if self._allowed and bucket.members in self._allowed:
-            self._own[bucket.members] = [g.clone() if bucket.holds(g) else g for g in gradients]
+            # Not the gradients themselves, which would look as if somebody else held them.
+            self._own[bucket.members] = [g.clone() if bucket.holds(g) else g.detach() for g in gradients]
 
     def arrived(self, index: int) -> bool:
         """AccumulateGrad has stored a gradient.
@@ -368,9 +368,11 @@ class EarlyBuckets:
     def put_back(self) -> None:
         """Let ``.grad`` be the tensors that they were before the round, for the result to be copied into."""
         for members, offer in self._offers.items():
-            for index, old in zip(members, offer.before, strict=True):
+            olds, offer.before = offer.before, [None] * len(members)
+            for index, old in zip(members, olds, strict=True):
                 if offer.left and old is not None:
                     self._parameters[index].grad = old
+                    increment_version(old)  # as if AccumulateGrad had added to it
 
     def begin_round(self) -> None:
         """Forget what belongs to the round that has ended."""

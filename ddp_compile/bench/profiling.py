@@ -103,15 +103,22 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
 
 
 def live_bytes(parameters: Sequence[Parameter]) -> int:
-    """Bytes of all storages that tensors known to Python, and the parameters' gradients, lie in."""
+    """Bytes of all memory that tensors known to Python, and the parameters' gradients, lie in.
+
+    Storages may lie in one another: a gradient's in its bucket's flat buffer.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, Parameter)]
-    storages = {}
+    storages = set()
     for tensor in (*gradients, *found):
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    num_bytes = counted_up_to = 0
+    for begin, end in sorted(storages):
+        num_bytes += max(0, end - max(begin, counted_up_to))
+        counted_up_to = max(counted_up_to, end)
+    return num_bytes
 
 
 @contextmanager

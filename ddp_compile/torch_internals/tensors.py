@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +91,37 @@ def storage_key(tensor: Tensor) -> int | None:
     """Equal for two (fake) tensors exactly where they share storage; None for tensors that have none of their own."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not torch._C._has_storage(tensor):
         return None
-    return tensor.untyped_storage()._cdata
+    return key_of_storage(tensor.untyped_storage())
+
+
+def key_of_storage(storage: torch.UntypedStorage) -> int:
+    """The `storage_key` of the tensors in it."""
+    return storage._cdata
+
+
+def num_references(tensors: Sequence[Any]) -> list[int]:
+    """How many references there are to each tensor, from Python and from C++.
+
+    To be compared with what this function said of another list of tensors, as a list counts itself.
+    """
+    references = list(map(sys.getrefcount, tensors))
+    if _references_from_cpp_show():
+        return references
+    return list(map(operator.add, references, (0 if t is None else t._use_count() for t in tensors)))
+
+
+@functools.cache
+def _references_from_cpp_show() -> bool:
+    """Whether a tensor that C++ holds as well has one reference more (torch 2.13); torch 2.11 counts them apart."""
+    parameter, gradient = torch.nn.Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu")
+    alone = sys.getrefcount(gradient)
+    parameter.grad = gradient
+    return sys.getrefcount(gradient) > alone
+
+
+def num_storage_uses(storage_keys: Sequence[int]) -> list[int]:
+    """How many tensors and storage objects there are on each storage, given by its `storage_key`; it must be alive."""
+    return list(map(torch._C._storage_Use_Count, storage_keys))
 
 
 def allows_same_attention_kernels(backends: Any) -> bool:

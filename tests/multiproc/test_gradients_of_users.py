@@ -1,0 +1,275 @@
+"""What users do with ``.grad`` beside stepping: keep it, replace it, save it; each against eager DDP's default."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+pytestmark = pytest.mark.usefixtures("each_split")
+
+Ranks = Callable[[int], RankPool]
+
+
+class User:
+    """One training loop; subclasses say what it does with gradients.
+
+    Args:
+        model: Replicated by ddp_compile or by DistributedDataParallel.
+    """
+
+    sets_to_none = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        self.kept: list[Tensor] = []
+
+    def step(self, x: Tensor, step: int) -> list[Tensor]:
+        """Returns what the user has looked at."""
+        self.optimizer.zero_grad(set_to_none=self.sets_to_none)
+        loss_of(self.model(x)).backward()
+        seen = self.look(step)
+        self.optimizer.step()
+        return [*seen, *(p.grad for p in self.parameters if p.grad is not None)]
+
+    def look(self, step: int) -> list[Tensor]:
+        return []
+
+
+class ClipsThroughData(User):
+    """As libraries did before ``torch.no_grad``."""
+
+    def look(self, step: int) -> list[Tensor]:
+        for parameter in self.parameters:
+            parameter.grad.data = parameter.grad.data.clamp(-1e-3, 1e-3)
+        return []
+
+
+class ClipsThroughDataInPlaceOfZeros(ClipsThroughData):
+    sets_to_none = False
+
+
+class SharesMemory(User):
+    def look(self, step: int) -> list[Tensor]:
+        if step == 1:
+            self.model.share_memory()
+        return []
+
+
+class SharesMemoryInPlaceOfZeros(SharesMemory):
+    """Another process would read each step's gradients there."""
+
+    sets_to_none = False
+
+    def look(self, step: int) -> list[Tensor]:
+        super().look(step)
+        if step == 1:
+            self.kept = [parameter.grad for parameter in self.parameters]
+        return self.kept
+
+
+class PcGrad(User):
+    """Two losses; the gradients of both, kept by reference, make one."""
+
+    def step(self, x: Tensor, step: int) -> list[Tensor]:
+        of_each = []
+        for rows in (x[:3], x[3:]):
+            self.optimizer.zero_grad()
+            loss_of(self.model(rows)).backward()
+            of_each.append([p.grad for p in self.parameters])
+        for parameter, first, second in zip(self.parameters, *of_each, strict=True):
+            parameter.grad = first + second
+        self.optimizer.step()
+        return [gradient for gradients in of_each for gradient in gradients]
+
+
+class KeepsViews(User):
+    """Of the step before: transposed ones of some parameters, which are other tensors on the same memory."""
+
+    def look(self, step: int) -> list[Tensor]:
+        before, self.kept = self.kept, [p.grad.t() for p in self.parameters[::3]]
+        return before
+
+
+class LendsGradients(User):
+    """To the parameters of another model, so that nothing of Python's holds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.other = [nn.Parameter(p.detach().clone()) for p in self.parameters]
+
+    def look(self, step: int) -> list[Tensor]:
+        before = [p.grad.clone() for p in self.other if p.grad is not None]
+        for mine, theirs in zip(self.parameters, self.other, strict=True):
+            theirs.grad = mine.grad
+        return before
+
+
+class FlatBufferOfTheirOwn(User):
+    """Gradients are views of one tensor, which is zeroed and looked at as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters))
+        sizes = [p.numel() for p in self.parameters]
+        for parameter, part in zip(self.parameters, self.flat.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def step(self, x: Tensor, step: int) -> list[Tensor]:
+        self.flat.zero_()
+        loss_of(self.model(x)).backward()
+        self.optimizer.step()
+        return [self.flat]
+
+
+class HeldBeforeTheyAreReduced(User):
+    """A hook keeps the gradient; when the backward is over, it is the reduced one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.kept_of: dict[nn.Parameter, Tensor] = {}
+        for parameter in self.parameters[::2]:
+            parameter.register_post_accumulate_grad_hook(lambda p: self.kept_of.update({p: p.grad}))
+
+    def look(self, step: int) -> list[Tensor]:
+        kept, self.kept_of = self.kept_of, {}
+        return [kept[parameter] for parameter in self.parameters[::2]]
+
+
+class KeepsEverySecond(User):
+    """Some are kept by name and some are added to, in one bucket."""
+
+    def look(self, step: int) -> list[Tensor]:
+        if step == 1:
+            self.kept = [p.grad for p in self.parameters]
+        return self.kept
+
+    def step(self, x: Tensor, step: int) -> list[Tensor]:
+        for parameter in self.parameters[::2]:
+            parameter.grad = None
+        loss_of(self.model(x)).backward()
+        return [*self.look(step), *(p.grad for p in self.parameters)]
+
+
+class Accumulates(User):
+    """And keeps the gradients that a local backward has made, which the next one adds to."""
+
+    def step(self, x: Tensor, step: int) -> list[Tensor]:
+        self.optimizer.zero_grad()
+        with self.model.no_sync():
+            loss_of(self.model(x[:3])).backward()
+        kept = [p.grad for p in self.parameters]
+        loss_of(self.model(x[3:])).backward()
+        self.optimizer.step()
+        return kept
+
+
+USERS: dict[str, type[User]] = {
+    cls.__name__: cls
+    for cls in (
+        User,
+        ClipsThroughData,
+        ClipsThroughDataInPlaceOfZeros,
+        SharesMemory,
+        SharesMemoryInPlaceOfZeros,
+        PcGrad,
+        KeepsViews,
+        LendsGradients,
+        FlatBufferOfTheirOwn,
+        HeldBeforeTheyAreReduced,
+        KeepsEverySecond,
+        Accumulates,
+    )
+}
+
+
+class WithEagerTail(Mlp):
+    """One layer that no graph shows, whose bucket is packed anew after the first round."""
+
+    @torch.compiler.disable
+    def tail(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tail(x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train(user: str, backend: str, settings: dict[str, Any] | None = None) -> float:
+    torch.manual_seed(3)
+    reference = WithEagerTail(17, 5)
+    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.002, backend=backend, **settings or {})
+    users = [USERS[user](m) for m in (model, DistributedDataParallel(reference))]
+    worst = 0.0
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(6, 17)
+        ours, theirs = (each.step(x, step) for each in users)
+        worst = max([worst, *(relative_difference(p, q) for p, q in zip(ours, theirs, strict=True))])
+    return worst
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_users_see_what_they_see_with_ddp(user: str, ranks: Ranks) -> None:
+    assert max(ranks(2).run(train, user, "aot_eager")) == 0
+
+
+@pytest.mark.parametrize("settings", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("user", ["PcGrad", "FlatBufferOfTheirOwn"])
+def test_users_see_what_they_see_with_ddp_with_optional_gradients(user: str, settings: Any, ranks: Ranks) -> None:
+    assert max(ranks(2).run(train, user, "aot_eager", settings)) == 0
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("user", ["ClipsThroughData", "PcGrad"])
+def test_users_see_what_they_see_with_ddp_under_inductor(user: str, ranks: Ranks) -> None:
+    assert max(ranks(2).run(train, user, "inductor")) < 1e-5
+
+
+def zero_copy_of_ordinary_training() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model: Any = ddp_compile(Mlp(17, 5), bucket_cap_mb=0.002, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    addresses = []
+    for _ in range(4):
+        for rows in (3, 4):
+            loss_of(model(torch.randn(rows, 17))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        flats = [bucket.flat for bucket in model._ddp_compile_state.reducer.buckets]
+        inside = [any(0 <= p.grad.data_ptr() - f.data_ptr() < f.nbytes for f in flats) for p in model.parameters()]
+        addresses.append([flat.data_ptr() for flat in flats])
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = io.BytesIO()
+    loss_of(model(torch.randn(3, 17))).backward()
+    torch.save(model.layers[0].bias.grad, saved)
+    return {
+        "inside": all(inside),
+        "addresses": addresses,
+        "saved": len(saved.getvalue()),
+        "copied": copy.deepcopy(model.layers[0].bias.grad).untyped_storage().nbytes(),
+        "strides": all(p.grad.stride() == p.stride() for p in model.parameters()),
+    }
+
+
+def test_gradients_stay_in_one_buffer_where_nobody_holds_them_and_are_saved_alone(ranks: Ranks) -> None:
+    for result in ranks(2).run(zero_copy_of_ordinary_training):
+        assert result["inside"] and result["strides"]
+        assert all(addresses == result["addresses"][0] for addresses in result["addresses"])
+        assert result["copied"] == 17 * 4
+        assert result["saved"] < 2000
