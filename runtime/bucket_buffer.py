@@ -68,12 +68,16 @@ class BucketBuffer:
         self.missing.discard(parameter)
         return not self.missing
 
-    def claim(self) -> None:
-        """Before the flat buffer is written in a round: leave it to who holds a part of it, and take a new one."""
+    def claim(self, gradients: Sequence[Tensor | None]) -> None:
+        """Before the flat buffer is written in a round: leave it to who holds a part of it, and take a new one.
+
+        Args:
+            gradients: The ``.grad`` of each parameter.
+        """
         if self._is_claimed:
             return
         self._is_claimed = True
-        if self._views is not None and not self._views.are_free() and not self._views.make_free(self.gradients()):
+        if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
             self.drop_flat()
 
     def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
@@ -105,9 +109,9 @@ class BucketBuffer:
         Raises:
             GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
         """
-        if sends:
-            self.claim()
         gradients = self.gradients()
+        if sends:
+            self.claim(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
         if torch.is_grad_enabled():  # create_graph=True
             for spec, gradient in zip(self.spec.gradients, gradients, strict=True):
@@ -218,7 +222,6 @@ class BucketBuffer:
 
     def new_views(self) -> list[Tensor]:
         """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
-        self.claim()
         return [view.detach() for view in self._gradient_views().tensors]
 
     def release_flattened(self) -> None:

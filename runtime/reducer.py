@@ -244,7 +244,7 @@ class Reducer:
             return returned
         is_looked_at = role is OfferRole.LEAVES_IN_SIGHT
         is_moved = moves and not is_looked_at
-        bucket.claim()  # while ``.grad`` says which views are gradients
+        bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
         returned = bucket.new_views() if is_moved else self._copies(members, gradients) if moves else gradients
         self._early.follow(members, returned, role)
         if is_moved:
