@@ -8,8 +8,10 @@ from ddp_compile.errors import (
     GradientArrivalError,
     KernelUnavailableError,
     MissingGradientError,
+    ParametersChangedError,
     RanksDifferError,
     ReductionError,
+    ReplicationError,
 )
 
 __version__ = "0.1.0"
@@ -23,8 +25,10 @@ __all__ = [
     "GradientSpec",
     "KernelUnavailableError",
     "MissingGradientError",
+    "ParametersChangedError",
     "RanksDifferError",
     "ReductionError",
+    "ReplicationError",
     "ddp_compile",
     "plan_buckets",
 ]

@@ -1,12 +1,21 @@
 """Errors a training job may want to catch by name.
 
-Wrong settings raise ``ValueError`` (or ``TypeError``) where they are given; the classes here are for what goes
-wrong later, between ranks or inside a backward. All of them are ``RuntimeError``, as DistributedDataParallel's are.
+Wrong settings raise ``ValueError`` (or ``TypeError``) where they are given; the classes here are for what cannot be
+replicated, and for what goes wrong later, between ranks or inside a backward. All of them are ``RuntimeError``, as
+DistributedDataParallel's are.
 """
 
 
 class DDPCompileError(RuntimeError):
     """Base of the errors that ddp_compile raises while a job runs."""
+
+
+class ReplicationError(DDPCompileError, ValueError):
+    """The module cannot be replicated, or not over these ranks, or not inside of another wrapper; names the reason."""
+
+
+class ParametersChangedError(DDPCompileError):
+    """The parameters are not those that were replicated: added, replaced or converted since; names them."""
 
 
 class RanksDifferError(DDPCompileError):

@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from ddp_compile.errors import ReplicationError
 from ddp_compile.replicate import ReplicatedModule
-from ddp_compile.replicate_state import reduced_parameters
+from ddp_compile.replicated_parameters import reduced_parameters
+from ddp_compile.wrappers import refuse_wrappers_inside
 
 
 def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
@@ -19,19 +21,19 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
 
     Raises:
         TypeError: Not a module.
-        ValueError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of ours.
+        ReplicationError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of
+            ours.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, ReplicatedModule):
-        raise ValueError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
-    for name, submodule in module.named_modules():
-        _refuse_wrapper(name, submodule)
+        raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
+    refuse_wrappers_inside(module)
     _check_ignored(module, ignored)
     _check_trainable(reduced_parameters(module, ignored))
     ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
     if hidden := [name for name in ours if _has_attribute(module, name)]:
-        raise ValueError(
+        raise ReplicationError(
             f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
             " replicate a module that holds this one"
         )
@@ -48,19 +50,19 @@ def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
     parameters = module.named_parameters(remove_duplicate=False)
     names = {name for name, _ in [*parameters, *module.named_buffers(remove_duplicate=False)]}
     if unknown := sorted(ignored - names):
-        raise ValueError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
+        raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
 
 
 def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
     if not trainable:
-        raise ValueError(
+        raise ReplicationError(
             "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"
         )
     for name, parameter in trainable.items():
         if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
+            raise ReplicationError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
         if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
+            raise ReplicationError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
 
 
 def _has_attribute(module: nn.Module, name: str) -> bool:
@@ -70,51 +72,34 @@ def _has_attribute(module: nn.Module, name: str) -> bool:
     return inspect.getattr_static(module, name, None) is not None
 
 
-# Wrappers of torch's and ours by class name (some of their modules are costly to import), and what to do about them.
-_WRAPPERS = {
-    "DistributedDataParallel": "pass the module inside it, its .module",
-    "DataParallel": "pass the module inside it, its .module",
-    "FullyShardedDataParallel": "its gradients are reduced already; use one of the two",
-    "FSDPModule": "its gradients are reduced already; use one of the two",
-    "OptimizedModule": "ddp_compile compiles by itself; put the module inside it, its ._orig_mod, in its place",
-    "ReplicatedModule": "replicate the outermost module only",
-    "ScriptModule": "Dynamo cannot trace TorchScript; use the Python module",
-}
-
-
-def _refuse_wrapper(name: str, submodule: nn.Module) -> None:
-    for cls in type(submodule).__mro__:
-        if cls.__name__ in _WRAPPERS and cls.__module__.split(".")[0] in ("torch", "ddp_compile"):
-            where = f"submodule {name}" if name else "the module"
-            raise ValueError(f"{where} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
-
-
 def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
     """The ranks to reduce over.
 
     Raises:
-        ValueError: Both were given, a mesh of more than one dimension, or a group without this rank.
-        RuntimeError: No process group has been initialised.
+        ReplicationError: Both were given, a mesh of more than one dimension, a group without this rank, or no process
+            group has been initialised.
     """
     if process_group is not None and device_mesh is not None:
-        raise ValueError("process_group and device_mesh exclude each other; pass one of them")
+        raise ReplicationError("process_group and device_mesh exclude each other; pass one of them")
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
-            raise ValueError(f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned")
+            raise ReplicationError(
+                f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned"
+            )
         if device_mesh.ndim != 1:
-            raise ValueError(
+            raise ReplicationError(
                 f"device_mesh has {device_mesh.ndim} dimensions, ddp_compile needs one; pass for example mesh['dp']"
             )
         return device_mesh.get_group()
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
-            raise ValueError(
+            raise ReplicationError(
                 f"process_group={process_group!r} is not a process group this rank belongs to; pass what new_group()"
                 " returned, on its own ranks only"
             )
         return process_group
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
+        raise ReplicationError(
             "no process group: call torch.distributed.init_process_group() first and start the script with"
             " torchrun --standalone --nproc-per-node 2 train.py"
         )

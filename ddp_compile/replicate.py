@@ -18,6 +18,7 @@ from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReplicationError
 from ddp_compile.replicate_state import ReplicateState
 from ddp_compile.runtime.comm_hooks import CommHook
 
@@ -96,7 +97,9 @@ class ReplicatedModule(nn.Module):
         Parameters and gradients keep their values; nothing is reduced or compiled any more. After a backward that
         raised in the middle of a round, gradients become None: some had been averaged, and others had not.
         """
-        _state_of(self).reducer.remove_hooks()
+        state = _state_of(self)
+        state.reducer.remove_hooks()
+        state.parameters.release()
         delattr(self, _STATE)
         self.__class__ = _original_class(type(self))
         return self
@@ -113,6 +116,13 @@ class ReplicatedModule(nn.Module):
                 " load before ddp_compile(module), or with assign=False"
             )
         return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), *args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        # DataParallel calls it for each of its devices, in threads.
+        raise ReplicationError(
+            "DataParallel cannot copy a module that ddp_compile has replicated; start one process for each device, with"
+            " torchrun, and train the module without DataParallel"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         plain = copy.deepcopy(_plain_shell(self), memo)

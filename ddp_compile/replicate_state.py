@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,15 @@ from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, devic
 from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import ReductionError
+from ddp_compile.errors import MissingGradientError, ReductionError
 from ddp_compile.graph_compiler import GraphCompiler
+from ddp_compile.replicated_parameters import ReplicatedParameters
 from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
+from ddp_compile.runtime.agreement_points import is_agreement_point
 from ddp_compile.runtime.progress import Progress
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_state import ReducerSettings
+from ddp_compile.wrappers import refuse_wrapper_around
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +49,21 @@ class ReplicateState:
         self.process_group = process_group
         self.config = config
         self.requires_sync = True
+        self._num_forwards = 0
+        self._num_with_gradients = 0  # of the forwards
         ignored = config.parameters_to_ignore
-        named = reduced_parameters(module, ignored)
+        self.parameters = ReplicatedParameters(module, ignored)
+        named = self.parameters.named
         parameters = list(named.values())
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         inside = launches_inside(config.split, self.compiler)
-        verify_modules_agree(_describe(module, config, inside), process_group, parameters[0].device)
+        shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        description = [
+            *_describe(module, config, inside),
+            f"parameters that another replicated module reduces={shared}",
+        ]
+        verify_modules_agree(description, process_group, parameters[0].device)
+        self.parameters.refuse_shared(process_group.rank())
         self.progress = Progress(process_group, parameters[0].device)
         # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
         self._buffer_places = [
@@ -96,22 +108,40 @@ class ReplicateState:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self._kind_of_forward(module)
         self.progress.forward_begins(kind)
+        self._num_forwards += 1
+        if torch_internals.is_inside_ddp() or is_agreement_point(self._num_forwards):
+            refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
         if not torch.is_grad_enabled():
             outputs = self._call_evaluation(module, *args, **kwargs)
             self.progress.forward_ends(kind)
             return outputs
-        self.reducer.prepare_for_backward(self.requires_sync)
-        if module.training:
-            if self.requires_sync and self.config.broadcast_buffers:
-                self._broadcast_buffers(kind)
-            outputs = self._call_training(module, *args, **kwargs)
-        else:
-            outputs = self._call_evaluation(module, *args, **kwargs)
+        self._num_with_gradients += 1
+        if is_agreement_point(self._num_with_gradients):
+            self.parameters.refuse_changes(self.process_group.rank(), module)
+        try:
+            self.reducer.prepare_for_backward(self.requires_sync)
+        except MissingGradientError:
+            self.parameters.refuse_changes(
+                self.process_group.rank(), module
+            )  # says why they are missing, if it is that
+            raise
+        if module.training and self.requires_sync and self.config.broadcast_buffers:
+            self._broadcast_buffers(kind)
+        num_graphs = self._num_graphs
+        call = self._call_training if module.training else self._call_evaluation
+        outputs = call(module, *args, **kwargs)
+        if self._num_graphs != num_graphs:
+            # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
+            self.parameters.refuse_changes(self.process_group.rank(), module)
         if self.requires_sync:
             self.reducer.search_unused_parameters(outputs)
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
         self.progress.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
+
+    @property
+    def _num_graphs(self) -> int:
+        return len(self.backend.reports) + self._evaluation_backend.num_graphs
 
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
@@ -171,13 +201,6 @@ class ReplicateState:
 
 def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
     return process_group.size() > 1
-
-
-def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
-    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name only."""
-    every_name = module.named_parameters(remove_duplicate=False)
-    ignored_ids = {id(parameter) for name, parameter in every_name if name in ignored}
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in ignored_ids}
 
 
 def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:

@@ -90,14 +90,19 @@ class BucketBuffer:
                 self.flat = gradients[0].mul_(scale)
             return
         self._flattened = gradients
+        plan = self._plan()
+        assert self.flat is not None
+        if gradients[0].dtype != self.flat.dtype:  # nearly all that is converted, at hardly any cost
+            self._refuse_converted()
         try:
-            self._plan().flatten(gradients, scale)
+            plan.flatten(gradients, scale)
         except ValueError:
+            self._refuse_converted()
             # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
             # asking each gradient in each step costs more than reading its address.
             if not any(gradient.is_sparse for gradient in gradients):
                 raise
-            self._plan().flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
+            plan.flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
 
     def contributions(self, unused: Set[int], sends: bool) -> list[Tensor]:
         """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.
@@ -320,8 +325,26 @@ class BucketBuffer:
             self._views = GradientViews(self._plan().views)
         return self._views
 
+    def _refuse_converted(self) -> None:
+        """Refuse parameters of another dtype, size or device than when they were replicated.
+
+        Raises:
+            ParametersChangedError: Names them.
+        """
+        changes = []
+        for spec, parameter in zip(self.spec.gradients, self.parameters, strict=True):
+            was = f"{spec.dtype}[{spec.numel}]"
+            is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
+            if self.flat is not None and parameter.device != self.flat.device:
+                was, is_now = f"{was} on {self.flat.device}", f"{is_now} on {parameter.device}"
+            if was != is_now:
+                changes.append(f"{was} before and {is_now} now: {spec.fqn}")
+        if changes:
+            raise refusals.parameters_changed(self._rank, changes)
+
     def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:
+            self._refuse_converted()
             # Made at the first use, when the seal is behind us; zeros, so that the padding is and stays zero.
             first = self.parameters[0]
             offsets = [offset // first.element_size() for offset in self.spec.byte_offsets]

@@ -362,12 +362,14 @@ class Reducer:
         raise refusals.out_of_step(self.rank)
 
     def _refuse_missing_gradients(self) -> NoReturn:
-        missing = [self._fqn(index) for bucket in self.buckets for index in sorted(bucket.missing)]
+        indices = [index for bucket in self.buckets for index in sorted(bucket.missing)]
+        missing = [self._fqn(index) for index in indices]
+        frozen = [self._fqn(index) for index in indices if not self.parameters[index].requires_grad]
         try:
             self._queue.wait()
         finally:
             self._reset()
-        raise refusals.missing_gradients(self.rank, missing, len(self.parameters), self.settings.static_graph)
+        raise refusals.missing_gradients(self.rank, missing, frozen, len(self.parameters), self.settings.static_graph)
 
     def _reset(self) -> None:
         self._progress.round_ends(self._queue.has_sent)

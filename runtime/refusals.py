@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_compile.bucket_plan import BucketPlan
-from ddp_compile.errors import GradientArrivalError, MissingGradientError, RanksDifferError, ReductionError
+from ddp_compile.errors import (
+    GradientArrivalError,
+    MissingGradientError,
+    ParametersChangedError,
+    RanksDifferError,
+    ReductionError,
+)
 from ddp_compile.runtime.rank_names import name_values
 
 
@@ -54,8 +60,16 @@ def out_of_step(rank: int) -> ReductionError:
     )
 
 
-def missing_gradients(rank: int, names: Sequence[str], num_parameters: int, static_graph: bool) -> MissingGradientError:
-    """A backward ended, and no other one brought what was missing."""
+def missing_gradients(
+    rank: int, names: Sequence[str], frozen: Sequence[str], num_parameters: int, static_graph: bool
+) -> MissingGradientError:
+    """A backward ended, and no other one brought what was missing; some of it may have been frozen since."""
+    why = (
+        f" Of these, {len(frozen)} were frozen after ddp_compile: {', '.join(frozen)}. Freeze them before it, or"
+        " replicate the module again: model = ddp_compile(model.unwrap(), ...)."
+        if frozen
+        else ""
+    )
     advice = (
         "With static_graph=True the parameters of the first iteration have to get gradients in every one: drop it, or"
         " pass find_unused_parameters=True instead"
@@ -65,7 +79,16 @@ def missing_gradients(rank: int, names: Sequence[str], num_parameters: int, stat
     )
     return MissingGradientError(
         f"rank {rank}: {len(names)} of {num_parameters} parameters got no gradient in the last backward:"
-        f" {', '.join(names)}. Their buckets never left, and .grad is not averaged. {advice}"
+        f" {', '.join(names)}. Their buckets never left, and .grad is not averaged.{why} {advice}"
+    )
+
+
+def parameters_changed(rank: int, changes: Sequence[str]) -> ParametersChangedError:
+    """What happened since the module was replicated, and to which parameters: "added: adapter.weight"."""
+    return ParametersChangedError(
+        f"rank {rank}: the parameters are not those that ddp_compile has replicated, and their gradients would not be"
+        f" averaged: {'; '.join(changes)}. Make such changes before ddp_compile, or replicate the module again after"
+        " them: model = ddp_compile(model.unwrap(), ...)"
     )
 
 

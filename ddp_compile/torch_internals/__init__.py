@@ -41,6 +41,7 @@ from ddp_compile.torch_internals.dynamo import (
     traced_call_of,
     watch_compilations,
 )
+from ddp_compile.torch_internals.module_calls import is_inside_ddp, is_module_call
 from ddp_compile.torch_internals.process_groups import (
     broadcast_coalesced,
     group_timeout,
@@ -88,6 +89,8 @@ __all__ = [
     "inner_backend",
     "inputs_of_gradients",
     "is_inside_backward",
+    "is_inside_ddp",
+    "is_module_call",
     "is_plain_tensor",
     "is_request_to_dynamo",
     "key_of_storage",

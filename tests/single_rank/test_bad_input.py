@@ -91,8 +91,9 @@ class HasNoSync(nn.Linear):
 def test_a_module_that_cannot_be_replicated_is_refused(
     make: Callable[[], nn.Module], said: str, single_rank_group: None
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
         ddp_compile(make())
+    assert isinstance(refused.value, RuntimeError)
 
 
 class CatchAll(nn.Linear):
@@ -108,14 +109,47 @@ def test_a_catch_all_getattr_hides_nothing_of_ours(single_rank_group: None) -> N
     assert model.anything() == "anything"
 
 
+def of_group_and_mesh() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    return {"process_group": mesh.get_group(), "device_mesh": mesh}
+
+
+def of_two_dimensions() -> dict[str, Any]:
+    return {"device_mesh": init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (frozen, dict),
+        (lambda: nn.LazyLinear(3), dict),
+        (lambda: nn.Linear(3, 3), of_group_and_mesh),
+        (lambda: nn.Linear(3, 3), of_two_dimensions),
+    ],
+)
+def test_what_ddp_refuses_with_a_runtime_error_is_one_here_and_a_value_error(
+    make: Callable[[], nn.Module], settings: Callable[[], dict[str, Any]], single_rank_group: None
+) -> None:
+    for wrap in (DistributedDataParallel, ddp_compile):
+        with pytest.raises(RuntimeError):
+            wrap(make(), **settings())
+    with pytest.raises(ValueError):
+        ddp_compile(make(), **settings())
+
+
 def test_something_else_than_a_module_is_refused(single_rank_group: None) -> None:
     with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not function"):
         ddp_compile(lambda x: x)
 
 
 def test_without_a_process_group_the_error_shows_how_to_start_one() -> None:
-    with pytest.raises(RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node 2"):
+    with pytest.raises(
+        RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node 2"
+    ) as refused:
         ddp_compile(nn.Linear(3, 3))
+    assert isinstance(refused.value, ValueError)
+    with pytest.raises(ValueError):
+        DistributedDataParallel(nn.Linear(3, 3))
 
 
 def test_a_group_and_a_mesh_exclude_each_other(single_rank_group: None) -> None:

@@ -1,0 +1,142 @@
+"""Modules of torch's that reduce, shard or compile by themselves: inside of a replicated module, or around it.
+
+They are told by the names of their classes, as some of their modules are costly to import.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReplicationError
+
+_REDUCES = "its gradients are reduced already; use one of the two"
+_PASS_INSIDE = "pass the module inside it, its .module"
+
+#: By class name: what to do when `ddp_compile` is given one.
+_INSTEAD: Mapping[str, str] = {
+    "DistributedDataParallel": _PASS_INSIDE,
+    "DataParallel": _PASS_INSIDE,
+    "FullyShardedDataParallel": _REDUCES,
+    "ReplicateModule": _REDUCES,  # torch.distributed._composable.replicate_with_fsdp
+    "FSDPModule": _REDUCES,
+    "DDP": _REDUCES,  # what torch.distributed._composable.replicate derives a module's class from
+    "OptimizedModule": "ddp_compile compiles by itself; put the module inside it, its ._orig_mod, in its place",
+    "ReplicatedModule": "replicate the outermost module only",
+    "ScriptModule": "Dynamo cannot trace TorchScript; use the Python module",
+}
+_SHARDING = frozenset({"FullyShardedDataParallel", "FSDPModule", "ReplicateModule"})
+_REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DDP"}
+
+
+def refuse_wrappers_inside(module: nn.Module) -> None:
+    """Refuse a module that is a wrapper, or holds one.
+
+    Raises:
+        ReplicationError: Names the wrapper, where it is, and what to do.
+    """
+    for name, submodule in module.named_modules():
+        if (kind := _kind_of(type(submodule))) is not None:
+            where = f"submodule {name}" if name else "the module"
+            raise ReplicationError(f"{where} is a {kind}; {_INSTEAD[kind]}")
+
+
+def reduces_by_itself(cls: type) -> bool:
+    """Whether modules of a class reduce or shard gradients by themselves."""
+    return _kind_of(cls) in _REDUCING
+
+
+def reducing_wrappers_inside(module: nn.Module) -> list[str]:
+    """What of a module reduces or shards gradients by itself: "layers.0 is a FSDPModule"."""
+    return [
+        f"{name or 'the module'} is a {_kind_of(type(submodule))}"
+        for name, submodule in module.named_modules()
+        if reduces_by_itself(type(submodule))
+    ]
+
+
+def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """While the module is called: refuse a call out of a wrapper that would reduce the same gradients.
+
+    A wrapper whose forward merely calls the module, a frozen teacher for example, is none.
+
+    Args:
+        rank: This rank, for the message.
+        module: The module.
+        parameters: What is reduced of it, by name.
+
+    Raises:
+        ReplicationError: Names the wrapper and the way out.
+    """
+    for wrapper in itertools.chain([module], _calling_modules()):
+        kind = _kind_of(type(wrapper))
+        if kind not in _REDUCING or not (taken := _taken_by(wrapper, kind, module, parameters)):
+            continue
+        raise ReplicationError(
+            f"rank {rank}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'} a"
+            f" {kind}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]}, ...), so that"
+            f" their gradients would be reduced twice, or not at all. Train the module without {kind}, around it or"
+            " around a module that holds it. With Accelerate, leave the module out of accelerator.prepare(...); with"
+            " Lightning, pass a DDPStrategy whose _setup_model(self, model) returns ddp_compile(model)"
+        )
+
+
+def _kind_of(cls: type) -> str | None:
+    """Which wrapper a class is or derives from."""
+    for base in cls.__mro__:
+        if base.__name__ in _INSTEAD and base.__module__.split(".")[0] in ("torch", "ddp_compile"):
+            return base.__name__
+    return None
+
+
+def _taken_by(
+    wrapper: nn.Module, kind: str | None, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """The names of the parameters whose gradients a wrapper reduces or shards."""
+    if kind in _SHARDING:
+        # It puts others in their place, here or for the time of a forward; not in the modules it was told to ignore.
+        if not any(submodule is module for submodule in wrapper.modules()):
+            return []
+        present = set(map(id, module.parameters()))
+        return [name for name, parameter in parameters.items() if id(parameter) not in present]
+    named, ignored = wrapper.named_parameters(), set[str]()
+    if isinstance(wrapper, DistributedDataParallel):
+        named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
+    held = {id(parameter) for name, parameter in named if parameter.requires_grad and name not in ignored}
+    return [name for name, parameter in parameters.items() if id(parameter) in held]
+
+
+_NN, _DISTRIBUTED = (os.path.join(os.path.dirname(torch.__file__), part) for part in ("nn", "distributed"))
+_FORWARDS = frozenset(
+    {
+        os.path.join(_NN, "parallel", "distributed.py"),
+        os.path.join(_NN, "parallel", "data_parallel.py"),
+        os.path.join(_DISTRIBUTED, "fsdp", "fully_sharded_data_parallel.py"),
+    }
+)
+
+
+def _calling_modules() -> Iterator[nn.Module]:
+    """The modules whose calls have led here, innermost first, compiled ones included.
+
+    Note [Frames whose locals are read]
+    Before Python 3.13 a frame keeps what ``f_locals`` has shown for as long as it lives: that of a training loop would
+    keep the tensors of a step until its end. So only frames of torch's are read, which end with the call.
+    """
+    seen: set[int] = set()
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename in _FORWARDS or torch_internals.is_module_call(code):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, nn.Module) and id(caller) not in seen:
+                seen.add(id(caller))
+                yield caller
+        frame = frame.f_back  # type: ignore[assignment]

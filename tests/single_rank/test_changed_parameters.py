@@ -1,0 +1,221 @@
+"""Parameters that are added, replaced or converted after ddp_compile are refused by name; what may change, may."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, weight_norm
+
+from ddp_compile import MissingGradientError, ParametersChangedError, ddp_compile
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+class WithAdapter(nn.Module):
+    """Adds ``adapter`` to its layer's output once it has one; its last layer is frozen."""
+
+    def __init__(self, num_breaks: int = 0) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4).requires_grad_(False)
+        self.adapter: nn.Module | None = None
+        self._num_breaks = num_breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.layer.weight)
+        for _ in range(self._num_breaks):
+            torch._dynamo.graph_break()  # in a loop, so that Dynamo gives the frame up and nothing is compiled
+        y = self.layer(x)
+        y = y if self.adapter is None else y + self.adapter(x)
+        return self.last(self.head(y))
+
+
+def replicated(**settings: Any) -> Any:
+    return ddp_compile(WithAdapter(), **{"backend": "eager", **settings})
+
+
+def train(model: nn.Module, num_steps: int = 1) -> None:
+    for _ in range(num_steps):
+        model.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def add_adapters(model: Any) -> None:
+    model.requires_grad_(False)
+    model.adapter = nn.Linear(4, 4)
+
+
+def replace_head(model: Any) -> None:
+    model.head = nn.Linear(4, 4)
+
+
+def remove_layer(model: Any) -> None:
+    model.layer = nn.Identity()
+    model.layer.weight = torch.ones(())
+
+
+def unfreeze(model: Any) -> None:
+    model.last.requires_grad_(True)
+
+
+def convert(model: Any) -> None:
+    model.double()
+
+
+def convert_a_part(model: Any) -> None:
+    model.layer.to(torch.bfloat16)
+    model.head.to(torch.bfloat16)
+    model.last.to(torch.bfloat16)
+
+
+def assign(model: Any) -> None:
+    model.head.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
+
+
+def normalise_weight(model: Any) -> None:
+    parametrizations.weight_norm(model.layer)
+
+
+def normalise_weight_the_old_way(model: Any) -> None:
+    weight_norm(model.layer)
+
+
+def shard_a_layer(model: Any) -> None:
+    fully_shard(model.head, mesh=init_device_mesh("cpu", (1,)))
+
+
+def wrap_a_layer(model: Any) -> None:
+    model.head = DistributedDataParallel(model.head)
+
+
+def reshape(model: Any) -> None:
+    model.head.weight.data, model.head.bias.data = torch.randn(8, 4), torch.randn(8)
+    model.last.weight.data = torch.randn(4, 8)
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    add_adapters: "added: adapter.weight, adapter.bias.",
+    replace_head: "replaced by another Parameter: head.weight, head.bias.",
+    remove_layer: "not there any more: layer.weight, layer.bias.",
+    unfreeze: "unfrozen: last.weight, last.bias.",
+    convert: "float32 before and float64 now: layer.weight, layer.bias, head.weight, head.bias.",
+    convert_a_part: "float32 before and bfloat16 now: layer.weight, layer.bias, head.weight, head.bias.",
+    assign: "replaced by another Parameter: head.weight, head.bias.",
+    normalise_weight: "not there any more: layer.weight; added: layer.parametrizations.weight.original0, ",
+    normalise_weight_the_old_way: "not there any more: layer.weight; added: layer.weight_g, layer.weight_v.",
+    shard_a_layer: "head is a FSDPModule; replaced by another DTensor: head.weight, head.bias.",
+    wrap_a_layer: "head is a DistributedDataParallel.",
+    reshape: "[4, 4] before and [8, 4] now: head.weight; [4] before and [8] now: head.bias.",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_named_at_a_checked_forward(change: Callable[[Any], None]) -> None:
+    model = replicated()
+    train(model)
+    change(model)
+    said = f"rank 0: .*{re.escape(CHANGES[change])}.*{re.escape('ddp_compile(model.unwrap(), ...)')}"
+    with pytest.raises(ParametersChangedError, match=said):
+        train(model)
+
+
+@pytest.mark.parametrize("change", [convert, convert_a_part, add_adapters, unfreeze])
+def test_a_change_that_dynamo_sees_is_named_between_two_checked_forwards(change: Callable[[Any], None]) -> None:
+    model = replicated()
+    train(model, num_steps=4)  # the next check is due before forward 8
+    change(model)
+    with pytest.raises(ParametersChangedError, match=re.escape(CHANGES[change])):
+        model(torch.randn(2, 4))
+
+
+def test_a_change_that_leaves_gradients_out_is_named_at_the_next_forward() -> None:
+    model = replicated()
+    train(model, num_steps=4)
+    replace_head(model)  # of the same shape, so that Dynamo does not see it
+    with pytest.raises(ParametersChangedError, match=re.escape(CHANGES[replace_head])):
+        train(model, num_steps=2)
+
+
+def test_a_change_that_nothing_sees_is_named_soon() -> None:
+    model: Any = ddp_compile(WithAdapter(num_breaks=1), backend="eager")
+    train(model, num_steps=4)
+    assert model._ddp_compile_state.backend.reports == []
+    add_adapters(model)
+    with pytest.raises(ParametersChangedError, match="added: adapter"):
+        train(model, num_steps=4)
+
+
+def test_the_way_out_leads_out() -> None:
+    model = replicated()
+    train(model)
+    add_adapters(model)
+    with pytest.raises(ParametersChangedError):
+        train(model)
+    model = ddp_compile(model.unwrap(), backend="eager")
+    train(model, num_steps=2)
+    names = [gradient.fqn for bucket in model.bucket_plan.buckets for gradient in bucket.gradients]
+    assert sorted(names) == ["adapter.bias", "adapter.weight"]
+
+
+class Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrize_in_place(model: Any) -> None:
+    parametrize.register_parametrization(model.layer, "weight", Scaled())
+
+
+def move_layer(model: Any) -> None:
+    model.head = nn.Sequential(model.head)
+
+
+def add_frozen(model: Any) -> None:
+    model.adapter = nn.Linear(4, 4).requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [parametrize_in_place, move_layer, add_frozen])
+def test_a_change_that_leaves_the_reduced_parameters_what_they_are_is_none(change: Callable[[Any], None]) -> None:
+    model = replicated()
+    train(model)
+    change(model)
+    train(model, num_steps=4)
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_a_parameter_that_is_ignored_may_change() -> None:
+    model: Any = replicated(parameters_to_ignore=["head.weight", "head.bias"])
+    train(model)
+    replace_head(model)
+    train(model, num_steps=4)
+
+
+def test_freezing_within_a_step_is_none() -> None:
+    """A discriminator that is frozen while the generator trains through it."""
+    model = replicated()
+    for step in range(6):
+        model.requires_grad_(False)
+        x = torch.randn(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None and (step or model.layer.weight.grad is None)
+        model.layer.requires_grad_(True)
+        model.head.requires_grad_(True)
+        train(model)
+
+
+def test_what_was_frozen_since_is_said_of_missing_gradients() -> None:
+    model = replicated()
+    train(model)
+    model.head.requires_grad_(False)
+    model(torch.randn(2, 4)).sum().backward()
+    said = r"rank 0: 2 of 4 .* got no gradient.* 2 were frozen after ddp_compile: head\..*, head\..*unwrap\(\)"
+    with pytest.raises(MissingGradientError, match=said):
+        model(torch.randn(2, 4))
