@@ -52,6 +52,18 @@ class ReplicatedModule(nn.Module):
         finally:
             state.requires_sync = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards of the forwards to come are reduced, as with DistributedDataParallel; `no_sync` clears it.
+
+        For loops that set it: ``model.require_backward_grad_sync = micro_step == last``.
+        """
+        return _state_of(self).requires_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        _state_of(self).requires_sync = bool(value)
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
 
@@ -173,6 +185,8 @@ def _plain_shell(module: nn.Module) -> nn.Module:
 
 def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """The same entries under the module's own names, where all of them stand under a prefix that it does not have."""
+    if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
+        return state_dict  # torch says what is wrong with it
     own = module.state_dict().keys()
     stripped: Any = OrderedDict(state_dict)
     # Versions of the modules that wrote the entries, by which they migrate old ones; kept beside the entries.
@@ -185,6 +199,8 @@ def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) 
         if metadata is not None:
             below = {key: value for key, value in metadata.items() if key.split(".")[0] == prefix}
             metadata = OrderedDict((key.removeprefix(prefix).lstrip("."), value) for key, value in below.items())
+    if own.isdisjoint(stripped):
+        return state_dict  # of another module: errors shall have the names that it has in the checkpoint
     if metadata is not None:
         stripped._metadata = metadata
     return stripped

@@ -85,6 +85,33 @@ def test_any_number_of_micro_batches_may_be_accumulated(ranks: Ranks) -> None:
     assert ranks(2).run(accumulate_any_number) == [0.0, 0.0]
 
 
+def accumulate_by_the_attribute() -> tuple[float, bool]:
+    torch.manual_seed(3)
+    reference = Mlp(width=17, num_layers=3)
+    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
+    with_ddp = DistributedDataParallel(reference)
+    torch.manual_seed(100 + dist.get_rank())
+    worst, are_local = 0.0, True
+    for _ in range(2):
+        for each in (model, with_ddp):
+            each.zero_grad()
+        for i in range(3):
+            x = torch.randn(4, 17)
+            for each in (model, with_ddp):
+                each.require_backward_grad_sync = i == 2
+                loss_of(each(x)).backward()
+            gathered = [torch.empty_like(reference.layers[0].weight) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, model.layers[0].weight.grad)
+            are_local &= torch.equal(*gathered) == (i == 2)
+            for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
+                worst = max(worst, relative_difference(p.grad, q.grad))
+    return worst, are_local
+
+
+def test_loops_that_set_require_backward_grad_sync_accumulate_as_with_ddp(ranks: Ranks) -> None:
+    assert ranks(2).run(accumulate_by_the_attribute) == [(0.0, True), (0.0, True)]
+
+
 def gradients_in_no_sync() -> tuple[bool, bool]:
     torch.manual_seed(5)
     model = ddp_compile(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)), backend="aot_eager")

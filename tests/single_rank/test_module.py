@@ -69,6 +69,28 @@ def test_checkpoints_of_wrapped_models_load(prefix: str, single_rank_group: None
     assert all(torch.equal(model.state_dict()[key], value) for key, value in saved.items())
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+def test_what_a_truncated_checkpoint_lacks_is_named(prefix: str, single_rank_group: None) -> None:
+    saved = {f"{prefix}{key}": value for key, value in Net().state_dict().items() if not key.startswith("norm.")}
+    with pytest.raises(RuntimeError, match=r"loading state_dict for Net:\s*Missing key.*\"norm\.weight\"") as refused:
+        replicated().load_state_dict(saved)
+    assert "Unexpected key" not in str(refused.value) and "first" not in str(refused.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_own_names(single_rank_group: None) -> None:
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"module\.layers\.0\"\."):
+        replicated().load_state_dict({"module.layers.0": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("value", [None, "checkpoint.pt", 5, [("first.weight", None)]])
+def test_what_is_no_state_dict_is_refused_as_by_the_module_itself(value: Any, single_rank_group: None) -> None:
+    with pytest.raises(TypeError) as plain:
+        Net().load_state_dict(value)
+    with pytest.raises(TypeError) as ours:
+        replicated().load_state_dict(value)
+    assert str(ours.value) == str(plain.value)
+
+
 def test_load_state_dict_by_assignment_is_refused(single_rank_group: None) -> None:
     with pytest.raises(ValueError, match="assign=False"):
         replicated().load_state_dict(Net().state_dict(), assign=True)
@@ -118,6 +140,32 @@ def test_unwrap_gives_the_plain_module_back(single_rank_group: None) -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), gradients, strict=True))
     backward(plain)
     backward(ddp_compile(plain, backend="eager"))
+
+
+def test_require_backward_grad_sync_nests_with_no_sync_as_ddps(single_rank_group: None) -> None:
+    seen: list[list[bool]] = []
+    for model in (replicated(), nn.parallel.DistributedDataParallel(Net())):
+        values = [model.require_backward_grad_sync]
+        with model.no_sync():
+            values.append(model.require_backward_grad_sync)
+            model.require_backward_grad_sync = True
+            values.append(model.require_backward_grad_sync)
+        values.append(model.require_backward_grad_sync)
+        model.require_backward_grad_sync = False
+        with model.no_sync():
+            pass
+        values.append(model.require_backward_grad_sync)
+        seen.append(values)
+    assert seen[0] == seen[1] == [True, False, True, True, False]
+
+
+def test_require_backward_grad_sync_leaves_nothing_behind(single_rank_group: None) -> None:
+    model = replicated()
+    model.require_backward_grad_sync = False
+    backward(model)
+    assert model._ddp_compile_state.builder.sealed is None
+    assert not hasattr(copy.deepcopy(model), "require_backward_grad_sync")
+    assert not hasattr(model.unwrap(), "require_backward_grad_sync")
 
 
 @pytest.mark.parametrize("isolated", [True, False], ids=["isolate_recompiles", "torch before 2.13"])
