@@ -42,8 +42,8 @@ def ddp_compile(
     """Make ``module`` train data-parallel and compiled, in place.
 
     Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the
-    same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``, ``bucket_plan``, ``explain()``,
-    ``register_comm_hook()`` and ``unwrap()``.
+    same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``,
+    ``require_backward_grad_sync``, ``bucket_plan``, ``explain()``, ``register_comm_hook()`` and ``unwrap()``.
 
     After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
 
@@ -59,7 +59,7 @@ def ddp_compile(
             them when it has ended. "auto" chooses for each graph: "forward" where that lets every bucket leave early,
             and "backward" where some could not be cut apart, for example under one checkpoint; the log of
             ``ddp_compile`` says which.
-        broadcast_buffers: Broadcast rank 0's buffers before each training forward outside of ``no_sync``.
+        broadcast_buffers: Broadcast rank 0's buffers before each forward with gradients outside of ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
             somebody else holds the gradient, or a view of before. False copies the result into the gradients that
@@ -83,8 +83,9 @@ def ddp_compile(
 
     Raises:
         TypeError: Not a module, or an argument that is not taken.
-        ValueError: A setting out of range, or a module that cannot be replicated.
-        RuntimeError: No process group has been initialised.
+        ValueError: A setting out of range.
+        ReplicationError: A module that cannot be replicated, or no process group has been initialised; a RuntimeError,
+            as DistributedDataParallel's, and a ValueError.
         RanksDifferError: The ranks were given different models.
     """
     refuse_unknown_arguments(unknown)

@@ -51,7 +51,7 @@ class ReplicateConfig:
     Args:
         caps_bytes: Bucket capacities in bytes in launch order; the last one holds for all further buckets.
         split: How backward graphs are made to hand over buckets early.
-        broadcast_buffers: Broadcast rank 0's buffers before each synchronised training forward.
+        broadcast_buffers: Broadcast rank 0's buffers before each synchronised forward with gradients.
         init_sync: Broadcast rank 0's parameters and buffers once, when the module is replicated.
         gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
         find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.

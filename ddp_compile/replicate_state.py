@@ -125,7 +125,8 @@ class ReplicateState:
                 self.process_group.rank(), module
             )  # says why they are missing, if it is that
             raise
-        if module.training and self.requires_sync and self.config.broadcast_buffers:
+        # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
+        if self.requires_sync and self.config.broadcast_buffers:
             self._broadcast_buffers(kind)
         num_graphs = self._num_graphs
         call = self._call_training if module.training else self._call_evaluation

@@ -50,7 +50,7 @@ _FIELDS = {
     "forwards_left_out": _Field(
         "training forwards without a backward",
         "Call a backward for each of them on every rank, and put a forward that needs none into torch.no_grad() or"
-        " model.no_sync(), or behind model.eval()",
+        " model.no_sync()",
     ),
     "backwards_repeated": _Field(
         "backwards without a forward before them", "Call backward equally often on every rank"

@@ -208,11 +208,13 @@ def buffers_after_forward() -> list[float]:
     model.eval()
     with torch.no_grad():
         model(torch.randn(3, 4))
-    return [after_training, after_no_sync, float(model[1].running_mean[0])]
+    after_no_grad = float(model[1].running_mean[0])
+    model(torch.randn(3, 4))
+    return [after_training, after_no_sync, after_no_grad, float(model[1].running_mean[0])]
 
 
-def test_buffers_come_from_rank_0_before_synchronised_training_forwards_only(ranks: Ranks) -> None:
-    assert ranks(2).run(buffers_after_forward) == [[1.0, 1.0, 1.0], [1.0, 2.0, 2.0]]
+def test_buffers_come_from_rank_0_before_synchronised_forwards_with_gradients_only(ranks: Ranks) -> None:
+    assert ranks(2).run(buffers_after_forward) == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 2.0, 1.0]]
 
 
 def sparse_and_mixed() -> float:

@@ -20,6 +20,7 @@ from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
@@ -174,6 +175,46 @@ def test_what_one_rank_may_do_alone(
     assert max(ranks(2).run(train_beside, only_rank_1)) < 1e-6
 
 
+def with_batch_norm() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def one_rank_in_evaluation_mode() -> float:
+    """The largest difference to DistributedDataParallel; rank 1 fine-tunes with fixed statistics every other step."""
+    models = [ddp_compile(with_batch_norm(), backend="aot_eager"), DistributedDataParallel(with_batch_norm())]
+    worst = 0.0
+    for number in range(4):
+        for model in models:
+            torch.manual_seed(10 * number + dist.get_rank())
+            model.train(not (dist.get_rank() == 1 and number % 2))
+            model.zero_grad()
+            step(model)
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            worst = max(worst, relative_difference(ours.grad, theirs.grad))
+    return worst
+
+
+def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp(ranks: Ranks) -> None:
+    # A bias before BatchNorm has a gradient of zero but for rounding; in evaluation mode it has another one.
+    assert max(ranks(2).run(one_rank_in_evaluation_mode)) < 1e-5
+
+
+def parameters_that_one_rank_shares() -> None:
+    head = nn.Linear(WIDTH, WIDTH)
+    kept = ddp_compile(nn.Sequential(head), backend="eager")
+    if dist.get_rank() == 0:
+        kept.unwrap()
+    ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), head), backend="eager")
+
+
+def test_parameters_that_one_rank_shares_are_refused_on_every_rank(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(parameters_that_one_rank_shares):
+        assert failure.kind == "RanksDifferError"
+        assert "another replicated module reduces=none on rank 0" in failure.message
+        assert "1.weight is 0.weight of a Sequential" in failure.message
+
+
 # Comm hooks
 
 
@@ -267,6 +308,14 @@ def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
     step(model)
 
 
+def evaluate_with_gradients_and_buffers(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(with_batch_norm(), process_group=group, backend="eager")
+    step(model)
+    if dist.get_rank() == 1:
+        evaluate_with_gradients(model)
+    step(model)
+
+
 def stop_early(group: dist.ProcessGroup) -> None:
     model = make_model(group)
     for _ in range(3 - dist.get_rank()):
@@ -335,6 +384,11 @@ def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
         (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
         (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
         (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
+        (
+            evaluate_with_gradients_and_buffers,
+            "training forward 2, broadcast of buffers: failed",
+            "ReductionError",
+        ),
         (stop_early, "round 2 is over", "nothing"),
         (step_once_in_no_sync, "round 2 is over", "nothing"),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
