@@ -172,6 +172,14 @@ class ReplicateState:
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
         reports = self.backend.reports
         rank = self.process_group.rank()
+        if not self._num_with_gradients:
+            log.warning(
+                "rank %d: the module itself has not been called for training: gradients came through one of its"
+                " submodules or methods, or through module.forward. These are not compiled, and buffers are not"
+                " broadcast before them; call the module: model(x)",
+                rank,
+            )
+            return
         if not reports and not self._evaluation_backend.num_graphs:
             log.warning(
                 "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."

@@ -70,6 +70,7 @@ class Reducer:
         # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
         self._forward_since_round = False
         self._arrived_before_plan: set[int] = set()
+        self._num_backwards_alone = 0
         self._early = EarlyBuckets(self.parameters, process_group) if settings.takes_whole_buckets else None
         self._optional: OptionalGradients | None = None
         if settings.static_graph or settings.find_unused_parameters:
@@ -352,6 +353,10 @@ class Reducer:
             for bucket in self.buckets:
                 self._completion.complete(bucket)
             self.finalize_backward()
+            return
+        self._num_backwards_alone += 1
+        if self._num_backwards_alone == refusals.MOST_BACKWARDS_ALONE:
+            log.warning(refusals.backwards_alone(self.rank, len(arrived), len(self.parameters)))
 
     def _seal_plan(self) -> None:
         self.settings.on_plan_sealed(self._bucket_set.seal(self._queue.comm_hook_name))

@@ -83,6 +83,19 @@ def missing_gradients(
     )
 
 
+#: More backwards before the module is called for the first time are more than those of a few regularisers.
+MOST_BACKWARDS_ALONE = 8
+
+
+def backwards_alone(rank: int, num_arrived: int, num_parameters: int) -> str:
+    """A warning: something is trained for which nobody has called the module."""
+    return (
+        f"rank {rank}: {MOST_BACKWARDS_ALONE} backwards have brought gradients, the last one of {num_arrived} of"
+        f" {num_parameters} parameters, and the module itself has not been called yet: they are not averaged. Call the"
+        " module, model(x), or apply ddp_compile to the submodule that is trained"
+    )
+
+
 def parameters_changed(rank: int, changes: Sequence[str]) -> ParametersChangedError:
     """What happened since the module was replicated, and to which parameters: "added: adapter.weight"."""
     return ParametersChangedError(

@@ -6,7 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +127,50 @@ def test_a_large_model_trained_in_evaluation_mode_is_told_why_nothing_is_cut(
             model(torch.randn(2, 64)).sum().backward()
     (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
     assert "put the model into training mode" in warning
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("train", [lambda model, x: model.net(x), lambda model, x: model.forward(x)])
+def test_a_model_that_is_trained_without_being_called_is_told_so(
+    train: Callable[[Any, Tensor], Tensor],
+    evaluates: bool,
+    two_ranks_in_name_only: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = ddp_compile(WithBatchNorm(), bucket_cap_mb=0.001, backend="eager")
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        if evaluates:
+            with torch.no_grad():
+                model.eval()(torch.randn(2, 64))
+            model.train()
+        for _ in range(2):
+            train(model, torch.randn(2, 64)).sum().backward()
+    (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    assert "the module itself has not been called for training" in warning and "buffers are not broadcast" in warning
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_averaged(
+    is_called: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(WithBatchNorm(), backend="eager")
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(10):
+            model.net[:2](torch.randn(2, 64)).sum().backward()
+            if is_called:  # the above is a regulariser then
+                model(torch.randn(2, 64)).sum().backward()
+    warnings = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    assert len(warnings) == (not is_called)
+    assert is_called or "the last one of 4 of 6 parameters" in warnings[0]
 
 
 def test_a_model_that_is_cut_is_not_warned_about(
