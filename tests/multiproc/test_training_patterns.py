@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ddp_compile
+from ddp_compile import ParametersChangedError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -264,6 +264,36 @@ def test_a_gradient_that_arrives_twice_is_named_with_both_causes(ranks: Ranks) -
     for failure in ranks(2).run_expecting_failures(losses_of_two_heads):
         assert failure.kind == "GradientArrivalError"
         assert "trunk.weight arrived twice" in failure.message and "add the losses up" in failure.message
+
+
+class NotCompiled(Mlp):
+    """A graph break in a loop: Dynamo gives the frame up, and so does not notice another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            torch._dynamo.graph_break()
+        return x
+
+
+def convert_between_two_looks_at_the_parameters(dtype: torch.dtype) -> None:
+    model = ddp_compile(NotCompiled(width=8, num_layers=3), backend="eager")
+    for _ in range(4):  # the next look is before the eighth forward
+        loss_of(model(torch.randn(2, 8))).backward()
+    model.to(dtype)
+    output = model(torch.randn(2, 8, dtype=dtype))
+    try:
+        loss_of(output).backward()
+    except ParametersChangedError as error:
+        raise RuntimeError(f"in the backward: {error}") from error
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_dtype_that_has_changed_is_named_where_the_bucket_is_filled(dtype: torch.dtype, ranks: Ranks) -> None:
+    name = str(dtype).removeprefix("torch.")
+    for rank, failure in enumerate(ranks(2).run_expecting_failures(convert_between_two_looks_at_the_parameters, dtype)):
+        assert failure.message.startswith(f"in the backward: rank {rank}: ")
+        assert f"float32[64] before and {name}[64] now: layers.0.weight" in failure.message
 
 
 def optimizer_in_backward() -> None:
