@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ddp_compile import torch_internals
 from ddp_compile.backward_pieces import compile_whole_or_in_pieces
-from ddp_compile.bucket_plan import BucketSpec, PlanBuilder, shorten_names
+from ddp_compile.bucket_plan import BucketSpec, shorten_names
 from ddp_compile.bucket_ready import watch_parameters
 from ddp_compile.config import SplitMode
 from ddp_compile.graph_compiler import GraphCompiler
@@ -31,6 +31,7 @@ from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.split_forward import split_forward_pass
 from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
+from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.torch_internals import BackwardEdit
 
 log = logging.getLogger(__name__)

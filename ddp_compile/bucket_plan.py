@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from textwrap import shorten
 from typing import Any, Literal, get_args
 
 import torch
@@ -153,16 +155,24 @@ class BucketPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: The text was written by another version of the format.
+            ValueError: The text was written by another version of the format, or is not what `to_json` writes: says
+                what is missing, or wrong, and where.
         """
-        document = json.loads(text)
-        if document.get("version") != _JSON_VERSION:
+        try:
+            document = json.loads(text, object_pairs_hook=_object_of)
+        except ValueError as error:
+            raise _malformed(f"it cannot be read ({error})") from error
+        if isinstance(document, dict) and document.get("version", _JSON_VERSION) != _JSON_VERSION:
             raise ValueError(
-                f"bucket plan has JSON version {document.get('version')!r}, this version of ddp_compile reads"
+                f"bucket plan has JSON version {document['version']!r}, this version of ddp_compile reads"
                 f" {_JSON_VERSION}; install the same version of ddp_compile on every rank"
             )
-        buckets = tuple(_bucket_from_json(i, fields) for i, fields in enumerate(document["buckets"]))
-        return cls(buckets, document["generation"])
+        _check_keys(document, {"version", "generation", "buckets"}, "it")
+        generation = _number(document["generation"], "its generation")
+        fields_of = _list(document["buckets"], "its buckets")
+        buckets = tuple(_bucket_from_json(i, fields) for i, fields in enumerate(fields_of))
+        _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
+        return cls(buckets, generation)
 
     def format_table(self) -> str:
         """The plan as a table for people, one line a bucket in launch order."""
@@ -198,12 +208,89 @@ class BucketPlan:
         return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows), total])
 
 
-def _bucket_from_json(index: int, fields: dict[str, Any]) -> BucketSpec:
-    gradients = tuple(
-        GradientSpec(i, fqn, numel, fields["dtype"], fields["device"], fields["sparse"])
-        for i, fqn, numel in fields["gradients"]
-    )
-    return BucketSpec(index, gradients, fields["cap_bytes"], fields["frame"], fields["layout"])
+_BUCKET_KEYS = {"cap_bytes", "device", "dtype", "frame", "gradients", "layout", "sparse"}
+
+
+def _bucket_from_json(index: int, fields: Any) -> BucketSpec:
+    where = f"bucket {index}"
+    _check_keys(fields, _BUCKET_KEYS, where)
+    if not isinstance(fields["dtype"], str) or not isinstance(getattr(torch, fields["dtype"], None), torch.dtype):
+        raise _malformed(f"the dtype of {where} is {_shown(fields['dtype'])}, not the name of one of torch's")
+    if not isinstance(fields["device"], str) or not fields["device"]:
+        raise _malformed(f"the device of {where} is {_shown(fields['device'])}, not a label such as 'cuda'")
+    if not isinstance(fields["sparse"], bool):
+        raise _malformed(f"'sparse' of {where} is {_shown(fields['sparse'])}, neither true nor false")
+    if fields["layout"] not in get_args(Layout):
+        raise _malformed(f"the layout of {where} is {_shown(fields['layout'])}, not one of {get_args(Layout)}")
+    described = _list(fields["gradients"], f"the gradients of {where}")
+    if len(described) != 1 and (fields["sparse"] or not described):
+        raise _malformed(f"{where} holds {len(described)} gradients; one that is sparse stands alone, others are some")
+    gradients = tuple(_gradient_from_json(gradient, fields, where) for gradient in described)
+    cap_bytes = _number(fields["cap_bytes"], f"the capacity of {where}", least=1)
+    frame = None if fields["frame"] is None else _number(fields["frame"], f"the frame of {where}")
+    return BucketSpec(index, gradients, cap_bytes, frame, fields["layout"])
+
+
+def _gradient_from_json(described: Any, fields: dict[str, Any], where: str) -> GradientSpec:
+    if not isinstance(described, list) or len(described) != 3 or not isinstance(described[1], str):
+        raise _malformed(
+            f"a gradient of {where} is {_shown(described)}, not [parameter number, name, number of elements]"
+        )
+    index, fqn, numel = described
+    _number(index, f"the number of parameter {fqn!r} in {where}")
+    _number(numel, f"the number of elements of {fqn!r} in {where}")
+    return GradientSpec(index, fqn, numel, fields["dtype"], fields["device"], fields["sparse"])
+
+
+def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
+    """Every parameter stands in the plan once, numbered from 0."""
+    name_of: dict[int, str] = {}
+    for gradient in gradients:
+        if gradient.index in name_of:
+            raise _malformed(
+                f"parameter {gradient.index} stands in it as {name_of[gradient.index]!r} and again as {gradient.fqn!r}"
+            )
+        if gradient.index >= len(gradients):
+            raise _malformed(
+                f"the number {gradient.index} of parameter {gradient.fqn!r} is out of range, as it holds"
+                f" {len(gradients)} parameters"
+            )
+        name_of[gradient.index] = gradient.fqn
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{repeated} stand twice in one object")
+    return dict(pairs)
+
+
+def _check_keys(fields: Any, expected: set[str], where: str) -> None:
+    if not isinstance(fields, dict):
+        raise _malformed(f"{where} is {_shown(fields)}, not an object with the keys {sorted(expected)}")
+    if missing := sorted(expected - fields.keys()):
+        raise _malformed(f"{where} lacks {missing}")
+    if unknown := sorted(fields.keys() - expected):
+        raise _malformed(f"{where} has {unknown}, which this version of ddp_compile does not know")
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _malformed(f"{what} are {_shown(value)}, not a list")
+    return value
+
+
+def _number(value: Any, what: str, least: int = 0) -> int:
+    if type(value) is not int or value < least:  # True is an int
+        raise _malformed(f"{what} is {_shown(value)}, not a whole number of at least {least}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return shorten(repr(value), 80)
+
+
+def _malformed(what: str) -> ValueError:
+    return ValueError(f"bucket plan is malformed: {what}. Pass the text that BucketPlan.to_json() returned, unchanged")
 
 
 def plan_buckets(
@@ -236,20 +323,18 @@ def plan_buckets(
     caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
     if first_cap_bytes is not None:
         caps = (min(first_cap_bytes, caps[0]), *caps)
-    _check_caps(caps, layout)
-    return BucketPlan(_renumbered(_pack(gradients, caps, layout, frame=None)), generation)
+    check_caps(caps, layout)
+    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)), generation)
 
 
-def _check_caps(caps: Sequence[int], layout: Layout) -> None:
+def check_caps(caps: Sequence[int], layout: Layout) -> None:
     if not caps or any(cap <= 0 for cap in caps):
         raise ValueError(f"bucket capacities {list(caps)} (bytes) must be positive and at least one must be given")
     if layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
 
 
-def _pack(
-    gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None
-) -> list[BucketSpec]:
+def pack(gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None) -> list[BucketSpec]:
     closed: list[_OpenBucket] = []
     still_open: dict[tuple[str, str], _OpenBucket] = {}
     num_opened: dict[tuple[str, str], int] = {}
@@ -282,95 +367,8 @@ class _OpenBucket:
     last: int = -1
 
 
-def _renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:
+def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:
     return tuple(replace(bucket, index=i) for i, bucket in enumerate(buckets))
-
-
-class PlanBuilder:
-    """Collects the plan of one module frame by frame, as Dynamo traces, compiles and runs them.
-
-    Args:
-        gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
-        caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
-        layout: See `BucketSpec`.
-
-    Raises:
-        ValueError: As `plan_buckets`.
-    """
-
-    def __init__(self, gradients: Sequence[GradientSpec], caps_bytes: Sequence[int], layout: Layout = "padded") -> None:
-        _check_caps(caps_bytes, layout)
-        assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
-        self.gradients = tuple(gradients)
-        self.caps_bytes = tuple(caps_bytes)
-        self.layout = layout
-        self.sealed: BucketPlan | None = None
-        self._frames: list[list[BucketSpec]] = []
-        self._planned: set[int] = set()
-
-    def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
-        """Take in one frame and say which buckets meet it.
-
-        Args:
-            ready_order: Indices of the frame's parameters in gradient-ready order.
-
-        Returns:
-            Every bucket that holds a parameter of the frame, in launch order. Until the plan is sealed, parameters that
-            no earlier frame has shown are packed here; later ones stay in the bucket that the sealed plan gives them.
-        """
-        if self.sealed is None:
-            fresh = [self.gradients[i] for i in ready_order if i not in self._planned]
-            self._planned.update(gradient.index for gradient in fresh)
-            # A frame compiled again brings nothing new and adds no frame, so compiling twice changes nothing.
-            if fresh:
-                self._frames.append(_pack(fresh, self.caps_bytes, self.layout, frame=len(self._frames)))
-        members = set(ready_order)
-        plan = self.sealed or self.propose()
-        return [bucket for bucket in plan.buckets if any(g.index in members for g in bucket.gradients)]
-
-    def propose(self) -> BucketPlan:
-        """The plan as this rank sees it.
-
-        The backward runs through the frames from the last to the first, so the last frame's buckets leave first. What
-        no frame showed is the eager tail: reverse registration order, after all frames.
-        """
-        tail = [gradient for gradient in reversed(self.gradients) if gradient.index not in self._planned]
-        compiled = [bucket for frame in reversed(self._frames) for bucket in frame]
-        return BucketPlan(_renumbered(compiled + _pack(tail, self.caps_bytes, self.layout, frame=None)))
-
-    def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
-        """The sealed plan's next generation: the eager tail packed as its gradients came, each bucket in its place.
-
-        Args:
-            arrival_order: Parameter numbers in the order of their gradients in one round.
-
-        Returns:
-            A plan with the same buckets for compiled frames, and buckets in the order of their last gradients.
-            Parameters that got no gradient come last.
-        """
-        assert self.sealed is not None
-        # A dict keeps the place of a key that it has.
-        order = dict.fromkeys([*arrival_order, *self.sealed.bucket_of_parameter])
-        place = {index: i for i, index in enumerate(order)}
-        compiled = [bucket for bucket in self.sealed.buckets if bucket.frame is not None]
-        in_tail = {g.index for bucket in self.sealed.buckets if bucket.frame is None for g in bucket.gradients}
-        tail = [self.gradients[index] for index in order if index in in_tail]
-        buckets = [*compiled, *_pack(tail, self.caps_bytes, self.layout, frame=None)]
-        buckets.sort(key=lambda bucket: max(place[gradient.index] for gradient in bucket.gradients))
-        return BucketPlan(_renumbered(buckets), self.sealed.generation + 1)
-
-    def leave_no_gaps(self) -> None:
-        """Give every bucket the layout "ddp", those of a sealed plan as well; the gradients in it stay the same."""
-        self.layout = "ddp"
-        self._frames = [[replace(bucket, layout="ddp") for bucket in frame] for frame in self._frames]
-        if self.sealed is not None:
-            gapless = tuple(replace(bucket, layout="ddp") for bucket in self.sealed.buckets)
-            self.sealed = replace(self.sealed, buckets=gapless)
-
-    def seal(self, plan: BucketPlan) -> None:
-        """Fix the plan all ranks agreed on; frames compiled from now on are cut at its boundaries."""
-        assert set(plan.bucket_of_parameter) == {gradient.index for gradient in self.gradients}
-        self.sealed = plan
 
 
 def shorten_names(names: Sequence[str]) -> str:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_inside
-from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, device_labels
+from ddp_compile.bucket_plan import BucketPlan, GradientSpec, device_labels
 from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReductionError
 from ddp_compile.graph_compiler import GraphCompiler
+from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.replicated_parameters import ReplicatedParameters
 from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
 from ddp_compile.runtime.agreement_points import is_agreement_point

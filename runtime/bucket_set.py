@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.bucket_plan import BucketPlan, PlanBuilder
+from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_comm_hooks_agree
 from ddp_compile.runtime.bucket_buffer import BucketBuffer

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.bucket_plan import PlanBuilder
 from ddp_compile.errors import ReductionError
+from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet

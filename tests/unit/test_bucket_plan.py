@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,10 @@ from ddp_compile.bucket_plan import (
     BucketPlan,
     BucketSpec,
     GradientSpec,
-    PlanBuilder,
     device_labels,
     plan_buckets,
 )
+from ddp_compile.plan_builder import PlanBuilder
 
 MIB = 2**20
 
@@ -242,6 +244,88 @@ def test_json_of_another_version_is_refused() -> None:
     document["version"] = 99
     with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 1; install the same"):
         BucketPlan.from_json(json.dumps(document))
+
+
+def changed(*path: Any, to: Any) -> Callable[[Any], None]:
+    """Put something else in one place of a plan's document."""
+
+    def change(document: Any) -> None:
+        *way, last = path
+        for step in way:
+            document = document[step]
+        document[last] = to
+
+    return change
+
+
+def dropped(*path: Any) -> Callable[[Any], None]:
+    def drop(document: Any) -> None:
+        *way, last = path
+        for step in way:
+            document = document[step]
+        del document[last]
+
+    return drop
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dropped("version"), "it lacks ['version']"),
+        (dropped("generation"), "it lacks ['generation']"),
+        (dropped("buckets"), "it lacks ['buckets']"),
+        (changed("more", to=1), "it has ['more'], which this version of ddp_compile does not know"),
+        (changed("generation", to=-1), "its generation is -1, not a whole number of at least 0"),
+        (changed("generation", to=True), "its generation is True"),
+        (changed("generation", to=0.5), "its generation is 0.5"),
+        (changed("buckets", to={}), "its buckets are {}, not a list"),
+        (changed("buckets", 1, to="x" * 999), "bucket 1 is "),
+        (dropped("buckets", 1, "dtype"), "bucket 1 lacks ['dtype']"),
+        (changed("buckets", 1, "cap", to=1), "bucket 1 has ['cap']"),
+        (changed("buckets", 1, "dtype", to="float33"), "the dtype of bucket 1 is 'float33'"),
+        (changed("buckets", 1, "dtype", to="Tensor"), "the dtype of bucket 1 is 'Tensor'"),
+        (changed("buckets", 1, "dtype", to=None), "the dtype of bucket 1 is None"),
+        (changed("buckets", 1, "device", to=0), "the device of bucket 1 is 0"),
+        (changed("buckets", 1, "sparse", to=0), "'sparse' of bucket 1 is 0"),
+        (changed("buckets", 1, "sparse", to=True), "bucket 1 holds 2 gradients"),
+        (changed("buckets", 1, "layout", to="packed"), "the layout of bucket 1 is 'packed'"),
+        (changed("buckets", 1, "layout", to=[]), "the layout of bucket 1 is []"),
+        (changed("buckets", 1, "cap_bytes", to=0), "the capacity of bucket 1 is 0, not a whole number of at least 1"),
+        (changed("buckets", 1, "frame", to="0"), "the frame of bucket 1 is '0'"),
+        (changed("buckets", 1, "gradients", to=[]), "bucket 1 holds 0 gradients"),
+        (changed("buckets", 1, "gradients", to=None), "the gradients of bucket 1 are None, not a list"),
+        (changed("buckets", 1, "gradients", 0, to=[1, "p1"]), "a gradient of bucket 1 is [1, 'p1']"),
+        (changed("buckets", 1, "gradients", 0, 1, to=7), "a gradient of bucket 1 is [2, 7, 1]"),
+        (changed("buckets", 1, "gradients", 0, 0, to="2"), "the number of parameter 'p2' in bucket 1 is '2'"),
+        (changed("buckets", 1, "gradients", 0, 0, to=-1), "the number of parameter 'p2' in bucket 1 is -1"),
+        (changed("buckets", 1, "gradients", 0, 0, to=4), "the number 4 of parameter 'p2' is out of range"),
+        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 stands in it as 'p2' and again as 'p3'"),
+        (changed("buckets", 1, "gradients", 0, 2, to=-1), "the number of elements of 'p2' in bucket 1 is -1"),
+        (dropped("buckets", 0), "the number 2 of parameter 'p2' is out of range, as it holds 2 parameters"),
+    ],
+)
+def test_a_malformed_plan_is_refused_with_what_is_wrong(change: Callable[[Any], None], said: str) -> None:
+    document = json.loads(plan_buckets(gradients(1, 1, 1, 1), 8).to_json())
+    change(document)
+    with pytest.raises(ValueError) as refused:
+        BucketPlan.from_json(json.dumps(document))
+    assert str(refused.value).startswith(f"bucket plan is malformed: {said}") and len(str(refused.value)) < 300
+    assert "Pass the text that BucketPlan.to_json() returned" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it cannot be read (Expecting value"),
+        ('{"version":1', "it cannot be read"),
+        ("[]", "it is [], not an object with the keys"),
+        ('{"version":1,"generation":0,"buckets":[],"buckets":[]}', "it cannot be read (['buckets'] stand twice"),
+    ],
+)
+def test_text_that_is_no_plan_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        BucketPlan.from_json(text)
+    assert str(refused.value).startswith(f"bucket plan is malformed: {said}")
 
 
 def test_a_parameter_in_two_buckets_is_an_error() -> None:

@@ -158,6 +158,7 @@ def test_only_the_command_line_imports_the_harness() -> None:
 def test_passes_and_runtime_import_nothing_from_above(layer: str) -> None:
     allowed = (
         "ddp_compile.bucket_plan",
+        "ddp_compile.plan_builder",
         "ddp_compile.bucket_ready",
         "ddp_compile.errors",
         "ddp_compile.config",

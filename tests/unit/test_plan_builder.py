@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from plans import gradients, members, plan_in_frames, random_gradients
 
-from ddp_compile.bucket_plan import BucketPlan, GradientSpec, PlanBuilder, plan_buckets
+from ddp_compile import plan_builder
+from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, pack, plan_buckets
+from ddp_compile.plan_builder import PlanBuilder
 
 
 def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registration_order() -> None:
@@ -90,6 +95,72 @@ def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed:
     assert all(g == specs[g.index] for bucket in plan.buckets for g in bucket.gradients)
     assert sorted(plan.bucket_of_parameter) == list(range(len(specs)))
     builder.seal(plan)
+
+
+class PlansEachFrameAnew(PlanBuilder):
+    """Makes the whole plan for each frame, and looks through all of it: what `add_frame` is to be equal to."""
+
+    def __init__(self, specs: Sequence[GradientSpec], caps_bytes: Sequence[int]) -> None:
+        super().__init__(specs, caps_bytes)
+        self.shown: list[list[int]] = []
+
+    def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
+        if self.sealed is None:
+            known = {i for frame in self.shown for i in frame}
+            fresh = [i for i in ready_order if i not in known]
+            if fresh:
+                self.shown.append(fresh)
+        return [b for b in self.propose().buckets if any(g.index in set(ready_order) for g in b.gradients)]
+
+    def propose(self) -> BucketPlan:
+        if self.sealed is not None:
+            return self.sealed
+        known = {i for frame in self.shown for i in frame}
+        tail = [i for i in reversed(range(len(self.gradients))) if i not in known]
+        packed: list[BucketSpec] = []
+        for number, shown in [*reversed(list(enumerate(self.shown))), (None, tail)]:
+            plan = plan_buckets([self.gradients[i] for i in shown], self.caps_bytes, layout=self.layout)
+            packed += [replace(bucket, frame=number) for bucket in plan.buckets]
+        return BucketPlan(tuple(replace(bucket, index=i) for i, bucket in enumerate(packed)))
+
+    def leave_no_gaps(self) -> None:
+        self.layout = "ddp"
+        if self.sealed is not None:
+            buckets = tuple(replace(bucket, layout="ddp") for bucket in self.sealed.buckets)
+            self.sealed = replace(self.sealed, buckets=buckets)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_frames_add_up_to_the_plan_that_would_be_made_anew_for_each(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = random_gradients(seed, rng.randint(1, 60))
+    caps = [rng.randint(1, 10_000) for _ in range(rng.randint(1, 3))]
+    builder, reference = PlanBuilder(specs, caps), PlansEachFrameAnew(specs, caps)
+    seal_at, gaps_at = rng.randint(0, 12), rng.randint(0, 12)
+    for number in range(10):
+        if number == gaps_at:
+            builder.leave_no_gaps()
+            reference.leave_no_gaps()
+        if number == seal_at:
+            builder.seal(builder.propose())
+            reference.seal(reference.propose())
+        shown = rng.sample(range(len(specs)), rng.randint(0, len(specs) // rng.randint(1, 4)))
+        assert builder.add_frame(shown) == reference.add_frame(shown)
+        assert (builder.sealed or builder.propose()).to_json() == reference.propose().to_json()
+
+
+def test_a_frame_packs_what_it_shows_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+
+    def counting(specs: Sequence[GradientSpec], *args: Any, **kwargs: Any) -> list[BucketSpec]:
+        packed.append(len(specs))
+        return pack(specs, *args, **kwargs)
+
+    monkeypatch.setattr(plan_builder, "pack", counting)
+    builder = PlanBuilder(gradients(*[100] * 1000), [400])
+    for start in range(0, 1000, 50):
+        assert len(builder.add_frame(range(start, start + 50))) == 50
+    assert sum(packed) == 1000
 
 
 @pytest.mark.parametrize("caps", [[], [0], [10, -1]])
