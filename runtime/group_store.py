@@ -3,10 +3,14 @@
 Note [Stores that do not answer]
 A training step needs no store, so a store that is slow, frozen or gone must never stop one. torch's TCPStore waits
 without a limit for the answer of a server that has been stopped, or whose machine is gone, whatever its timeout is
-(seen on torch 2.13 with a stopped server process). So everything that waits for an answer runs on a thread of its own,
-which is left behind when it takes too long, and the store is not asked again. What waits for no answer, ``set``, runs
-in place: it stops only when the socket's buffer is full, some 30 000 posts after the server has stopped answering, and
-the exchanges of `progress` ask long before that.
+(seen on torch 2.13 with a stopped server process). So everything that waits for an answer runs on a thread of its own.
+When it takes too long, the store's connection is shut down, upon which the wait fails and the thread ends, and the
+store is not asked again. No thread may be left behind in there: where its answer comes while the interpreter ends, the
+thread is not given the interpreter's lock but made to exit, through frames of C++ that must not be left so, and the
+process aborts ("terminate called without an active exception"). Other stores than TCPStore have no connection; a thread
+that waits in one, for the lock of a FileStore for example, is left behind.
+What waits for no answer, ``set``, runs in place: it stops only when the socket's buffer is full, some 30 000 posts
+after the server has stopped answering, and the exchanges of `progress` ask long before that.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ddp_compile import torch_internals
+
 log = logging.getLogger(__name__)
 
 #: How long a store may take to answer. Sound ones take less than a millisecond.
 ANSWER_LIMIT_S = 5.0
+_LONGEST_PAUSE_S = 0.2  # between two looks at keys that are not there yet
 
 Answer = TypeVar("Answer")
 
@@ -113,10 +120,10 @@ class GroupStore:
             while True:
                 is_over = time.monotonic() >= end  # asked first, so that what came in time is read
                 found = self._values(keys)
-                if is_over or enough(found):
+                if is_over or self.lost is not None or enough(found):
                     return found
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.2)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
         return self.ask(read_until, wait_s + ANSWER_LIMIT_S)
 
@@ -139,9 +146,18 @@ class GroupStore:
 
         thread = threading.Thread(target=run, name="ddp_compile_store", daemon=True)
         thread.start()
-        thread.join(limit_s)
+        try:
+            thread.join(limit_s)
+            reason = _first_line(errors[0]) if errors else f"no answer within {limit_s:.0f} s"
+        except BaseException:  # Ctrl-C
+            reason = "interrupted while it was asked"
+            raise
+        finally:
+            if not answers:
+                self._lose(reason)
+                is_shut_down = torch_internals.shut_down_connection(self._store)
+                thread.join(ANSWER_LIMIT_S if is_shut_down else 2 * _LONGEST_PAUSE_S)
         if not answers:
-            self._lose(_first_line(errors[0]) if errors else f"no answer within {limit_s:.0f} s")
             raise StoreLostError(self.lost)
         return answers[0]
 

@@ -45,6 +45,8 @@ from ddp_compile.torch_internals.module_calls import is_inside_ddp, is_module_ca
 from ddp_compile.torch_internals.process_groups import (
     broadcast_coalesced,
     group_timeout,
+    holds_server,
+    shut_down_connection,
 )
 from ddp_compile.torch_internals.tensors import (
     allows_same_attention_kernels,
@@ -86,6 +88,7 @@ __all__ = [
     "group_timeout",
     "has_gradient_hooks",
     "has_isolated_recompiles",
+    "holds_server",
     "inner_backend",
     "inputs_of_gradients",
     "is_inside_backward",
@@ -106,6 +109,7 @@ __all__ = [
     "repeats_random_numbers",
     "right_donations",
     "run_last",
+    "shut_down_connection",
     "storage_key",
     "symbol_bound_by",
     "to_fake",

@@ -1,7 +1,11 @@
-"""Process groups."""
+"""Process groups and their stores."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,3 +34,32 @@ def group_timeout(process_group: Any, device: torch.device) -> timedelta:
         return process_group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # a process group, or a backend, that is written in Python
         return torch.distributed.constants.default_pg_timeout
+
+
+def holds_server(store: Any) -> bool:
+    """Whether a store ends with this process: whether it is, behind prefixes, a TCPStore with the server in it."""
+    return _is_tcp(store) and re.search(r"server=TCPServer\(", repr(_innermost(store))) is not None
+
+
+def shut_down_connection(store: Any) -> bool:
+    """Let whatever waits for the answer of a TCPStore's server fail at once; False for a store of another kind.
+
+    torch 2.13 has no limit for that wait (recvBytes of csrc/distributed/c10d/TCPStore.cpp), and no way to end it. The
+    number of the socket stands in the store's text (``SocketImpl::repr`` of csrc/distributed/c10d/socket.cpp).
+    """
+    found = re.search(r"SocketImpl\(fd=(\d+)", repr(_innermost(store))) if _is_tcp(store) else None
+    if found is None:
+        return False
+    # A copy of the number: closing it leaves the store's own to the store. An OSError: there is no connection left.
+    with socket.socket(fileno=os.dup(int(found[1]))) as connection, contextlib.suppress(OSError):
+        if connection.getpeername()[1] == _innermost(store).port:
+            connection.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+def _innermost(store: Any) -> Any:
+    return getattr(store, "_underlying_non_prefix_store", store)
+
+
+def _is_tcp(store: Any) -> bool:
+    return isinstance(_innermost(store), torch.distributed.TCPStore)

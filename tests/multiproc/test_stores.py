@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -64,3 +67,15 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Ranks) -> None:
     assert waiting.kind == "ReductionError"
     assert "bucket 0" in waiting.message and "the store that they tell it to is gone" in waiting.message
     assert time.monotonic() - started < 30
+
+
+def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("frozen_store.py"))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stdout.startswith("no answer within")
