@@ -44,7 +44,7 @@ def compile_partitions(
             with torch_internals.partition_tracing_context(fake_mode, partition):
                 inputs = [values[argument] for argument in node.args]
                 compiled[node.target] = compile_partition(partition, inputs, node.target)
-        elif node.target is operator.getitem:
+        elif node.target is operator.getitem and node.args[0].op == "call_module":
             values[node] = torch_internals.fake_like(node.meta["example_value"], fake_mode)
     for name, function in compiled.items():
         # A plain attribute in the submodule's place: the generated code calls it without nn.Module's call protocol.

@@ -13,10 +13,14 @@ themselves, which sees nothing but the values that cross. A cut is held, that is
 - a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
   one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
   changed by the time it is used.
+- two values would cross that lie in one storage, and neither can be made again from the other: see Note [Views across a
+  cut] in `views`. Where one is a view of the other, it is made again behind the cut.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +37,7 @@ from ddp_compile.passes.graph_nodes import (
     tensors_in,
     written_arguments,
 )
+from ddp_compile.passes.views import ViewTrees
 
 
 class HeldCuts(NamedTuple):
@@ -56,6 +61,7 @@ def find_held_cuts(gm: fx.GraphModule) -> list[HeldCuts]:
         *_regions_that_stay_whole(gm),
         *_writes_after_views(gm),
         *_ties_to_a_value(gm),
+        *_values_of_one_storage(gm),
     ]
 
 
@@ -107,6 +113,11 @@ def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
             _update_region_stack(node, stack)
         regions[node] = tuple(stack)
     return regions
+
+
+def is_grad_off(regions: Sequence[str]) -> bool:
+    """Whether one of the open modes is a grad mode that was switched off."""
+    return "grad_off" in regions
 
 
 def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
@@ -176,6 +187,26 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
             if value.op not in ("placeholder", "get_attr") and position[value] + 1 <= at:
                 held.append(HeldCuts(position[value] + 1, at, f"{node.name} {what} {value.name}"))
     return held
+
+
+def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
+    """Two values of one storage that are needed later, neither of which can be made again from the other."""
+    position = _positions(gm)
+    trees = ViewTrees(gm, mode_regions(gm))
+    last_use: dict[fx.Node, int] = {}
+    for node in position:
+        root = trees.root(node)
+        last_use[root] = max(last_use.get(root, 0), _last_use(node, position))
+    held = []
+    for roots in trees.roots_in_storage:
+        # A tuple does not cross, only its elements do; an input does not cross either.
+        computed = [
+            r for r in roots if r.op not in ("placeholder", "get_attr") and isinstance(example_value(r), Tensor)
+        ]
+        for first, second in itertools.combinations(computed, 2):
+            reason = f"{second.name} lies in the memory of {first.name} and is no view that could be made again"
+            held.append(HeldCuts(position[second] + 1, min(last_use[first], last_use[second]), reason))
+    return [interval for interval in held if interval.first <= interval.last]
 
 
 def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:

@@ -57,6 +57,7 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
         if regions[node] != regions[written] or not _is_sole_name(node, written, earlier, position):
             continue
         node.target = _OPERATORS[node.target] if node.op == "call_function" else _METHODS[str(node.target)]
+        node.meta["was_inplace"] = True
         # Whoever read the written tensor later under its old name reads the new one. The recorded values keep sharing
         # storage, so that views of either still count as views of both when cuts are placed.
         for user in [user for user in written.users if position[user] > at]:

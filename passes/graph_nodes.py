@@ -118,6 +118,14 @@ def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def was_inplace(node: fx.Node) -> bool:
+    """Whether a node makes a new tensor although its recorded value lies in an old one's storage.
+
+    `functionalize_inplace_pass` leaves such nodes behind.
+    """
+    return bool(node.meta.get("was_inplace"))
+
+
 def aliases_by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
     """The nodes whose values lie in one storage, in graph order, conjugated and negated views among them."""
     storages: dict[int, list[fx.Node]] = {}
