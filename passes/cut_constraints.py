@@ -13,8 +13,8 @@ themselves, which sees nothing but the values that cross. A cut is held, that is
 - a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
   one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
   changed by the time it is used.
-- two values would cross that lie in one storage, and neither can be made again from the other: see Note [Views across a
-  cut] in `views`. Where one is a view of the other, it is made again behind the cut.
+- a value would cross that lies in the memory of another one and cannot be made again from it: see Note [Views across a
+  cut] in `views`. A view that can be made again holds no cut.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddp_compile.passes.graph_nodes import (
     tensors_in,
     written_arguments,
 )
-from ddp_compile.passes.views import ViewTrees
+from ddp_compile.passes.views import ViewTrees, is_only_view
 
 
 class HeldCuts(NamedTuple):
@@ -190,7 +190,7 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
 
 
 def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
-    """Two values of one storage that are needed later, neither of which can be made again from the other."""
+    """Values that lie in the memory of an earlier one and are no views that could be made again."""
     position = _positions(gm)
     trees = ViewTrees(gm, mode_regions(gm))
     last_use: dict[fx.Node, int] = {}
@@ -199,14 +199,25 @@ def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
         last_use[root] = max(last_use.get(root, 0), _last_use(node, position))
     held = []
     for roots in trees.roots_in_storage:
-        # A tuple does not cross, only its elements do; an input does not cross either.
-        computed = [
-            r for r in roots if r.op not in ("placeholder", "get_attr") and isinstance(example_value(r), Tensor)
-        ]
-        for first, second in itertools.combinations(computed, 2):
+        for first, second in itertools.combinations(roots, 2):
+            if second.op in ("placeholder", "get_attr"):
+                continue
             reason = f"{second.name} lies in the memory of {first.name} and is no view that could be made again"
-            held.append(HeldCuts(position[second] + 1, min(last_use[first], last_use[second]), reason))
+            held.append(HeldCuts(*_held_for_both(first, second, position, last_use), reason))
     return [interval for interval in held if interval.first <= interval.last]
+
+
+def _held_for_both(
+    first: fx.Node, second: fx.Node, position: dict[fx.Node, int], last_use: dict[fx.Node, int]
+) -> tuple[int, int]:
+    """The cuts that would make a partition give out both, or the second beside the first that it takes in."""
+    is_input = first.op in ("placeholder", "get_attr")
+    if not is_only_view(second):
+        # AOTAutograd makes an output that lies in an input's memory again from the input: a hook on its gradient, or a
+        # backward of its own, would be lost.
+        is_returned = last_use[second] == len(position) - 1
+        return position[first if is_returned and not is_input else second] + 1, last_use[second]
+    return position[second] + 1, -1 if is_input else min(last_use[first], last_use[second])
 
 
 def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:

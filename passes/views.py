@@ -2,14 +2,15 @@
 
 Note [Views across a cut]
 Of the values that lie in one storage, a partition gives out one. Of two outputs that share memory AOTAutograd makes one
-again from the other, and torch 2.13 does so wrongly where the other is a view itself (``y = h.t(); return y, y.detach()``
-transposes twice, in torch.compile as well) or where the result is read from a cache (``reshape`` gets no valid shape).
+again from the other, and torch 2.13 does so wrongly where the other is a view itself, in torch.compile as well: after
+``y = h.t(); return y, y.detach()`` the second is transposed twice. Where AOTAutograd's result is read from a cache, a
+``reshape`` of the other gets an invalid shape.
 
 So views do not cross beside what they are views of: `partition_graph` makes them again where they are used. ``detach``,
 and whatever returns its argument as it is, such as ``contiguous``, are views here. What crosses is the last value that
 all the views needed elsewhere are views of: a single view crosses as itself, and the gradient of a slice stays as small
-as the slice. An input of the graph is at hand everywhere, and no view of it crosses. Views that the caller gets are made
-by the graph that calls the partitions, so that they relate to each other as in eager code.
+as the slice. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets a view beside
+what it is a view of, the graph that calls the partitions makes it, and the two are related as in eager code.
 
 A view is made again only if it is a function of torch with one tensor among its arguments, whose result Dynamo recorded
 in that tensor's storage. Not made again are
@@ -19,11 +20,12 @@ in that tensor's storage. Not made again are
   may do something else with two gradients than with their sum;
 - views made in inference mode. Those made under ``no_grad`` are made again under ``no_grad``.
 
-Where two values of one storage would have to cross and neither can be made from the other, the cut is held.
+Where a value would have to cross that lies in the memory of another one and cannot be made again, the cut is held.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,9 +61,10 @@ class ViewTrees:
             # An element of a tuple is a view only if the tuple is one of views.
             if not isinstance(example_value(self._viewed[node]), Tensor) and self._viewed[node] not in self._viewed:
                 del self._viewed[node]
-        # The roots whose values share a storage, in graph order.
+        # The roots whose values share a storage, in graph order. A tuple does not cross, only its elements do.
         self.roots_in_storage = [
-            [node for node in nodes if node not in self._viewed] for nodes in aliases_by_storage(gm).values()
+            [node for node in nodes if node not in self._viewed and isinstance(example_value(node), Tensor)]
+            for nodes in aliases_by_storage(gm).values()
         ]
         self._roots_that_share = {root for roots in self.roots_in_storage if len(roots) > 1 for root in roots}
 
@@ -108,14 +111,22 @@ class ViewTrees:
         return chosen
 
 
+def is_only_view(node: fx.Node) -> bool:
+    """Whether a node that returns what its arguments hold does nothing else, in the backward as in the forward."""
+    if any(target_name(user) == "register_hook" for user in node.users):
+        return False
+    is_element = node.target is operator.getitem and not isinstance(example_value(node.all_input_nodes[0]), Tensor)
+    return _is_function_of_torch(node.all_input_nodes[0] if is_element else node)
+
+
 def _viewed_tensor(node: fx.Node) -> fx.Node | None:
     """The one argument that a node is nothing but a view of, or a tuple of views; see Note [Views across a cut]."""
-    if not _is_function_of_torch(node) or target_name(node).endswith("_") or target_name(node) == "as_strided":
+    if not is_only_view(node) or target_name(node).endswith("_") or target_name(node) == "as_strided":
         return None
     arguments = [argument for argument in node.all_input_nodes if tensors_in(argument)]
     if len(arguments) != 1 or not tensors_in(node) or was_inplace(node):
         return None
-    if any(True for _ in written_arguments(node)) or any(target_name(user) == "register_hook" for user in node.users):
+    if any(True for _ in written_arguments(node)):
         return None
     keys = {torch_internals.storage_key(tensor) for value in (node, arguments[0]) for tensor in tensors_in(value)}
     return arguments[0] if len(keys) == 1 and None not in keys else None
