@@ -1,8 +1,9 @@
 """Processes that stand in for ranks: started once, given one function after the other.
 
-Importing torch takes seconds; starting ranks for each test would be most of the suite's time. A function that a test
-gives to the pool must stand at the top level of its module, so that the ranks can import it. The ranks' `ddp_compile`
-has the defaults that it has here at the call, for fixtures that change one.
+Importing torch and its compilers takes seconds; starting ranks for each test would be most of the suite's time. Ranks
+are copies of one process that has imported them, so that those that parted ways cost little to replace. A function that
+a test gives to the pool must stand at the top level of its module, so that the ranks can import it. The ranks'
+`ddp_compile` has the defaults that it has here at the call, for fixtures that change one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from ddp_compile import ddp_compile
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
+
+# What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
+# could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose.
+PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch._inductor.compile_fx"]
 
 
 class RankFailure(NamedTuple):
@@ -77,7 +82,8 @@ class RankPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, theirs, sys.path), daemon=True)
