@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 # Expanded when training starts, which is after the installation.
 NPROC ?= $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
@@ -14,11 +15,12 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test parity bench gpu-bench gpu-check lint venv clean
+.PHONY: help train test test-long parity bench gpu-bench gpu-check lint venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
-	@echo 'make test    run the test suite'
+	@echo 'make test    run the test suite, in parallel unless ARGS says which tests'
+	@echo 'make test-long  run the tests that CI leaves out'
 	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
@@ -28,6 +30,7 @@ help:
 	@echo
 	@echo 'Variables:'
 	@echo '  ARGS=...     passed on: make train ARGS="--steps 500", make test ARGS="-k plan"'
+	@echo '  JOBS=N       number of processes that "make test" gives tests to ($(JOBS))'
 	@echo '  NPROC=N      number of training processes'
 	@echo '  PYTHON=...   interpreter for the virtual environment ($(PYTHON))'
 
@@ -36,8 +39,22 @@ help:
 train: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_lm.py $(ARGS)
 
+# Whole files go to one process, in their order: the slow ones come first, and what a file shares is made once. What must
+# be alone runs afterwards, and also if something has failed before.
+ifeq ($(strip $(ARGS)),)
+test: $(STAMP)
+	@status=0; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not alone and not long' \
+	    --durations 15 || status=$$?; \
+	$(BIN)/python -m pytest -m 'alone and not long' --durations 15 || status=$$?; \
+	exit $$status
+else
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+endif
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 parity: $(STAMP)
 	$(BIN)/python tests/parity/write_page.py

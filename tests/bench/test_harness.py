@@ -25,6 +25,7 @@ from ddp_compile.bench.results import SUMMARY_COLUMNS
 from ddp_compile.bench.run import BenchmarkRun, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
 
+pytestmark = pytest.mark.alone
 needs_links = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no real links: {unavailable_reason()}")
 
 HERE = Path(__file__).parent

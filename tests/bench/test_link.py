@@ -17,6 +17,7 @@ import pytest
 from ddp_compile.bench import link as link_module
 from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
 
+pytestmark = pytest.mark.alone
 MBIT = 10**6
 
 RECEIVE = """

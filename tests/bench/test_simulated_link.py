@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import ddp_compile
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group, set_link_model
 
+pytestmark = pytest.mark.alone
 CPU = torch.device("cpu")
 WORLD_SIZE = 4
 PAYLOAD_BYTES = 4000  # so few that writing them takes no time

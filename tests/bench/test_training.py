@@ -46,6 +46,7 @@ def test_it_trains_as_a_bare_loop_does() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.alone
 def test_a_step_costs_microseconds_beyond_what_it_times() -> None:
     """2 % of a step of 100 ms would be 2000 us."""
 
