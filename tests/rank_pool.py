@@ -125,6 +125,7 @@ def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, sto
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    dist.barrier()  # or a function that asks nothing of others could leave before they have connected
     try:
         return function(*args, **kwargs)
     except BaseException as error:
