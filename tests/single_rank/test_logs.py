@@ -41,23 +41,30 @@ def run_training(**environment: str) -> str:
     return completed.stderr
 
 
-def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions() -> None:
-    printed = run_training(TORCH_LOGS="ddp_graphs")
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What one process prints with both logs on, and the trace it writes."""
+    folder = tmp_path_factory.mktemp("trace")
+    printed = run_training(TORCH_LOGS="ddp_graphs,+ddp_compile.passes", TORCH_TRACE=str(folder))
+    return printed, "".join(path.read_text() for path in folder.iterdir())
+
+
+def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(logged: tuple[str, str]) -> None:
+    printed, _ = logged
     for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
         assert f"--- graph 0: {heading} ---" in printed, printed
     assert "bucket 0:" in printed and "2.bias, 2.weight" in printed
     assert "self.partition_1(" in printed
 
 
-def test_passes_log_says_what_was_cut_and_where() -> None:
-    printed = run_training(TORCH_LOGS="+ddp_compile.passes")
+def test_passes_log_says_what_was_cut_and_where(logged: tuple[str, str]) -> None:
+    printed, _ = logged
     assert "cut before" in printed and "so that bucket 0 leaves early" in printed
     assert "split_forward changed 2" in printed
 
 
-def test_torch_trace_holds_the_plan_and_the_partitions(tmp_path: Path) -> None:
-    run_training(TORCH_TRACE=str(tmp_path))
-    trace = "".join(path.read_text() for path in tmp_path.iterdir())
+def test_torch_trace_holds_the_plan_and_the_partitions(logged: tuple[str, str]) -> None:
+    _, trace = logged
     assert "ddp_compile_graph_0_buckets" in trace and "ddp_compile_graph_0_partition_1" in trace
 
 
