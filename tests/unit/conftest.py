@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from kernel_choice import INSTRUCTION_SETS, OTHER_BUILDS, Asked
 
 from ddp_compile.kernels.native import library
@@ -19,20 +20,27 @@ from ddp_compile.kernels.native.library import NativeLibrary
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def build_natively(folder: Path, macro: str) -> subprocess.Popen[bytes]:
+    command = ["setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", f"{folder}_objects"]
+    environment = {**os.environ, "DDP_COMPILE_NATIVE": "1", "CXXFLAGS": f"-D{macro}"}
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment)
+
+
 @pytest.fixture(scope="session")
 def other_builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeLibrary]:
     """The C++ library as it is built for other processors and by other compilers, built here with the same flags."""
     compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed, so what other compilers build cannot be built here")
-    builds = {}
-    for name, (macro, _) in OTHER_BUILDS.items():
-        folder = tmp_path_factory.mktemp(macro.lower())
-        command = ["setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "objects")]
-        environment = {**os.environ, "DDP_COMPILE_NATIVE": "1", "CXXFLAGS": f"-D{macro}"}
-        builds[name] = folder, subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment)
-    assert [process.wait() for _, process in builds.values()] == [0] * len(builds)
-    libraries = {name: NativeLibrary(*folder.rglob("_core*")) for name, (folder, _) in builds.items()}
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # every worker's, and the first one builds for all
+    folders = {name: root / macro.lower() for name, (macro, _) in OTHER_BUILDS.items()}
+    with FileLock(root / "other_builds.lock"):
+        missing = [name for name, folder in folders.items() if not any(folder.rglob("_core*"))]
+        processes = [build_natively(folders[name], OTHER_BUILDS[name][0]) for name in missing]
+        assert [process.wait() for process in processes] == [0] * len(missing)
+    libraries = {name: NativeLibrary(*folder.rglob("_core*")) for name, folder in folders.items()}
     # The macros have to have reached the compiler.
     assert {name: built.instruction_sets() for name, built in libraries.items()} == {
         name: [instruction_set] for name, (_, instruction_set) in OTHER_BUILDS.items()
