@@ -158,8 +158,18 @@ INDUCTOR_CASES = [
 ]
 
 
+# Where only the forward is special, CI leaves the backward's split to aot_eager.
+LONG_CASES = ["nested_output", "nested_regions", "no_grad_inside"]
+
+
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", INDUCTOR_CASES)
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [
+        *(("forward", name) for name in INDUCTOR_CASES),
+        *(pytest.param("backward", name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name in INDUCTOR_CASES),
+    ],
+)
 def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str, single_rank_group: None) -> None:
     make, inputs, _ = CASES[name]
     torch.manual_seed(0)
