@@ -95,6 +95,12 @@ class GraphCompiler:
     def _compile(
         self, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit | None, accept_failure: AcceptFailure | None
     ) -> Callable[..., Any]:
+        with torch_internals.right_cache_entries(gm):
+            return self._compile_now(gm, inputs, edit, accept_failure)
+
+    def _compile_now(
+        self, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit | None, accept_failure: AcceptFailure | None
+    ) -> Callable[..., Any]:
         if edit is not None:
             compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
             assert compile_and_edit is not None, "asked to edit what `can_edit_backwards` denies"

@@ -24,6 +24,7 @@ from ddp_compile.torch_internals.backward_compile import (
     inputs_of_gradients,
     repeats_random_numbers,
 )
+from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
     compile_isolated,
@@ -107,6 +108,7 @@ __all__ = [
     "profiled_range",
     "queue_backward_callback",
     "repeats_random_numbers",
+    "right_cache_entries",
     "right_donations",
     "run_last",
     "shut_down_connection",
