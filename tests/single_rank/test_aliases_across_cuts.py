@@ -1,0 +1,153 @@
+"""Values that share memory, across cuts and among what is returned: nothing may differ from eager code.
+
+Where torch.compile by itself differs from eager code, in one graph and with the same backend, we may differ as well. It
+does so in these cases: a returned view that shares memory with no other output is no view any more (``_base`` is None);
+a view made under ``no_grad`` gets a history when it is returned; hooks and custom backwards of views that are returned
+beside what they are views of are lost; and of ``y = h.t(); return y, y.detach()`` the second is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from alias_models import OTHERS, SOURCES, VIEWS, Recipe, SharedMemory, all_views, random_recipe, scalar_of
+from split_models import WIDTH
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+
+
+class Observed(NamedTuple):
+    """All that a caller can see of a step: tensors by what they are, and facts."""
+
+    tensors: dict[str, Tensor | None]
+    facts: dict[str, Any]
+
+
+def observe(module: nn.Module, call: Callable[..., Any], input_requires_grad: bool) -> Observed:
+    """One forward and backward of ``module``, called as ``call``."""
+    torch.manual_seed(1)
+    x = torch.randn(WIDTH, WIDTH).requires_grad_(input_requires_grad)
+    outputs = call(x)
+    inputs = {"input": x, **dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = {**inputs, **{f"output {i}": output for i, output in enumerate(outputs)}}
+    facts: dict[str, Any] = {}
+    for i, output in enumerate(outputs):
+        facts[f"history of output {i}"] = output.grad_fn is not None
+        facts[f"output {i} requires grad"] = output.requires_grad
+        facts[f"output {i} is a view"] = output._base is not None
+        facts[f"layout of output {i}"] = (output.shape, output.stride(), output.storage_offset(), output.dtype)
+        for name, other in named.items():
+            shares = output.untyped_storage()._cdata == other.untyped_storage()._cdata
+            facts[f"output {i} and {name}"] = (shares, output is other)
+    tensors = {name: tensor.detach().clone() for name, tensor in named.items() if name.startswith("output")}
+    torch.stack([scalar_of(output) for output in outputs if output.requires_grad]).sum().backward()
+    return Observed({**tensors, **{f"gradient of {name}": tensor.grad for name, tensor in inputs.items()}}, facts)
+
+
+def differences(ours: Observed, theirs: Observed, tolerance: float) -> set[str]:
+    wrong = {name for name, fact in theirs.facts.items() if ours.facts[name] != fact}
+    for name, theirs_ in theirs.tensors.items():
+        ours_ = ours.tensors[name]
+        if ours_ is None or theirs_ is None:
+            # AOTAutograd returns zeros for inputs that only nodes without a history use.
+            wrong |= {name for tensor in (ours_, theirs_) if tensor is not None and tensor.any()}
+        elif ours_.shape != theirs_.shape or not torch.allclose(ours_, theirs_, rtol=tolerance, atol=tolerance):
+            wrong.add(name)
+    return wrong
+
+
+def assert_as_right_as_torch_compile(recipe: Recipe, split: str, backend: str, least_partitions: int = 1) -> None:
+    torch.manual_seed(0)
+    module = SharedMemory(recipe)
+    tolerance = 1e-6 if backend == "aot_eager" else 1e-4
+    eager = copy.deepcopy(module)
+    expected = observe(eager, eager, recipe.input_requires_grad)
+    ours = ddp_compile(copy.deepcopy(module), split=split, bucket_cap_mb=1e-5, backend=backend)
+    torch._dynamo.reset()
+    seen = observe(ours, ours, recipe.input_requires_grad)
+    state = ours._ddp_compile_state
+    assert state.compiler.failures == []
+    assert sum(report.num_partitions for report in state.backend.reports) >= least_partitions, ours.explain()
+    if wrong := differences(seen, expected, tolerance):
+        torch._dynamo.reset()
+        whole = torch.compile(module, backend=backend)
+        theirs = observe(module, whole, recipe.input_requires_grad)
+        wrong -= differences(theirs, expected, tolerance)
+    assert wrong == set()
+
+
+GRADS = ["make", "make_no_grad"]
+# Each view once with gradients and once without, spread over what it may be a view of: all pairs take minutes.
+SHARES = [(source, kind, i) for kind in GRADS for i, source in enumerate(SOURCES)]
+
+
+@pytest.mark.parametrize(("source", "kind", "first"), SHARES)
+def test_views_of_a_value_may_be_used_behind_cuts_and_returned(
+    source: str, kind: str, first: int, single_rank_group: None
+) -> None:
+    recipe = all_views(source, kind, list(VIEWS)[first :: len(SOURCES)], returned=True)
+    assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_values_of_random_models_are_those_of_torch_compile(seed: int, single_rank_group: None) -> None:
+    assert_as_right_as_torch_compile(random_recipe(seed), "forward", "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize("kind", GRADS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("operation", [*VIEWS, *OTHERS])
+def test_each_operation_alone(
+    operation: str, source: str, kind: str, returned: bool, split: str, single_rank_group: None
+) -> None:
+    assert_as_right_as_torch_compile(all_views(source, kind, [operation], returned), split, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 400))
+def test_more_random_models(seed: int, split: str, single_rank_group: None) -> None:
+    assert_as_right_as_torch_compile(random_recipe(seed), split, "aot_eager")
+
+
+class StopGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.view_of(torch.tanh(self.a(x)))
+        target = y.detach()
+        return self.c(torch.tanh(self.b(y))) * target, target
+
+    def view_of(self, h: Tensor) -> Tensor:
+        return h.t()
+
+
+class StopGradientOfReshaped(StopGradient):
+    def view_of(self, h: Tensor) -> Tensor:
+        return h.view(WIDTH // 2, 2, WIDTH).transpose(0, 1).reshape(WIDTH, WIDTH)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("model", [StopGradient, StopGradientOfReshaped])
+def test_a_stop_gradient_target_under_inductor_with_warm_caches_too(
+    model: type[nn.Module], single_rank_group: None
+) -> None:
+    torch.manual_seed(0)
+    module = model()
+    eager = copy.deepcopy(module)
+    expected = observe(eager, eager, input_requires_grad=False)
+    for split in ("forward", "auto"):  # the second reads what the first has written
+        torch._dynamo.reset()
+        ours = ddp_compile(copy.deepcopy(module), split=split, bucket_cap_mb=1e-5)
+        seen = observe(ours, ours, input_requires_grad=False)
+        assert differences(seen, expected, tolerance=1e-5) <= {"output 1 is a view"}
+        assert [report.num_partitions for report in ours._ddp_compile_state.backend.reports] == [3]
+        assert ours._ddp_compile_state.compiler.failures == []
