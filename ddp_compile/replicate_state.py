@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class ReplicateState:
         self.requires_sync = True
         self._num_forwards = 0
         self._num_with_gradients = 0  # of the forwards
+        # A DistributedDataParallel that has called the module, and reduces nothing of it.
+        self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         ignored = config.parameters_to_ignore
         self.parameters = ReplicatedParameters(module, ignored)
         named = self.parameters.named
@@ -97,6 +100,7 @@ class ReplicateState:
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
         register_receiver(ordinal, self.reducer)
+        self.parameters.register()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the module."""
@@ -109,23 +113,12 @@ class ReplicateState:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self._kind_of_forward(module)
         self.progress.forward_begins(kind)
-        self._num_forwards += 1
-        if torch_internals.is_inside_ddp() or is_agreement_point(self._num_forwards):
-            refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
+        self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
             outputs = self._call_evaluation(module, *args, **kwargs)
             self.progress.forward_ends(kind)
             return outputs
-        self._num_with_gradients += 1
-        if is_agreement_point(self._num_with_gradients):
-            self.parameters.refuse_changes(self.process_group.rank(), module)
-        try:
-            self.reducer.prepare_for_backward(self.requires_sync)
-        except MissingGradientError:
-            self.parameters.refuse_changes(
-                self.process_group.rank(), module
-            )  # says why they are missing, if it is that
-            raise
+        self._prepare_for_backward(module)
         # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
         if self.requires_sync and self.config.broadcast_buffers:
             self._broadcast_buffers(kind)
@@ -134,12 +127,32 @@ class ReplicateState:
         outputs = call(module, *args, **kwargs)
         if self._num_graphs != num_graphs:
             # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
-            self.parameters.refuse_changes(self.process_group.rank(), module)
+            self._refuse_changes(module)
         if self.requires_sync:
             self.reducer.search_unused_parameters(outputs)
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
         self.progress.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
+
+    def _refuse_wrapper_around(self, module: nn.Module) -> None:
+        self._num_forwards += 1
+        ddp = torch_internals.active_ddp()
+        if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
+            refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
+            self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
+
+    def _prepare_for_backward(self, module: nn.Module) -> None:
+        self._num_with_gradients += 1
+        if is_agreement_point(self._num_with_gradients):
+            self._refuse_changes(module)
+        try:
+            self.reducer.prepare_for_backward(self.requires_sync)
+        except MissingGradientError:
+            self._refuse_changes(module)  # which may be why they are missing
+            raise
+
+    def _refuse_changes(self, module: nn.Module) -> None:
+        self.parameters.refuse_changes(self.process_group.rank(), module)
 
     @property
     def _num_graphs(self) -> int:
@@ -207,6 +220,10 @@ class ReplicateState:
                 plan.num_bytes / 2**20,
                 reasons,
             )
+
+
+def _nothing() -> None:
+    return None
 
 
 def _needs_overlap(process_group: dist.ProcessGroup) -> bool:

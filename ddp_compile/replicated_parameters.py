@@ -49,7 +49,7 @@ class ReplicatedParameters:
         return self._find_shared()
 
     def refuse_shared(self, rank: int) -> None:
-        """Refuse to reduce what another replicated module reduces; remember the parameters if there is nothing of it.
+        """Refuse to reduce what another replicated module reduces.
 
         Raises:
             ReplicationError: Names the parameters, and the way out.
@@ -60,6 +60,9 @@ class ReplicatedParameters:
                 f" {', '.join(shared)}. Each would average again what the other has averaged. Call ddp_compile on one"
                 " module that holds both, once, and let its forward choose; or unwrap() the other one before"
             )
+
+    def register(self) -> None:
+        """The module is replicated from now on."""
         _alive.add(self)
 
     def release(self) -> None:

@@ -42,7 +42,7 @@ from ddp_compile.torch_internals.dynamo import (
     traced_call_of,
     watch_compilations,
 )
-from ddp_compile.torch_internals.module_calls import is_inside_ddp, is_module_call
+from ddp_compile.torch_internals.module_calls import active_ddp, is_module_call
 from ddp_compile.torch_internals.process_groups import (
     broadcast_coalesced,
     group_timeout,
@@ -72,6 +72,7 @@ __all__ = [
     "EditingBackend",
     "InnerBackend",
     "accumulator_of",
+    "active_ddp",
     "allows_same_attention_kernels",
     "are_going_to_run",
     "broadcast_coalesced",
@@ -93,7 +94,6 @@ __all__ = [
     "inner_backend",
     "inputs_of_gradients",
     "is_inside_backward",
-    "is_inside_ddp",
     "is_module_call",
     "is_plain_tensor",
     "is_request_to_dynamo",

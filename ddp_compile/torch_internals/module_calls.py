@@ -13,6 +13,6 @@ def is_module_call(code: CodeType) -> bool:
     return code is torch.nn.Module._call_impl.__code__
 
 
-def is_inside_ddp() -> bool:
-    """Whether the forward of a DistributedDataParallel is under way; with Dynamo's "python_reducer" it does not say."""
-    return DistributedDataParallel._active_ddp_module is not None
+def active_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is under way; with Dynamo's "python_reducer" it does not say."""
+    return DistributedDataParallel._active_ddp_module

@@ -164,7 +164,7 @@ def python_reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_wrapper_with_dynamos_python_reducer_is_refused_as_well(compiled: bool, python_reducer: None) -> None:
     model: Any = DistributedDataParallel(replicated())
-    assert model._use_python_reducer and not torch_internals.is_inside_ddp()
+    assert model._use_python_reducer and torch_internals.active_ddp() is None
     with pytest.raises(ReplicationError, match="called by a DistributedDataParallel"):
         backward(torch.compile(model, backend="eager") if compiled else model)
 
