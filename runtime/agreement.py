@@ -16,15 +16,21 @@ from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import RanksDifferError
 from ddp_compile.runtime import refusals
+from ddp_compile.runtime.rank_names import name_values
 
 log = logging.getLogger(__name__)
 
 # As DistributedDataParallel's broadcast_bucket_size (torch 2.13): large enough for bandwidth, small enough to stage.
 _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
+# Of what is told in errors, so that the size of a message does not depend on the model.
+_MOST_BYTES_OF_A_LINE = 2048
+_MOST_BYTES_OF_A_NAME = 256
 
 
 def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that every rank was given the same module and settings, with one small all-gather where they were.
+
+    Where they were not, rank 0's description goes to all, and the first difference of one rank.
 
     Args:
         description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
@@ -34,16 +40,18 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
     Raises:
         RanksDifferError: On every rank, naming the first line that differs from rank 0's.
     """
-    all_described = _all_gather_bytes_if_different(json.dumps(description).encode(), process_group, device)
-    if all_described is None:
+    different = _ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
+    if not different:
         return
-    per_rank = [json.loads(text) for text in all_described]
-    rank, difference = next(
-        (rank, _first_difference(per_rank[0], theirs)) for rank, theirs in enumerate(per_rank) if theirs != per_rank[0]
-    )
+    # Only the first of them speaks: descriptions from all ranks would be gigabytes, of a thousand ranks and layers.
+    text_of_rank_0 = _broadcast_bytes(json.dumps(description).encode(), process_group, device)
+    difference = ""
+    if process_group.rank() == different[0]:
+        difference = _shorten(_first_difference(json.loads(text_of_rank_0), list(description)), _MOST_BYTES_OF_A_LINE)
+    difference = _broadcast_bytes(difference.encode(), process_group, device, different[0]).decode()
     raise RanksDifferError(
-        f"rank {dist.get_rank(process_group)}: the ranks were given different models. First difference: {difference}"
-        f" on rank {rank}. Build the same model with the same settings on every rank before ddp_compile"
+        f"rank {process_group.rank()}: the ranks were given different models. First difference: {difference}"
+        f" on rank {different[0]}. Build the same model with the same settings on every rank before ddp_compile"
     )
 
 
@@ -77,9 +85,11 @@ def verify_comm_hooks_agree(comm_hook: str, process_group: dist.ProcessGroup, de
     """
     if process_group.size() == 1:
         return
-    names = _all_gather_bytes_if_different(comm_hook.encode(), process_group, device)
-    if names is not None:
-        raise refusals.comm_hooks_differ(process_group.rank(), [name.decode() for name in names])
+    if _ranks_unlike_rank_0(comm_hook.encode(), process_group, device):
+        name = _shorten(comm_hook, _MOST_BYTES_OF_A_NAME).encode()
+        padded = _all_gather(name.ljust(_MOST_BYTES_OF_A_NAME, b"\0"), process_group, device)
+        names = [theirs.rstrip(b"\0").decode() for theirs in padded]
+        raise refusals.comm_hooks_differ(process_group.rank(), name_values(names))
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
@@ -116,34 +126,39 @@ def broadcast_from_rank_0(tensors: Sequence[Tensor], process_group: dist.Process
     torch_internals.broadcast_coalesced(process_group, detached, _BROADCAST_CHUNK_BYTES, src_rank_in_group=0)
 
 
-def _broadcast_bytes(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> bytes:
-    source = dist.get_global_rank(process_group, 0)
+def _broadcast_bytes(
+    payload: bytes, process_group: dist.ProcessGroup, device: torch.device, source_in_group: int = 0
+) -> bytes:
+    source = dist.get_global_rank(process_group, source_in_group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(length, source, group=process_group)
-    if process_group.rank() != 0:
+    if process_group.rank() != source_in_group:
         payload = bytes(int(length.item()))
     message = _to_tensor(payload, device)
     dist.broadcast(message, source, group=process_group)
     return _to_bytes(message)
 
 
-def _all_gather_bytes_if_different(
-    payload: bytes, process_group: dist.ProcessGroup, device: torch.device
-) -> list[bytes] | None:
-    """None where all ranks hold the same bytes, otherwise what each of them holds."""
-    fingerprint = _to_tensor(hashlib.sha256(payload).digest(), device)
-    fingerprints = [torch.empty_like(fingerprint) for _ in range(process_group.size())]
-    dist.all_gather(fingerprints, fingerprint, group=process_group)
-    if all(torch.equal(other, fingerprints[0]) for other in fingerprints):
-        return None
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(process_group.size())]
-    dist.all_gather(lengths, length, group=process_group)
-    longest = max(int(other.item()) for other in lengths)
-    message = _to_tensor(payload.ljust(longest, b"\0"), device)
+def _ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The ranks, ascending, that hold other bytes than rank 0; asked with 32 bytes from each."""
+    digests = _all_gather(hashlib.sha256(payload).digest(), process_group, device)
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+
+def _all_gather(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """What each rank gives, by rank; of the same length on all of them."""
+    message = _to_tensor(payload, device)
     messages = [torch.empty_like(message) for _ in range(process_group.size())]
     dist.all_gather(messages, message, group=process_group)
-    return [_to_bytes(other)[: int(size.item())] for other, size in zip(messages, lengths, strict=True)]
+    return [bytes(row) for row in torch.stack(messages).tolist()]  # one copy from the device
+
+
+def _shorten(text: str, most_bytes: int) -> str:
+    """A text of so many bytes at most; one that is cut off ends with a few digits that tell it from others."""
+    if len(text.encode()) <= most_bytes:
+        return text
+    end = f"... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    return text.encode()[: most_bytes - len(end)].decode(errors="ignore") + end
 
 
 def _to_tensor(payload: bytes, device: torch.device) -> Tensor:

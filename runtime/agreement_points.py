@@ -5,8 +5,8 @@ They are rounds 1, 2, 4, 8, ... and then every 128th; a round is one reduction o
 leaves, each rank adds 1 to a counter in the store whose name is a digest of its record. When the round's collectives
 are over, all ranks have done that, since the last one needed them all: nobody waits for anybody. A counter that has
 come to the world size proves that all records are equal, with one question from each rank, however many ranks there
-are. Otherwise ranks post the records themselves and compare. The counter of an agreement point is deleted after the
-next one, which no rank reaches before all have read the one before.
+are. Otherwise ranks post the records themselves, and one compares them for all, see Note [One rank reads]. The counter
+of an agreement point is deleted after the next one, which no rank reaches before all have read the one before.
 Where ``wait`` returns before a collective is over, as with NCCL, a rank may read before the others have added. Then it
 asks again for some seconds and leaves the rest to the next agreement point; what is compared is never forgotten.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.runtime import refusals
+from ddp_compile.runtime.gathering import Gathering
 from ddp_compile.runtime.group_store import ANSWER_LIMIT_S, GroupStore, StoreLostError
 from ddp_compile.runtime.rank_names import format_ranks
 from ddp_compile.runtime.record import Record, describe_differences
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 ROUNDS_BETWEEN_AGREEMENTS = 128
 #: After so many agreement points at which not every rank answered, there are no more.
 _MOST_UNANSWERED = 3
-_QUESTIONS = 10  # at one agreement point
 
 
 def is_agreement_point(round_number: int) -> bool:
@@ -124,24 +124,33 @@ class AgreementPoints:
     def _compare_records(self, record: Record, counter: str) -> None:
         keys = [f"record/{self.round_number}/{rank}" for rank in range(self._world_size)]
         self._store.post(keys[self._rank], record.to_json())
-        for _ in range(_QUESTIONS):
-            found = self._store.read(keys, ANSWER_LIMIT_S / _QUESTIONS, lambda found: len(found) == len(keys))
-            if len(found) == len(keys):
-                difference = describe_differences([Record.from_json(found[key]) for key in keys])
-                if difference is not None:
-                    raise refusals.ranks_out_of_step(self._rank, self.round_number, difference)
-                return
-            # Ranks that come later and see that all agree post nothing.
-            if self._store.has_come_to(counter, self._world_size):
-                return
+
+        def agree() -> bool:  # ranks that come later and see it post nothing
+            return self._store.has_come_to(counter, self._world_size)
+
+        def describe(found: dict[str, str]) -> str:
+            if len(found) < len(keys):
+                silent = format_ranks(rank for rank, key in enumerate(keys) if key not in found)
+                return "" if agree() else f"silent {silent}"
+            difference = describe_differences([Record.from_json(found[key]) for key in keys])
+            return "" if difference is None else f"difference {difference}"
+
+        gathering = Gathering(self._store, f"record/{self.round_number}", keys)
+        text = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), describe)
+        kind, _, what = ("silent unknown" if text is None else text).partition(" ")
+        if kind == "difference":
+            raise refusals.ranks_out_of_step(self._rank, self.round_number, what)
+        if kind == "silent":
+            self._are_silent(what)
+
+    def _are_silent(self, ranks: str) -> None:
         self._num_unanswered += 1
-        silent = format_ranks(rank for rank, key in enumerate(keys) if key not in found)
         log.warning(
             "rank %d: ranks that said nothing at the end of round %d: %s. Either they are late, or they cannot reach"
             " the store of the process group; nothing was compared",
             self._rank,
             self.round_number,
-            silent,
+            ranks,
         )
         if self._num_unanswered == _MOST_UNANSWERED:
             self._give_up(f"{_MOST_UNANSWERED} times not every rank answered")

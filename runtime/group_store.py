@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 
 #: How long a store may take to answer. Sound ones take less than a millisecond.
 ANSWER_LIMIT_S = 5.0
-_LONGEST_PAUSE_S = 0.2  # between two looks at keys that are not there yet
 
 Answer = TypeVar("Answer")
 
@@ -52,10 +50,12 @@ class GroupStore:
         self._prefix = prefix
         self._store: Any = None
         self.lost: str | None = None  #: why it is not asked any more
+        self.ends_here = False  #: whether it ends with this process, and is another one's store as well
         if process_group.size() == 1:
             self.lost = "there is no other rank"
             return
         shared: Any = process_group.get_group_store()
+        self.ends_here = torch_internals.holds_server(shared)
         try:
             self._store = None if shared is None else shared.clone()
         except RuntimeError as error:  # no connection, or a store that is written in Python
@@ -102,30 +102,9 @@ class GroupStore:
 
         return self.ask(compare)
 
-    def read(self, keys: Sequence[str], wait_s: float, enough: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-        """The values of those keys that there are, asked for again and again until they are enough.
-
-        Args:
-            keys: What to read.
-            wait_s: How long to ask.
-            enough: Given what was read, whether no more has to be waited for.
-
-        Raises:
-            StoreLostError: The store has not answered.
-        """
-        end = time.monotonic() + wait_s
-
-        def read_until() -> dict[str, str]:
-            pause_s = 0.01
-            while True:
-                is_over = time.monotonic() >= end  # asked first, so that what came in time is read
-                found = self._values(keys)
-                if is_over or self.lost is not None or enough(found):
-                    return found
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-        return self.ask(read_until, wait_s + ANSWER_LIMIT_S)
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        """The values of those keys that there are. Raises StoreLostError."""
+        return self.ask(lambda: self._values(keys))
 
     def ask(self, question: Callable[[], Answer], limit_s: float = ANSWER_LIMIT_S) -> Answer:
         """Run something that waits for the store; see Note [Stores that do not answer].
@@ -155,8 +134,8 @@ class GroupStore:
         finally:
             if not answers:
                 self._lose(reason)
-                is_shut_down = torch_internals.shut_down_connection(self._store)
-                thread.join(ANSWER_LIMIT_S if is_shut_down else 2 * _LONGEST_PAUSE_S)
+                if torch_internals.shut_down_connection(self._store):
+                    thread.join(ANSWER_LIMIT_S)
         if not answers:
             raise StoreLostError(self.lost)
         return answers[0]

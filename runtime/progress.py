@@ -9,6 +9,7 @@ say where the others are. docs/divergence.md lists what can differ and what happ
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections import Counter
@@ -23,7 +24,9 @@ from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.agreement import name_from_rank_0
 from ddp_compile.runtime.agreement_points import AgreementPoints
+from ddp_compile.runtime.gathering import Gathering, pauses
 from ddp_compile.runtime.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.rank_names import name_values
 from ddp_compile.runtime.standing import Standings
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class Progress:
         self._points = AgreementPoints(self._store, self._rank, self._world_size)
         self._standings = Standings(self._store, self._rank, self._world_size)
         self._num_forwards: Counter[str] = Counter()
+        self._num_comm_hooks = 0
         #: The points' own, as each call takes time from every step.
         self.last_bucket_leaves = self._points.last_bucket_leaves
         self.round_ends = self._points.round_ends
@@ -105,12 +109,15 @@ class Progress:
         """
         if self._world_size == 1:
             return
-        self._standings.note(f"register_comm_hook({comm_hook}) before round", self._points.round_number)
-        keys = [f"comm_hook/{rank}" for rank in range(self._world_size)]
-        self._store.post(keys[self._rank], comm_hook)
+        round_number = self._points.round_number
+        self._standings.note(f"register_comm_hook({comm_hook}) before round", round_number)
+        self._num_comm_hooks += 1
+        # What an earlier call has left, which found that the ranks differ, must not count in this one.
+        name = f"comm_hook/{round_number}/{self._num_comm_hooks}"
         try:
-            found = self._store.read(keys, self._timeout_s, lambda found: len(found) == len(keys))
+            described = self._compare_comm_hooks(name, comm_hook)
         except StoreLostError as error:
+            described = None
             log.warning(
                 "rank %d: whether every rank has registered the comm hook %s is not known: the store of the process"
                 " group is gone (%s)",
@@ -118,10 +125,27 @@ class Progress:
                 comm_hook,
                 error,
             )
-            return
-        names = [found.get(key, "none") for key in keys]
-        if len(set(names)) > 1:
-            raise refusals.comm_hooks_differ(self._rank, names)
+        if described is not None:
+            raise refusals.comm_hooks_differ(self._rank, described)
+
+    def _compare_comm_hooks(self, name: str, comm_hook: str) -> str | None:
+        """Which ranks registered which hook; None if all registered this one."""
+        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        self._store.post(keys[self._rank], comm_hook)
+        alike = f"{name}/{hashlib.sha256(comm_hook.encode()).hexdigest()[:16]}/registered"
+        self._store.add(alike, 1)
+        self._store.add(f"{name}/registered", 1)  # last: who sees all of these sees all of those
+        for _ in pauses(self._timeout_s, longest_s=1.0):
+            if self._store.add(f"{name}/registered", 0) == self._world_size:
+                break
+        if self._store.has_come_to(alike, self._world_size):
+            return None
+
+        def describe(found: dict[str, str]) -> str:
+            return name_values([found.get(key, "none") for key in keys])
+
+        described = Gathering(self._store, name, keys).summary(0.0, bool, describe)
+        return f"{comm_hook} on rank {self._rank}, and others elsewhere" if described is None else described
 
     def raised(self, error: Exception) -> None:
         """A forward raised: the others will read it when they miss this rank."""

@@ -12,7 +12,6 @@ from ddp_compile.errors import (
     RanksDifferError,
     ReductionError,
 )
-from ddp_compile.runtime.rank_names import name_values
 
 
 def no_plan_to_agree_on(rank: int, plan: BucketPlan, error: RuntimeError) -> ReductionError:
@@ -34,10 +33,10 @@ def all_reduce_failed(rank: int, what: str, error: RuntimeError) -> ReductionErr
     )
 
 
-def comm_hooks_differ(rank: int, names: Sequence[str]) -> RanksDifferError:
-    """What each rank registered, by rank."""
+def comm_hooks_differ(rank: int, described: str) -> RanksDifferError:
+    """Which ranks registered which."""
     return RanksDifferError(
-        f"rank {rank}: the ranks have registered different comm hooks: {name_values(names)}. Call register_comm_hook on"
+        f"rank {rank}: the ranks have registered different comm hooks: {described}. Call register_comm_hook on"
         " every rank, with the same hook, between the same two steps"
     )
 

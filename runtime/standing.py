@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ddp_compile.runtime.gathering import Gathering
 from ddp_compile.runtime.group_store import GroupStore, StoreLostError
 from ddp_compile.runtime.rank_names import format_ranks
 
@@ -24,6 +25,9 @@ _GROWING_STORE_S = 1e-3
 _MOST_POSTS_SAVED = 32
 #: How long a rank whose collective has failed waits for the others to say where theirs did.
 WAIT_FOR_OTHERS_S = 1.0
+_TICKETS_S = 0.2  # how long it waits at least, as ranks do not come at once
+#: How long a rank with whose process the store ends waits for the others to have read where all stood.
+OWNER_STAYS_S = 3.0
 
 
 class Standing(NamedTuple):
@@ -62,6 +66,7 @@ class Standings:
         self._rank = rank
         self._own_key = f"standing/{rank}"
         self._keys = {f"standing/{other}": other for other in range(world_size)}
+        self._gathering = Gathering(store, "standings", list(self._keys))
         self._failure: Standing | None = None
         self._noted: tuple[str, int | None, str] = ("before the first forward", None, "")
         self._noted_at = time.perf_counter()
@@ -113,21 +118,28 @@ class Standings:
     def report(self) -> str:
         """Where every rank was heard last, as text of several lines; to be asked after `fail`.
 
-        Waits for at most a second until the others have failed as well, and then for the store's answer.
+        One rank reads it for all, see Note [One rank reads], and waits for at most a second until the others have
+        failed as well. The rank that holds the store stays until the others have read it, for at most three seconds.
         """
         try:
-            found = self._store.read(list(self._keys), WAIT_FOR_OTHERS_S, self._have_all_failed)
+            table = self._gathering.summary(WAIT_FOR_OTHERS_S, self._have_all_failed, self._table, _TICKETS_S)
+            if self._store.ends_here:
+                self._gathering.wait_for_readers(len(self._keys), OWNER_STAYS_S)
         except StoreLostError as error:
             return (
                 f"Where the other ranks stood is not known: the store that they tell it to is gone ({error}). It ends"
                 " with the process that made it, which is rank 0's unless torchrun has started the ranks"
             )
-        heard = {self._keys[key]: Standing.from_text(value) for key, value in found.items()}
-        heard[self._rank] = self.now
-        return format_standings([heard.get(rank) for rank in self._keys.values()], time.time())
+        if table is None:
+            return "Where the other ranks stood is not known: the rank that was to read it for all has not done so"
+        return table
 
     def _have_all_failed(self, found: Mapping[str, str]) -> bool:
         return len(found) == len(self._keys) and all(Standing.from_text(value).failed for value in found.values())
+
+    def _table(self, found: Mapping[str, str]) -> str:
+        heard = {self._keys[key]: Standing.from_text(value) for key, value in found.items()}
+        return format_standings([heard.get(rank) for rank in self._keys.values()], time.time())
 
     def _post_from_budget(self, now: float) -> None:
         if self._store.lost is not None:

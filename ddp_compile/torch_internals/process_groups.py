@@ -62,4 +62,4 @@ def _innermost(store: Any) -> Any:
 
 
 def _is_tcp(store: Any) -> bool:
-    return isinstance(_innermost(store), torch.distributed.TCPStore)
+    return isinstance(_innermost(store), torch.distributed.TCPStore)  # type: ignore[attr-defined]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from models import Mlp, loss_of
 from rank_pool import RankPool
 from torch import nn
 
-from ddp_compile import ReductionError, ddp_compile
+from ddp_compile import RanksDifferError, ReductionError, ddp_compile
+from ddp_compile.runtime import agreement
 
 Ranks = Callable[[int], RankPool]
 
@@ -269,3 +272,40 @@ def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own(ranks: Ranks) -
     for dtypes, worst in ranks(2).run(two_dtypes):
         assert dtypes == ["torch.bfloat16", "torch.float32"]
         assert worst < 1e-2
+
+
+def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[list[int], list[str]]:
+    """Bytes of each all-gather on this rank, and what it raised."""
+    group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    gathered, said = [], []
+    all_gather = dist.all_gather
+
+    def counting(tensors: list[torch.Tensor], tensor: torch.Tensor, **kwargs: Any) -> Any:
+        gathered.append(sum(each.numel() * each.element_size() for each in tensors))
+        return all_gather(tensors, tensor, **kwargs)
+
+    lines = [f"parameter {i}: float32[4]" for i in range(num_lines)]
+    if dist.get_rank() == 1:
+        lines[num_lines // 2] = "x" * 10**5
+    agreement.dist = SimpleNamespace(**{**vars(dist), "all_gather": counting})
+    try:
+        for check, what in (
+            (agreement.verify_modules_agree, lines),
+            (agreement.verify_comm_hooks_agree, "h" * hook_length + str(dist.get_rank())),
+        ):
+            try:
+                check(what, group, device)
+            except RanksDifferError as error:
+                said.append(str(error))
+    finally:
+        agreement.dist = dist
+    return gathered, said
+
+
+def test_what_is_told_of_different_models_does_not_grow_with_them(ranks: Ranks) -> None:
+    for rank, (gathered, said) in enumerate(ranks(2).run(bytes_told_of_different_models, 10_000, 10_000)):
+        assert max(gathered) <= 2 * 256
+        models, hooks = said
+        assert models.startswith(f"rank {rank}: ") and len(models) < 3000
+        assert "parameter 5000: float32[4] on rank 0 is xxx" in models and "on rank 1. Build" in models
+        assert hooks.count("hhh... (") == 2 and "on rank 0, " in hooks and len(hooks) < 1000
