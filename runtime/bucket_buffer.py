@@ -16,6 +16,7 @@ from ddp_compile.runtime import refusals
 from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
 from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
 from ddp_compile.runtime.real_parts import RealParts
+from ddp_compile.runtime.undefined_gradients import UndefinedGradients
 
 
 class BucketState(Enum):
@@ -104,12 +105,13 @@ class BucketBuffer:
                 raise
             plan.flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
 
-    def contributions(self, unused: Set[int], sends: bool) -> list[Tensor]:
+    def contributions(self, unused: Set[int], sends: bool, undefined: UndefinedGradients) -> list[Tensor]:
         """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.
 
         Args:
             unused: Numbers of parameters that got no gradient in this round.
-            sends: Whether anything is sent; nobody looks at what stands for an unused one otherwise.
+            sends: Whether anything is sent; nobody looks at what stands for a gradient otherwise.
+            undefined: Which of those that have arrived need not have one.
 
         Raises:
             GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
@@ -126,10 +128,10 @@ class BucketBuffer:
             return present
         contributions = []
         for position, (spec, gradient) in enumerate(zip(self.spec.gradients, gradients, strict=True)):
-            if spec.index in unused:
+            if gradient is None and spec.index not in unused:
+                undefined.verify(spec.index)
+            if gradient is None or spec.index in unused:
                 gradient = self._contribution_of_unused(position) if sends else self.parameters[position]
-            elif gradient is None:
-                raise refusals.gradient_gone(self._rank, spec.fqn)
             contributions.append(gradient)
         return contributions
 

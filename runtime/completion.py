@@ -11,6 +11,7 @@ from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients
+from ddp_compile.runtime.undefined_gradients import UndefinedGradients
 
 
 class Completion:
@@ -21,6 +22,7 @@ class Completion:
         queue: Sends them in plan order.
         optional: Which gradients may stay away; None where every one has to come.
         early: Which buckets leave inside a compiled backward; None where none does.
+        undefined: Which parameters have arrived without a gradient.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class Completion:
         queue: LaunchQueue,
         optional: OptionalGradients | None,
         early: EarlyBuckets | None,
+        undefined: UndefinedGradients,
     ) -> None:
+        self._undefined = undefined
         self._set = bucket_set
         self._queue = queue
         self._optional = optional
@@ -38,7 +42,7 @@ class Completion:
     def complete(self, bucket: BucketBuffer) -> None:
         """Complete a bucket with what its parameters hold, and zeros for those that hold nothing."""
         bucket.missing.clear()
-        gradients = bucket.contributions(self._unused(), self._queue.sends)
+        gradients = bucket.contributions(self._unused(), self._queue.sends, self._undefined)
         if self._early is not None and self._queue.comm_hook is None:  # with one, nothing is sent again
             self._early.keep(bucket, gradients)
         self._queue.complete(bucket, gradients)

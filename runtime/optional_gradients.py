@@ -5,8 +5,9 @@ The reducer asks what it need not wait for. Without any of this, every gradient 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,8 +42,14 @@ class OptionalGradients:
         """A gradient has come, inside ``no_sync`` or not."""
         self._used.note(index)
 
-    def search(self, outputs: Any) -> None:
-        """After a synchronised forward, find what no backward from its outputs can reach."""
+    def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
+        """After a synchronised forward, find what no backward from its outputs can reach.
+
+        Args:
+            outputs: What it returned.
+            on_reached: Called in each pass of a backward in which the outputs are differentiated, if the end of that
+                pass may be the end of the round.
+        """
         unreached = self._used.unreached_from(outputs)
         self._unreached = unreached if self._unreached is None else self._unreached & unreached
 
@@ -55,21 +62,25 @@ class OptionalGradients:
         absent, self._unreached = self._unreached or set(), set()
         return absent.difference(arriving)
 
-    def settles(self, index: int, has_left: bool) -> bool:
+    def settles(self, index: int, has_left: bool, is_undefined: bool) -> bool:
         """Whether a gradient that has come is not to be counted now.
 
         Args:
             index: Its parameter.
             has_left: Whether its bucket has left.
+            is_undefined: Whether the parameter has arrived without it, and is unused so far.
 
         Raises:
             GradientArrivalError: Its bucket has left without it.
         """
         if index not in self.unused:
+            if is_undefined:
+                self.unused.add(index)
             return False
-        if has_left:
-            raise refusals.arrived_unused(self._rank, self._names[index], static_graph=False)
-        self.unused.discard(index)  # its bucket will find it when the last one has come
+        if not is_undefined:
+            if has_left:
+                raise refusals.arrived_unused(self._rank, self._names[index], static_graph=False)
+            self.unused.discard(index)  # its bucket will find it when the last one has come
         return True
 
     def is_last_pass(self) -> bool:
@@ -112,31 +123,40 @@ class StaticGraph(OptionalGradients):
         self._used_by_nobody: frozenset[int] | None = None  # None while the first round lasts
         self._pass_of_outputs: int | None = None  # in which the first round's outputs are differentiated
 
-    def search(self, outputs: Any) -> None:
+    def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
         """Find out in which pass of a backward the outputs are differentiated; the first round ends when that does.
 
-        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. What
-        leads to the gradients makes no difference, they are counted.
+        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. Nor need
+        it bring a gradient itself, where all parameters are used inside reentrant checkpoints. What leads to the
+        gradients makes no difference, they are counted.
 
         Source: the place of ``_DDPSink`` of torch 2.13, nn/parallel/distributed.py, whose backward queues the end.
         """
+
+        def note_pass(_gradient: Any) -> None:
+            self._pass_of_outputs = torch_internals.current_graph_task_id()
+            if self._is_learning and (reached := on_reached()) is not None:
+                reached()
+
         if self._is_learning:
             for tensor in tensors_in(outputs):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._note_pass)
-
-    def _note_pass(self, _gradient: Any) -> None:
-        self._pass_of_outputs = torch_internals.current_graph_task_id()
+                    tensor.register_hook(note_pass)
 
     def is_last_pass(self) -> bool:
         return self._is_learning and self._pass_of_outputs == torch_internals.current_graph_task_id()
 
-    def settles(self, index: int, has_left: bool) -> bool:
-        if self._is_learning:
+    def settles(self, index: int, has_left: bool, is_undefined: bool) -> bool:
+        if self._used_by_nobody is None:
             self._num_arrivals[index] += 1
-            return True
-        if not self._num_arrivals[index]:
+        elif not self._num_arrivals[index] or (index in self._used_by_nobody and not is_undefined):
             raise refusals.arrived_unused(self._rank, self._names[index], static_graph=True)
+        if is_undefined:
+            self.unused.add(index)
+        else:
+            self.unused.discard(index)
+        if self._is_learning:
+            return True
         self._still_to_come[index] -= 1
         return self._still_to_come[index] > 0
 

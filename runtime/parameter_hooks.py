@@ -109,9 +109,20 @@ class ParameterHooks:
             group.tell_of_each()
         self._gathering.clear()
 
-    def run_last(self) -> None:
-        """Let hooks that were registered since then run before the reducer's."""
-        torch_internals.run_last(self._all_hooks, self._handles)
+    def run_last(self, running: int | None = None) -> list[int]:
+        """Let hooks that were registered since then run before ours.
+
+        Args:
+            running: The parameter whose hooks are running, and stay in their order.
+
+        Returns:
+            The parameters on which others have hooks.
+        """
+        return torch_internals.run_last(self._all_hooks, self._handles, running)
+
+    def is_followed(self, index: int) -> bool:
+        """Whether hooks of others will run after ours on a parameter."""
+        return torch_internals.is_followed(self._all_hooks[index], self._handles[index])
 
     def remove(self) -> None:
         """Stop listening."""

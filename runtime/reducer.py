@@ -8,6 +8,7 @@ when all its gradients are there, and buckets leave in plan order on every rank.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.reducer_state import ReducerSettings, ReducerState
+from ddp_compile.runtime.undefined_gradients import UndefinedGradients
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +75,14 @@ class Reducer:
         self._num_backwards_alone = 0
         self._early = EarlyBuckets(self.parameters, process_group) if settings.takes_whole_buckets else None
         self._optional: OptionalGradients | None = None
+        names = [gradient.fqn for gradient in builder.gradients]
         if settings.static_graph or settings.find_unused_parameters:
-            names = [gradient.fqn for gradient in builder.gradients]
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, process_group)
-        self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early)
+        self._undefined = UndefinedGradients(self.parameters, names, self.rank)
+        self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early, self._undefined)
         self._hooks = ParameterHooks(self.parameters, self)
+        self._put_off: int | None = None  # a parameter that has arrived before others' hooks on it have run
 
     @property
     def buckets(self) -> Sequence[BucketBuffer]:
@@ -115,7 +119,6 @@ class Reducer:
             self._refuse_after_an_exception()
         if self.state is ReducerState.INCOMPLETE:
             self._refuse_missing_gradients()
-        self._hooks.run_last()
         if synchronize:
             if self.buckets and not self._forward_since_round:
                 self._bucket_set.rebuild_once()
@@ -133,35 +136,31 @@ class Reducer:
             outputs: What the forward returned.
         """
         if self._optional is not None:
-            self._optional.search(outputs)
+            self._optional.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
 
     def mark_parameter_ready(self, index: int) -> None:
         """Note that a parameter's gradient has been accumulated into ``.grad`` for this backward.
 
         Raises:
-            GradientArrivalError: It had arrived before in the same round, or was taken for unused.
+            GradientArrivalError: It had arrived before in the same round, was taken for unused, or has been taken away.
         """
+        self._take_what_was_put_off()
         self._hooks.settle(index)
         if self._early is not None and self._early.arrived(index):
             return
-        if self._optional is not None:
-            self._optional.note(index)
         if self.state is ReducerState.LOCAL:
-            return
-        if not self.buckets and not self._forward_since_round:
+            self._note(index)
+        elif not self.buckets and not self._forward_since_round:
+            self._note(index)
             self._arrived_before_plan.add(index)
             self._call_back_at_the_end(self._finalize_backward_without_plan)
-            return
-        self._enter_backward((index,))
-        self._bucket_set.note_arrival(index)
-        bucket = self._bucket_set.of_parameter[index]
-        if self._optional is not None and self._optional.settles(index, bucket.state is not BucketState.COLLECTING):
-            return
-        if index not in bucket.missing:
-            raise refusals.arrived_twice(self.rank, self._fqn(index))
-        if bucket.arrive(index):
-            self._hooks.note_last(index)
-            self._completion.complete(bucket)
+        else:
+            begins = self.state is not ReducerState.REDUCING
+            self._enter_backward((index,), running=index)
+            if begins and self._hooks.is_followed(index):
+                self._put_off = index
+            else:
+                self._arrive(index)
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Take note that a compiled backward has computed a whole bucket, and let it leave if that is safe.
@@ -207,6 +206,7 @@ class Reducer:
         """
         if self.state is not ReducerState.REDUCING:
             return  # a pass inside this one has seen the last gradient
+        self._take_what_was_put_off()
         self._hooks.settle_all()
         if not self._queue.all_gone:
             if torch_internals.is_inside_backward() and not (self._optional and self._optional.is_last_pass()):
@@ -227,12 +227,39 @@ class Reducer:
         Some of those are means and some this rank's own, and an all-reduce that is under way may still write to them.
         """
         self._hooks.remove()
+        self._undefined.remove()
         self._early = None  # a backward that is still to come has the operators in it
         if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
             for parameter in self.parameters:
                 parameter.grad = None
 
     # What follows is private.
+
+    def _take_what_was_put_off(self) -> None:
+        if self._put_off is not None:
+            index, self._put_off = self._put_off, None
+            self._arrive(index)
+
+    def _note(self, index: int) -> bool:
+        """Take note of what a parameter holds on arrival; returns whether its gradient is undefined."""
+        is_undefined = self._undefined.arrive(index)
+        if self._optional is not None and not is_undefined:
+            self._optional.note(index)
+        return is_undefined
+
+    def _arrive(self, index: int) -> None:
+        """A parameter has arrived, and all hooks on it have run."""
+        is_undefined = self._note(index)
+        self._bucket_set.note_arrival(index)
+        bucket = self._bucket_set.of_parameter[index]
+        has_left = bucket.state is not BucketState.COLLECTING
+        if self._optional is not None and self._optional.settles(index, has_left, is_undefined):
+            return
+        if index not in bucket.missing:
+            raise refusals.arrived_twice(self.rank, self._fqn(index))
+        if bucket.arrive(index):
+            self._hooks.note_last(index)
+            self._completion.complete(bucket)
 
     def _take_bucket(self, members: tuple[int, ...], gradients: Sequence[Tensor], moves: bool) -> Sequence[Tensor]:
         """Let a bucket leave if that is safe; returns what stands for its gradients from now on."""
@@ -265,6 +292,7 @@ class Reducer:
             return OfferRole.WAITS, None
         if not self.buckets and not self._forward_since_round:
             return OfferRole.WAITS, None  # see `_finalize_backward_without_plan`
+        self._take_what_was_put_off()
         self._hooks.settle(members[0])
         role = early.offer(members, self._can_be_sent_again(moves))
         if role is OfferRole.WAITS:
@@ -301,11 +329,22 @@ class Reducer:
         if early is not None:
             self._settle_early_buckets(early)
         self._queue.finish(untouched)
+        if not self._queue.sends:
+            self._undefined.fill_with_zeros(untouched)
         self._reset()
 
-    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
+    def _enter_backward(self, arriving: tuple[int, ...], running: int | None = None) -> None:
+        """A backward has brought something; the first time in each, get ready for the rest.
+
+        Args:
+            arriving: The parameters whose gradients are there.
+            running: The parameter whose hooks are running.
+        """
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
+        if self.state is not ReducerState.REDUCING:
+            for index in self._hooks.run_last(running):
+                self._undefined.watch(index)
         if self.state is ReducerState.ARMED:
             self._progress.backward_begins(self._forward_since_round)
         # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
@@ -323,6 +362,10 @@ class Reducer:
     def _is_learning(self) -> bool:
         """Whether each gradient is looked at, to learn which buckets may leave inside a compiled backward."""
         return self._early is not None and self._early.is_learning and self._queue.sends
+
+    def _outputs_are_reached(self) -> None:
+        """The first round of a static graph ends with this pass, even if all gradients come in passes inside it."""
+        self._call_back_at_the_end(self.finalize_backward)
 
     def _call_back_at_the_end(self, callback: Callable[[], None]) -> bool:
         task = torch_internals.current_graph_task_id()
@@ -349,7 +392,7 @@ class Reducer:
             self._seal_plan()
             if self._optional is not None:
                 for index in arrived:
-                    self._optional.settles(index, has_left=False)
+                    self._optional.settles(index, has_left=False, is_undefined=self.parameters[index].grad is None)
             for bucket in self.buckets:
                 self._completion.complete(bucket)
             self.finalize_backward()
@@ -386,6 +429,7 @@ class Reducer:
             self._optional.begin_round()
         if self._early is not None:
             self._early.begin_round()
+        self._undefined.begin_round()
         self.state = ReducerState.ARMED  # last: a round that Ctrl-C leaves half reset is not begun anew
 
     def _settle_early_buckets(self, early: EarlyBuckets) -> None:

@@ -119,8 +119,9 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
     reason = (
         "it got none in the first iteration, and static_graph=True promises that this stays so; drop static_graph"
         if static_graph
-        else "no path led to it from the module's outputs. It is used outside of the module's forward, or inside of a"
-        " reentrant checkpoint: use it in the forward, use use_reentrant=False, or drop find_unused_parameters"
+        else "no path led to it from the module's outputs, or what led to it had brought an undefined gradient before."
+        " It is used outside of the module's forward, inside of a reentrant checkpoint, or by several backwards: use it"
+        " in the forward, use use_reentrant=False, add the losses up, or drop find_unused_parameters"
     )
     return GradientArrivalError(
         f"rank {rank}: {name} got a gradient after its bucket had left without one, because {reason}"

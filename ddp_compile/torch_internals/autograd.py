@@ -28,19 +28,31 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> OrderedDict[int, Any]:
     return hooks
 
 
-def run_last(hooks: Sequence[OrderedDict[int, Any]], ours: Sequence[Any]) -> None:
+def run_last(hooks: Sequence[OrderedDict[int, Any]], ours: Sequence[Any], running: int | None = None) -> list[int]:
     """Let our hook run after those that were registered later.
 
     Args:
         hooks: What `post_accumulate_grad_hooks` gave for each parameter.
         ours: The handle of our hook on each parameter.
+        running: Where the engine is going through the hooks; the order of those is left as it is.
+
+    Returns:
+        Where somebody beside us has hooks.
     """
     if max(map(len, hooks), default=0) <= 1:
-        return  # nobody has hooks but we
-    for present, hook in zip(hooks, ours, strict=True):
-        if next(reversed(present)) != hook.id:
+        return []
+    others = [place for place, present in enumerate(hooks) if len(present) > 1]
+    for place in others:
+        if place != running and is_followed(hooks[place], ours[place]):
             # Not move_to_end: torch reads the order of the dict underneath, which that leaves as it is.
-            present[hook.id] = present.pop(hook.id)
+            hooks[place][ours[place].id] = hooks[place].pop(ours[place].id)
+    return others
+
+
+def is_followed(hooks: OrderedDict[int, Any], hook: Any) -> bool:
+    """Whether other hooks of a parameter will run after this one, given by its handle."""
+    last: int = next(reversed(hooks))
+    return last != hook.id
 
 
 def accumulator_of(parameter: Tensor) -> Any:
@@ -61,7 +73,12 @@ def are_going_to_run(nodes: Sequence[Any]) -> bool:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether ``register_hook`` was called for a parameter, or somebody beside us awaits its ``.grad``."""
-    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+    return bool(parameter._backward_hooks) or has_hooks_after_accumulation(parameter)
+
+
+def has_hooks_after_accumulation(parameter: Tensor) -> bool:
+    """Whether somebody beside us has called ``register_post_accumulate_grad_hook`` for a parameter."""
+    return len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -120,6 +120,40 @@ def test_a_checkpoint_around_the_whole_module(use_reentrant: bool, ranks: Ranks)
     assert max(ranks(2).run(train_in_one_checkpoint, use_reentrant)) < 1e-6
 
 
+class Checkpoints(nn.Sequential):
+    """Nothing but reentrant checkpoints: the pass in which the output is differentiated brings no gradient itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            torch._dynamo.graph_break()
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def train_in_checkpoints_only() -> list[float]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(Checkpoints(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
+    ours = ddp_compile(models[0], bucket_cap_mb=0.0005, backend="aot_eager", static_graph=True)
+    theirs = DistributedDataParallel(models[1], static_graph=True)
+    torch.manual_seed(100 + dist.get_rank())
+    worst = []
+    for _ in range(3):
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        worst.append(max(relative_difference(p.grad, q.grad) for p, q in pairs))
+    return worst
+
+
+def test_nothing_but_reentrant_checkpoints(ranks: Ranks) -> None:
+    for worst in ranks(2).run(train_in_checkpoints_only):
+        assert max(worst) < 1e-6, worst
+
+
 def used_elsewhere() -> float:
     """A parameter that the forward does not use, but the loss does, in every iteration."""
     ours, _ = pair(use_reentrant=False)

@@ -1,0 +1,109 @@
+"""Gradients that are undefined: the engine comes to a parameter and has nothing to add to its ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.runtime import refusals
+
+
+class UndefinedGradients:
+    """Tells a gradient that is undefined from one that somebody has taken away.
+
+    A custom Function that returns None leads to an undefined gradient, and so does compiled code that reads a parameter
+    where no gradient comes of it: under ``torch.no_grad()``, through ``detach()``, for an argmax. AccumulateGrad runs
+    all the same, and so do the hooks behind it: the parameter has arrived, and contributes zeros if ``.grad`` holds
+    nothing. But ``.grad`` is None as well where a hook, one that steps an optimizer for example, has taken it away, and
+    zeros would be wrong.
+
+    Only a prehook of AccumulateGrad can tell these apart for certain. It costs a Python function, so it is set where
+    somebody else has hooks on a parameter, and where a gradient has been undefined once. Otherwise a gradient that was
+    there on arrival has been taken away, and one that was not is undefined: before ours, no hook has seen it.
+
+    Args:
+        parameters: The parameters, spoken of by their number.
+        names: Their fully qualified names.
+        rank: This rank, for messages.
+
+    Source: ``Reducer::mark_variable_ready_dense`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, which contributes
+    zeros in both cases.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._rank = rank
+        self._undefined: set[int] = set()  # in this round
+        self._came: set[int] = set()  # in this round, of those that the reducer is told of
+        # Nodes are held, as their hooks are gone with them.
+        self._watched: dict[int, tuple[Any, Any]] = {}
+
+    def watch(self, index: int) -> None:
+        """From the next backward on, know for certain whether the gradient of a parameter is undefined."""
+        if index not in self._watched and self._parameters[index].requires_grad:
+            node = torch_internals.accumulator_of(self._parameters[index])
+            self._watched[index] = node, node.register_prehook(_note_in(self._undefined, index))
+
+    def arrive(self, index: int) -> bool:
+        """A parameter's hook has run.
+
+        Returns:
+            Whether it has no gradient because that is undefined.
+
+        Raises:
+            GradientArrivalError: It has none because somebody has taken it away.
+        """
+        if self._parameters[index].grad is not None:
+            self._came.add(index)
+            return False
+        self.verify(index)
+        return True
+
+    def verify(self, index: int) -> None:
+        """A parameter that has arrived has no gradient: find out why.
+
+        Raises:
+            GradientArrivalError: Somebody has taken it away.
+        """
+        if index not in self._undefined:
+            is_seen_by_others = torch_internals.has_hooks_after_accumulation(self._parameters[index])
+            if index in self._came or index in self._watched or is_seen_by_others:
+                raise refusals.gradient_gone(self._rank, self._names[index])
+            self._undefined.add(index)
+            self.watch(index)
+
+    def fill_with_zeros(self, untouched: Set[int]) -> None:
+        """Where nothing is sent: let ``.grad`` be the mean of the one rank there is, as DistributedDataParallel does.
+
+        Args:
+            untouched: The parameters whose ``.grad`` stays what it is.
+        """
+        for index in self._undefined.difference(untouched):
+            if self._parameters[index].grad is None:
+                self._parameters[index].grad = torch.zeros_like(self._parameters[index])
+
+    def begin_round(self) -> None:
+        """Forget what belongs to the round that has ended."""
+        self._undefined.clear()
+        self._came.clear()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for _, handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+
+def _note_in(undefined: set[int], index: int) -> Callable[[tuple[Any, ...]], None]:
+    def prehook(gradients: tuple[Any, ...]) -> None:
+        if gradients[0] is None:
+            undefined.add(index)
+        else:
+            undefined.discard(index)
+
+    return prehook

@@ -1,0 +1,177 @@
+"""Parameters that the engine visits with nothing to add to ``.grad``, against DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+from ddp_compile.errors import GradientArrivalError
+
+pytestmark = pytest.mark.usefixtures("each_split")
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 5
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stops: bool) -> Tensor:
+        ctx.stops = stops
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return None if ctx.stops else gradient, None
+
+
+class Stopped(nn.Module):
+    """A head whose function gives no gradient back when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.end = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    @torch.compiler.disable
+    def stop(self, x: Tensor, stops: bool) -> Tensor:
+        return Stop.apply(self.head(x), stops)
+
+    def forward(self, x: Tensor, stops: bool) -> Tensor:
+        return self.end(torch.tanh(self.body(x)) + self.stop(x, stops))
+
+
+class Read(nn.Module):
+    """Parameters that the graph reads, though no gradient comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher, self.chooser = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, stops: bool) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        return (torch.tanh(self.student(x)) - target) * self.scale.detach() + self.chooser(x).argmax(1, keepdim=True)
+
+
+#: On which ranks, and in which of four steps, the gradient is undefined. The first backward is followed more closely.
+WHEN: dict[str, Callable[[int, int], bool]] = {
+    "always": lambda rank, step: True,
+    "from the third step on": lambda rank, step: step >= 2,
+    "on another rank in each step": lambda rank, step: (rank + step) % 2 == 0,
+}
+
+
+def differences(
+    make: Callable[[], nn.Module], when: str, through_compile: bool, zeroed: bool, hooked: bool, **options: Any
+) -> list[float]:
+    """For each step the largest relative difference of two gradients; infinite where only one model has one."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(make())
+        if hooked:
+            for parameter in models[-1].parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
+    torch._dynamo.reset()
+    ours = ddp_compile(models[0], bucket_cap_mb=2e-4, backend="aot_eager", **options)
+    theirs: Any = DistributedDataParallel(models[1], **options)
+    if through_compile:
+        theirs = torch.compile(theirs, backend="aot_eager")
+    worst = []
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, WIDTH)
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=not zeroed)
+            model(x, WHEN[when](dist.get_rank(), step)).square().sum().backward()
+        pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
+        assert any(gradient is None or not gradient.any() for gradient, _ in pairs) or when != "always"
+        worst.append(max(_difference(*pair) for pair in pairs))
+    return worst
+
+
+def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
+    if ours is None or theirs is None:
+        return 0.0 if ours is theirs else float("inf")
+    return relative_difference(ours, theirs) if theirs.any() else float(ours.any())
+
+
+FLAGS: list[dict[str, bool]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+
+
+#: When; settings of DistributedDataParallel; whether gradients are zeroed between steps; whether there are other hooks.
+STOPPED: list[tuple[str, dict[str, bool], bool, bool]] = [
+    ("always", {}, False, False),
+    ("always", {"find_unused_parameters": True}, False, True),
+    ("always", {"static_graph": True}, False, False),
+    ("from the third step on", {}, False, False),
+    ("from the third step on", {}, True, True),
+    ("from the third step on", {"static_graph": True, "gradient_as_bucket_view": False}, False, False),
+    ("on another rank in each step", {"gradient_as_bucket_view": False}, False, True),
+    ("on another rank in each step", {"find_unused_parameters": True}, True, False),
+    ("on another rank in each step", {"static_graph": True}, False, True),
+]
+
+
+def stopped() -> list[list[float]]:
+    return [differences(Stopped, when, False, zeroed, hooked, **flags) for when, flags, zeroed, hooked in STOPPED]
+
+
+def test_a_function_that_returns_no_gradient(ranks: Ranks) -> None:
+    for found in ranks(2).run(stopped):
+        assert max(map(max, found)) < 1e-6, found
+
+
+def read() -> list[list[float]]:
+    # Eager DistributedDataParallel awaits what nothing leads to, unless it is told not to.
+    every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    return [differences(Read, "always", not flags, False, False, **flags) for flags in every]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_a_graph_reads_without_a_gradient(ranks: Ranks, world_size: int) -> None:
+    for found in ranks(world_size).run(read):
+        assert max(map(max, found)) < 1e-6, found
+
+
+def test_on_one_rank_the_mean_is_zero(single_rank_group: None) -> None:
+    model = ddp_compile(Stopped(), backend="eager")
+    model(torch.ones(2, WIDTH), True).sum().backward()
+    assert not model.head.weight.grad.any()
+    assert model.body.weight.grad.any()
+
+
+@pytest.mark.parametrize(("own", "begins", "noticed"), [(True, 0, 0), (True, 2, 2), (False, 0, 0), (False, 2, 3)])
+def test_a_gradient_that_a_hook_takes_away_is_not_undefined(
+    own: bool, begins: int, noticed: int, single_rank_group: None
+) -> None:
+    """Its own hook does, or that of a parameter whose gradient comes later; after the first step a step too late."""
+    model = ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), backend="aot_eager")
+    step = 0
+
+    def take_away(_: Tensor) -> None:
+        if step >= begins:
+            model[1].weight.grad = None
+
+    (model[1].weight if own else model[1].bias).register_post_accumulate_grad_hook(take_away)
+    while step < noticed:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        step += 1
+    with pytest.raises(GradientArrivalError, match=r"1\.weight was set to None before it was averaged"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def test_a_static_graph_promises_that_a_gradient_stays_undefined(single_rank_group: None) -> None:
+    model = ddp_compile(Stopped(), backend="eager", static_graph=True)
+    model(torch.ones(2, WIDTH), True).sum().backward()
+    with pytest.raises(GradientArrivalError, match=r"head.* it got none in the first iteration, and static_graph=True"):
+        model(torch.ones(2, WIDTH), False).sum().backward()
