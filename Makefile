@@ -4,6 +4,7 @@
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
+CASES ?= 5000
 # Expanded when training starts, which is after the installation.
 NPROC ?= $(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite, in parallel unless ARGS says which tests'
-	@echo 'make test-long  run the tests that CI leaves out'
+	@echo 'make test-long  run the tests that CI leaves out, and $(CASES) random modules beside DistributedDataParallel'
 	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
@@ -30,6 +31,7 @@ help:
 	@echo
 	@echo 'Variables:'
 	@echo '  ARGS=...     passed on: make train ARGS="--steps 500", make test ARGS="-k plan"'
+	@echo '  CASES=N      number of random modules in "make test-long" ($(CASES))'
 	@echo '  JOBS=N       number of processes that "make test" gives tests to ($(JOBS))'
 	@echo '  NPROC=N      number of training processes'
 	@echo '  PYTHON=...   interpreter for the virtual environment ($(PYTHON))'
@@ -54,7 +56,10 @@ test: $(STAMP)
 endif
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long $(ARGS)
+	@status=0; \
+	$(BIN)/python -m pytest -m long || status=$$?; \
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
+	exit $$status
 
 parity: $(STAMP)
 	$(BIN)/python tests/parity/write_page.py

@@ -1,0 +1,297 @@
+"""Building blocks of random modules: each takes activations of shape (rows, WIDTH), and returns such activations.
+
+Every block works behind any other, so that a failing module can be made smaller by leaving blocks out. What a block
+keeps for a later one (a view, a detached tensor, ...) goes through the list ``kept``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 4
+NUM_IDS = 5
+
+
+@dataclass(frozen=True)
+class Block:
+    """A kind of block, and what it holds, if it is one that holds others."""
+
+    kind: str
+    inner: tuple[Block, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Block({self.kind!r}{f', {self.inner!r}' if self.inner else ''})"
+
+
+class Arguments(NamedTuple):
+    """What a forward is given beside its activations."""
+
+    ids: Tensor
+    scale: float
+    route: bool
+
+
+class TimesTwo(torch.autograd.Function):
+    """A gradient that is not that of the forward, so that whoever differentiates the forward instead is found."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, 3 * (gradient * x).sum(0)
+
+
+def apply_no_gradient(x: Tensor, block: Leaf) -> Tensor:
+    with torch.no_grad():
+        size = block.weight.abs().mean()
+    return x * size + block.weight
+
+
+def write_kept(h: Tensor, kept: list[Tensor]) -> Tensor:
+    if kept:
+        kept[-1].mul_(0.5)
+    return h
+
+
+def with_kept(h: Tensor, kept: list[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return combine(h, kept[-1].reshape(h.shape[0], -1)[:, :1]) if kept else h
+
+
+def keep(h: Tensor, kept: list[Tensor], value: Tensor) -> Tensor:
+    kept.append(value)
+    return h
+
+
+def break_graph(h: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return h
+
+
+def halve_half(h: Tensor) -> Tensor:
+    h[:, :2].mul_(0.5)
+    return h
+
+
+def add_to_half(h: Tensor, bias: Tensor) -> Tensor:
+    h[:, :2] += bias
+    return h
+
+
+def fill(h: Tensor) -> Tensor:
+    filled = torch.zeros_like(h)
+    filled[:, :2] = h[:, 2:].tanh()
+    filled[:, 2:] = h[:, :2]
+    return filled
+
+
+#: Blocks without a state: ``f(h, kept, arguments)``.
+FUNCTIONS: dict[str, Callable[[Tensor, list[Tensor], Arguments], Tensor]] = {
+    "tanh": lambda h, kept, a: h.tanh(),
+    "gelu": lambda h, kept, a: F.gelu(h),
+    "relu_": lambda h, kept, a: F.relu(h, inplace=True),
+    "double_": lambda h, kept, a: h.mul_(2),
+    "write_half": lambda h, kept, a: halve_half(h),
+    "fill": lambda h, kept, a: fill(h),
+    "transposed": lambda h, kept, a: h.t().contiguous().t(),
+    "chunk": lambda h, kept, a: torch.cat([h.chunk(2, -1)[1], h.chunk(2, -1)[0].tanh()], -1),
+    "split_add_": lambda h, kept, a: torch.cat([h[:, :2], h[:, 2:] + h[:, :2]], -1),
+    "expand": lambda h, kept, a: h.unsqueeze(1).expand(-1, 3, -1).mean(1),
+    "rows": lambda h, kept, a: h / h.shape[0],
+    "softmax": lambda h, kept, a: h.softmax(-1),
+    "detached_part": lambda h, kept, a: h + 0.5 * h.detach(),
+    "scale": lambda h, kept, a: h * a.scale,
+    "graph_break": lambda h, kept, a: break_graph(h),
+    "item": lambda h, kept, a: h * 2 if h.detach().abs().sum().item() > 1e9 else h,
+    "keep": lambda h, kept, a: keep(h, kept, h),
+    "keep_view": lambda h, kept, a: keep(h, kept, h.view(-1, 2)),
+    "keep_half": lambda h, kept, a: keep(h, kept, h[:, 2:]),
+    "keep_transposed": lambda h, kept, a: keep(h, kept, h.t()),
+    "keep_detached": lambda h, kept, a: keep(h, kept, h.detach()),
+    "keep_detached_view": lambda h, kept, a: keep(h, kept, h.view(-1, 2).detach()),
+    "keep_clone": lambda h, kept, a: keep(h, kept, h.clone()),
+    "add_kept": lambda h, kept, a: with_kept(h, kept, torch.add),
+    "multiply_kept": lambda h, kept, a: with_kept(h, kept, torch.mul),
+    "add_kept_": lambda h, kept, a: with_kept(h, kept, Tensor.add_),
+    "write_kept": lambda h, kept, a: write_kept(h, kept),
+}
+
+
+class Leaf(nn.Module):
+    """Blocks with parameters or buffers of their own. ``shared`` is the module's first linear layer."""
+
+    def __init__(self, kind: str, shared: nn.Linear) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind in ("linear", "linear_", "frozen"):
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.linear.requires_grad_(kind != "frozen")
+        elif kind in ("same_layer", "no_grad_shared"):
+            self.linear = shared
+        elif kind == "tied":
+            self.weight = shared.weight
+        elif kind in ("embedding", "sparse_embedding"):
+            self.embedding = nn.Embedding(NUM_IDS, WIDTH, sparse=kind == "sparse_embedding")
+        elif kind == "layer_norm":
+            self.norm = nn.LayerNorm(WIDTH)
+        elif kind == "batch_norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        else:
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+        if kind in ("counter", "factor_of_buffer"):
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        if kind in ("running_mean", "replaced_buffer"):
+            self.register_buffer("mean", torch.zeros(WIDTH))
+        self.before: Tensor | None = None
+        self.calls = 0
+
+    def forward(self, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+        return LEAVES[self.kind](self, h, a)
+
+
+def no_grad_shared(block: Leaf, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        wide = block.linear(h)
+    return h + wide
+
+
+def counter(block: Leaf, h: Tensor) -> Tensor:
+    block.count += 1
+    return h * block.weight + 0.1 * block.count
+
+
+def factor_of_buffer(block: Leaf, h: Tensor) -> Tensor:
+    block.count += 1
+    return h * block.weight * (1 + 0.1 * block.count)
+
+
+def running_mean(block: Leaf, h: Tensor) -> Tensor:
+    if block.training:
+        block.mean.lerp_(h.detach().mean(0), 0.5)
+    return (h - block.mean) * block.weight
+
+
+def replaced_buffer(block: Leaf, h: Tensor) -> Tensor:
+    if block.training:
+        block.mean = block.mean + 0.5
+    return (h - block.mean) * block.weight
+
+
+def remembers(block: Leaf, h: Tensor) -> Tensor:
+    before, block.before = block.before, h.detach().mean()
+    return h * block.weight if before is None else h * block.weight + before
+
+
+def counts_calls(block: Leaf, h: Tensor) -> Tensor:
+    block.calls += 1
+    return h * block.weight * (2 if block.calls % 2 else 1)
+
+
+LEAVES: dict[str, Callable[[Leaf, Tensor, Arguments], Tensor]] = {
+    "linear": lambda b, h, a: b.linear(h),
+    "linear_": lambda b, h, a: h.add_(b.linear(h.clone())),
+    "frozen": lambda b, h, a: b.linear(h),
+    "same_layer": lambda b, h, a: b.linear(h),
+    "no_grad_shared": lambda b, h, a: no_grad_shared(b, h),
+    "tied": lambda b, h, a: F.linear(h, b.weight.t()),
+    "embedding": lambda b, h, a: h + b.embedding(a.ids),
+    "sparse_embedding": lambda b, h, a: h + b.embedding(a.ids),
+    "layer_norm": lambda b, h, a: b.norm(h),
+    "batch_norm": lambda b, h, a: b.norm(h),
+    "weight": lambda b, h, a: h * b.weight,
+    "bias_": lambda b, h, a: h.add_(b.weight),
+    "bias_half_": lambda b, h, a: add_to_half(h, b.weight[:2]),
+    "normalised": lambda b, h, a: h * (b.weight / b.weight.norm()),
+    "weight_read_without_gradient": lambda b, h, a: apply_no_gradient(h, b),
+    "function": lambda b, h, a: TimesTwo.apply(h, b.weight),
+    "counter": lambda b, h, a: counter(b, h),
+    "factor_of_buffer": lambda b, h, a: factor_of_buffer(b, h),
+    "running_mean": lambda b, h, a: running_mean(b, h),
+    "replaced_buffer": lambda b, h, a: replaced_buffer(b, h),
+    "remembers": lambda b, h, a: remembers(b, h),
+    "counts_calls": lambda b, h, a: counts_calls(b, h),
+}
+
+
+class Holder(nn.Module):
+    """Blocks that hold others."""
+
+    def __init__(self, block: Block, shared: nn.Linear) -> None:
+        super().__init__()
+        self.kind = block.kind
+        self.blocks = build(block.inner, shared)
+        self.other = nn.Linear(WIDTH, WIDTH) if block.kind == "branch" else None
+
+    def forward(self, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+        return HOLDERS[self.kind](self, h, kept, a)
+
+    def run(self, h: Tensor, kept: Sequence[Tensor], a: Arguments) -> Tensor:
+        return run(self.blocks, h, list(kept), a)
+
+
+def checkpointed(block: Holder, h: Tensor, kept: list[Tensor], a: Arguments, reentrant: bool) -> Tensor:
+    def inner(h: Tensor, *kept: Tensor) -> Tensor:
+        # Copies: a checkpoint that writes into what it is given computes something else the second time.
+        return block.run(h.clone(), [value.clone() for value in kept], a)
+
+    return checkpoint(inner, h, *kept, use_reentrant=reentrant)
+
+
+def without_grad(block: Holder, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+    with torch.no_grad():
+        more = block.run(h.clone(), [value.clone() for value in kept], a)
+    return h + more
+
+
+def residual_(block: Holder, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+    h += block.run(h.clone(), kept, a)
+    return h
+
+
+HOLDERS: dict[str, Callable[[Holder, Tensor, list[Tensor], Arguments], Tensor]] = {
+    "submodule": lambda b, h, kept, a: b.run(h, kept, a),
+    "residual": lambda b, h, kept, a: h + b.run(h.clone(), kept, a),
+    "residual_": residual_,
+    "twice": lambda b, h, kept, a: b.run(b.run(h, kept, a), kept, a),
+    "checkpoint": lambda b, h, kept, a: checkpointed(b, h, kept, a, False),
+    "reentrant_checkpoint": lambda b, h, kept, a: checkpointed(b, h, kept, a, True),
+    "no_grad": without_grad,
+    "branch": lambda b, h, kept, a: b.run(h, kept, a) if a.route else b.other(h),
+    "not_compiled": lambda b, h, kept, a: torch.compiler.disable(b.run)(h, kept, a),
+}
+
+
+def build(blocks: Sequence[Block], shared: nn.Linear) -> nn.ModuleList:
+    """Modules with a forward of (h, kept, arguments); blocks without a state are `Stateless`."""
+    return nn.ModuleList(_build_one(block, shared) for block in blocks)
+
+
+def _build_one(block: Block, shared: nn.Linear) -> nn.Module:
+    if block.kind in HOLDERS:
+        return Holder(block, shared)
+    return Leaf(block.kind, shared) if block.kind in LEAVES else Stateless(block.kind)
+
+
+class Stateless(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+        return FUNCTIONS[self.kind](h, kept, a)
+
+
+def run(blocks: nn.ModuleList, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
+    for block in blocks:
+        h = block(h, kept, a)
+    return h

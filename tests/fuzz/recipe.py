@@ -1,0 +1,176 @@
+"""A random module and the way it is trained, as data: made from one integer, printed, and made smaller.
+
+Everything is a name, or a tuple of names. So a failing recipe is made smaller by leaving entries out, and by putting
+settings back to their defaults; it prints as the expression that makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from fuzz.blocks import FUNCTIONS, HOLDERS, LEAVES, Block
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One case. The defaults are the plainest values, to which settings are put back.
+
+    Args:
+        blocks: The module, between a first and a last linear layer.
+        program: What is done with it, in order; the names are those in `training.ACTIONS`.
+        others: A second module in the same process, which "other" and "joint" in the program train.
+        inputs: How tensors are passed to the forward.
+        outputs: What the forward returns.
+        split: As in ``ddp_compile``.
+        backend: As in ``torch.compile``.
+        cap_mib: Capacity of every bucket, in MiB.
+        dtype: Of parameters and inputs.
+        view: ``gradient_as_bucket_view``.
+        find_unused: ``find_unused_parameters``.
+        static_graph: As in ``ddp_compile``.
+        comm_hook: One of `training.COMM_HOOKS`, or none.
+        routes: Which side of a "branch" is taken: the first, in turns, or in turns and another on each rank.
+        rows_vary: Whether batches have other numbers of rows, from step to step.
+        scale_varies: Whether the float argument is another one in each step.
+        input_grad: Whether the input requires a gradient.
+    """
+
+    blocks: tuple[Block, ...] = ()
+    program: tuple[str, ...] = ("train",)
+    others: tuple[Block, ...] = ()
+    inputs: str = "tensor"
+    outputs: str = "tensor"
+    split: str = "none"
+    backend: str = "aot_eager"
+    cap_mib: float = 25.0
+    dtype: str = "float32"
+    view: bool = True
+    find_unused: bool = False
+    static_graph: bool = False
+    comm_hook: str = ""
+    routes: str = "first"
+    rows_vary: bool = False
+    scale_varies: bool = False
+    input_grad: bool = False
+
+    def __repr__(self) -> str:
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return f"Recipe({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    def kinds(self) -> frozenset[str]:
+        """The kinds of all blocks, also of those inside others."""
+        return frozenset(kind for block in (*self.blocks, *self.others) for kind in _kinds(block))
+
+
+def _kinds(block: Block) -> Iterator[str]:
+    yield block.kind
+    for inner in block.inner:
+        yield from _kinds(inner)
+
+
+# A tuple with one entry several times makes it as much more likely.
+PLAIN = ("linear", "linear", "tanh", "gelu", "layer_norm", "weight", "embedding")
+# Their gradient is None, in each backward or in some, which needs find_unused_parameters or static_graph.
+UNUSED = ("branch", "no_grad")
+# A checkpoint runs them twice, in which eager code and compiled code differ.
+# aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
+NOT_DRAWN = {"factor_of_buffer"}
+STATEFUL = ("batch_norm", "counter", "running_mean", "replaced_buffer", "remembers", "counts_calls")
+REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none", "zero")
+OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_detached", "with_input")
+
+
+def recipe_of(seed: int, backends: tuple[str, ...] = ("aot_eager", "aot_eager", "eager")) -> Recipe:
+    """The case that belongs to ``seed``, with one of ``backends``."""
+    random = Random(seed)
+    parameters = random.choices(("every", "find_unused", "static_graph"), (6, 3, 2))[0]
+    excluded = NOT_DRAWN | set(UNUSED if parameters == "every" else ())
+    blocks = _blocks(random, random.randint(1, 5), excluded)
+    others = _blocks(random, 2, excluded, depth=2) if random.random() < 0.2 else ()
+    program = _program(random, parameters, bool(others))
+    # Of a hook that is no mean, how often it is called makes a difference, which nothing promises in these.
+    hooks = ("", "allreduce", "allreduce" if {"halves", "regulariser"} & set(program) else "halves")
+    ways = ["first"] if parameters != "find_unused" else ["first", "in turns", "by rank"]
+    return Recipe(
+        blocks=blocks,
+        program=program,
+        others=others,
+        inputs=random.choices(("tensor", "keyword", "dict", "dataclass"), (4, 1, 1, 1))[0],
+        outputs=random.choices(OUTPUTS, (8, 1, 1, 1, 1, 1, 1, 1))[0],
+        split=random.choice(("forward", "backward", "auto", "auto", "none")),
+        backend=random.choice(backends),
+        cap_mib=random.choice((0.0001, 0.0001, 0.001, 25.0)),
+        dtype=random.choice(("float32", "float64")),
+        view=random.random() < 0.6,
+        find_unused=parameters == "find_unused",
+        static_graph=parameters == "static_graph",
+        comm_hook=random.choices(hooks, (8, 1, 1))[0],
+        routes=random.choice(ways),
+        rows_vary=random.random() < 0.25,
+        scale_varies=random.random() < 0.25,
+        input_grad=random.random() < 0.15,
+    )
+
+
+def _blocks(random: Random, number: int, excluded: set[str], depth: int = 0) -> tuple[Block, ...]:
+    return tuple(_block(random, excluded, depth) for _ in range(number))
+
+
+def _block(random: Random, excluded: set[str], depth: int) -> Block:
+    pool = random.choices((PLAIN, tuple(FUNCTIONS), tuple(LEAVES), tuple(HOLDERS)), (4, 4, 4, 2 if depth < 2 else 0))[0]
+    kind = random.choice([kind for kind in pool if kind not in excluded])
+    if kind not in HOLDERS:
+        return Block(kind)
+    inside = excluded | (set(STATEFUL) if "checkpoint" in kind else set())
+    return Block(kind, _blocks(random, random.randint(1, 2), inside, depth + 1))
+
+
+def _program(random: Random, parameters: str, with_other: bool) -> tuple[str, ...]:
+    """A few steps, each with a backward that is reduced."""
+    backwards = ["train"] * 6 + ["two_forwards", "retain", "output_hook", "written_output", "halves", "repeat"]
+    if parameters == "find_unused":
+        backwards += ["first_half", "first_half"]
+    if with_other:
+        backwards += ["other", "joint", "joint"]
+    if parameters == "static_graph":  # the same gradients in every iteration
+        backwards = ["train"]
+    program: list[str] = []
+    for _ in range(random.choice((1, 2, 2, 3))):
+        before = ("evaluate", "micro", "micro", "hook", "post_hook", "data_hook", "raise", "reload", "late_hook")
+        program += random.choices(before, (3, 3, 3, 1, 1, 1, 1, 1, 0.5), k=random.choice((0, 0, 1, 1)))
+        program.append(random.choice(backwards))
+        after = ("regulariser", "autograd_grad", "drop_some", "replace_grads", "detach_grads", "evaluate")
+        program += random.choices(after, k=random.choice((0, 0, 0, 1)))
+        program += random.sample(REPEATED_STEPS, k=random.choice((0, 1, 2, 2)))
+    return tuple(program)
+
+
+def smaller(recipe: Recipe) -> Iterator[Recipe]:
+    """Recipes with one thing less than ``recipe``, the largest steps first."""
+    for field in dataclasses.fields(Recipe):
+        value = getattr(recipe, field.name)
+        if isinstance(value, tuple):
+            for shorter in _shorter(value):
+                if shorter or field.name != "program":
+                    yield dataclasses.replace(recipe, **{field.name: shorter})
+        elif value != field.default:
+            yield dataclasses.replace(recipe, **{field.name: field.default})
+
+
+def _shorter(entries: tuple) -> Iterator[tuple]:
+    for half in (entries[: len(entries) // 2], entries[len(entries) // 2 :]):
+        if len(entries) > 2:
+            yield half
+    for i, entry in enumerate(entries):
+        yield (*entries[:i], *entries[i + 1 :])
+        if isinstance(entry, Block) and entry.inner:
+            yield (*entries[:i], *entry.inner, *entries[i + 1 :])
+            for inner in _shorter(entry.inner):
+                yield (*entries[:i], Block(entry.kind, inner), *entries[i + 1 :])
+        elif isinstance(entry, Block) and entry.kind in LEAVES and entry.kind != "linear":
+            yield (*entries[:i], Block("linear"), *entries[i + 1 :])
+        elif isinstance(entry, str) and entry != "train":
+            yield (*entries[:i], "train", *entries[i + 1 :])

@@ -1,0 +1,114 @@
+"""Random modules trained in random ways, beside DistributedDataParallel; and what the fuzzer itself promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fuzz.blocks import Block
+from fuzz.recipe import Recipe, recipe_of
+from fuzz.shrink import shrink
+from fuzz.verdict import BOTH_RAISE, CASES_IN_A_CALL, FAILED, PASSED, TORCHS_OWN, Verdict, judge_all, judge_on
+from rank_pool import RankPool
+from torch import fx
+
+from ddp_compile.backend import TrainingBackend
+from ddp_compile.runtime.bucket_buffer import BucketBuffer
+
+Ranks = Callable[[int], RankPool]
+
+NUM_CASES = 200
+
+
+@pytest.mark.parametrize("first_seed", range(0, NUM_CASES, CASES_IN_A_CALL))
+def test_random_modules_train_as_with_ddp(first_seed: int, ranks: Ranks) -> None:
+    seeds = range(first_seed, first_seed + CASES_IN_A_CALL)
+    recipes = [recipe_of(seed) for seed in seeds]
+    verdicts = judge_on(ranks(2), recipes)
+    failed = [
+        f"seed {seed}: {recipe}\n  {verdict.detail}\n  smaller: python tests/fuzz/run.py --seed {seed}"
+        for seed, recipe, verdict in zip(seeds, recipes, verdicts, strict=True)
+        if verdict.outcome == FAILED
+    ]
+    assert not failed, "\n".join(failed)
+    # Cases that compare nothing must stay few.
+    assert Counter(verdict.outcome for verdict in verdicts)[PASSED] >= CASES_IN_A_CALL // 2
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """``replacement`` is called with the method that it stands for, and its arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def scale_wrongly(flatten: Any, buffer: BucketBuffer, gradients: Any, scale: float) -> None:
+    flatten(buffer, gradients, scale * 1.001)
+
+
+def judge_with_wrong_scale(recipes: Sequence[Recipe]) -> list[Verdict]:
+    with replaced(BucketBuffer, "flatten", scale_wrongly):
+        return judge_all(recipes)
+
+
+def drop_detach(compile_graph: Any, backend: TrainingBackend, gm: fx.GraphModule, inputs: Any) -> Any:
+    for node in gm.graph.find_nodes(op="call_method", target="detach"):
+        node.replace_all_uses_with(node.args[0])
+    return compile_graph(backend, gm, inputs)
+
+
+def judge_without_detach(recipes: Sequence[Recipe]) -> list[Verdict]:
+    with replaced(TrainingBackend, "__call__", drop_detach):
+        return judge_all(recipes)
+
+
+LARGE = Recipe(
+    blocks=(Block("linear"), Block("residual", (Block("detached_part"), Block("weight"))), Block("layer_norm")),
+    program=("micro", "train", "clip", "step", "zero", "train"),
+    outputs="dict",
+    split="forward",
+    backend="eager",
+    cap_mib=0.0001,
+    find_unused=True,
+)
+
+
+def test_a_wrong_scale_is_found_and_made_smaller(ranks: Ranks) -> None:
+    smallest, verdict = shrink(LARGE, lambda recipes: ranks(2).run(judge_with_wrong_scale, recipes)[0])
+    assert smallest == Recipe()
+    assert "0 train: gradient of first.weight" in verdict.detail
+
+
+def test_a_detach_that_is_lost_is_found_and_made_smaller(ranks: Ranks) -> None:
+    smallest, verdict = shrink(LARGE, lambda recipes: ranks(2).run(judge_without_detach, recipes)[0])
+    assert smallest == Recipe(blocks=(Block("detached_part"),))
+    assert "0 train: gradient of first.weight" in verdict.detail
+
+
+def test_a_recipe_is_made_of_its_seed_alone_and_prints_as_python() -> None:
+    recipes = [recipe_of(seed) for seed in range(50)]
+    assert recipes == [recipe_of(seed) for seed in range(50)]
+    assert [eval(repr(recipe), {"Recipe": Recipe, "Block": Block}) for recipe in recipes] == recipes
+    assert len(set(recipes)) == len(recipes)
+
+
+COUNTS_AS = {
+    # aot_eager computes the gradient again from a buffer that the forward has changed since.
+    TORCHS_OWN: Recipe(blocks=(Block("factor_of_buffer"),)),
+    BOTH_RAISE: Recipe(blocks=(Block("tanh"), Block("double_")), backend="eager"),
+    PASSED: Recipe(blocks=(Block("branch", (Block("linear"),)),), find_unused=True),
+}
+
+
+def test_cases_count_as_what_they_are(ranks: Ranks) -> None:
+    verdicts = ranks(2).run(judge_all, list(COUNTS_AS.values()))[0]
+    assert dict(zip(COUNTS_AS, (verdict.outcome for verdict in verdicts), strict=True)) == {
+        key: key for key in COUNTS_AS
+    }

@@ -1,0 +1,395 @@
+"""Training the module of a recipe in one of several ways, and noting everything that can be seen after each action."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fuzz.blocks import NUM_IDS, WIDTH, Arguments, Block, build, run
+from fuzz.recipe import Recipe
+from torch import Tensor, nn
+
+#: What can be seen after an action: values by name, None where there is none; or "raised" and the error's text alone.
+Observation = dict[str, Any]
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    ids: Tensor
+
+
+@dataclass
+class Output:
+    y: Tensor
+    h: Tensor
+
+
+class DeliberateError(Exception):
+    """Raised by the module's forward when the program says so."""
+
+
+class Net(nn.Module):
+    """The blocks, between two linear layers."""
+
+    def __init__(self, blocks: tuple[Block, ...], outputs: str) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = build(blocks, self.first)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: Any, ids: Tensor | None = None, scale: float = 1.0, route: bool = True, fail: bool = False
+    ) -> Any:
+        if isinstance(x, Batch):
+            x, ids = x.x, x.ids
+        elif isinstance(x, dict):
+            x, ids = x["x"], x["ids"]
+        h = self.first(x)
+        if fail:
+            raise DeliberateError
+        h = run(self.blocks, h, [], Arguments(ids, scale, route))
+        return OUTPUTS[self.outputs](self.last(h), h, x)
+
+
+OUTPUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "tensor": lambda y, h, x: y,
+    "dict": lambda y, h, x: {"y": y, "h": h},
+    "tuple": lambda y, h, x: (y, 3, None, "text", h),
+    "dataclass": lambda y, h, x: Output(y, h),
+    "nested": lambda y, h, x: {"a": [y, (h, {"b": Output(y, h)})], "n": 1.5},
+    "views": lambda y, h, x: [y, y.view(-1), y[:, :2]],
+    "with_detached": lambda y, h, x: {"y": y, "log": y.detach()},
+    "with_input": lambda y, h, x: (y, x),
+}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value):
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def losses_of(output: Any) -> list[Tensor]:
+    """A loss of each output that takes part in autograd; of each half, if it is only one."""
+    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if len(found) == 1 and found[0].dim() == 2:
+        found = [found[0][:, :2], found[0][:, 2:]]
+    return [tensor.square().mean() for tensor in found]
+
+
+class Training:
+    """One way to train the recipe's modules.
+
+    Args:
+        recipe: Modules and settings.
+        wrap: Makes a data-parallel module of a plain one, perhaps the module itself.
+        group: The ranks.
+    """
+
+    def __init__(
+        self, recipe: Recipe, wrap: Callable[[nn.Module, Recipe, dist.ProcessGroup], Any], group: dist.ProcessGroup
+    ) -> None:
+        torch.manual_seed(7)
+        self.recipe = recipe
+        self.rank = group.rank()
+        self.position = 0
+        self.nets = [Net(recipe.blocks, recipe.outputs)]
+        if recipe.others:
+            self.nets.append(Net(recipe.others, "tensor"))
+        for net in self.nets:
+            net.to(getattr(torch, recipe.dtype))
+        self.models = [wrap(net, recipe, group) for net in self.nets]
+        self.parameters = [p for net in self.nets for p in net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.05)
+        self.seen: list[Tensor] = []
+
+    def forward(self, model: int = 0, salt: int = 0, **more: Any) -> Any:
+        """One forward with a batch of this position's and this rank's own; both are among what can be seen."""
+        recipe = self.recipe
+        generator = torch.Generator().manual_seed(1000 * self.position + 10 * self.rank + salt)
+        rows = 3 + self.position % 3 if recipe.rows_vary else 4
+        x = torch.randn(rows, WIDTH, generator=generator, dtype=getattr(torch, recipe.dtype))
+        x.requires_grad_(recipe.input_grad)
+        ids = torch.randint(NUM_IDS, (rows,), generator=generator)
+        turns = {"first": 0, "in turns": self.position, "by rank": self.position + self.rank}[recipe.routes]
+        scale = 1.0 + 0.5 * self.position if recipe.scale_varies else 1.5
+        settings = {"scale": scale, "route": turns % 2 == 0, **more}
+        output = _call(self.models[model], recipe.inputs, x, ids, settings)
+        self.seen += [x, *tensors_in(output)]
+        return output
+
+    def average(self) -> None:
+        """For the reference that averages by hand; the others have done so in the backward."""
+        for model in self.models:
+            if isinstance(model, MeanOfRanks):
+                model.average()
+
+    def do(self, action: str) -> Observation:
+        self.seen = []
+        ACTIONS[action](self)
+        found: Observation = {}
+        for i, tensor in enumerate(self.seen):
+            found[f"forward {i}"] = tensor.detach().clone()
+            if tensor.is_leaf and tensor.requires_grad:
+                found[f"forward {i} gradient"] = _clone(tensor.grad)
+        for number, net in enumerate(self.nets):
+            prefix = "other." if number else ""
+            for name, parameter in net.named_parameters():
+                found[f"gradient of {prefix}{name}"] = _clone(parameter.grad)
+                found[f"{prefix}{name}"] = _clone(parameter)
+            for name, buffer in net.named_buffers():
+                found[f"buffer {prefix}{name}"] = _clone(buffer)
+        self.position += 1
+        return found
+
+
+def _call(model: Any, inputs: str, x: Tensor, ids: Tensor, settings: dict[str, Any]) -> Any:
+    if inputs == "tensor":
+        return model(x, ids, **settings)
+    if inputs == "keyword":
+        return model(x=x, ids=ids, **settings)
+    return model({"x": x, "ids": ids} if inputs == "dict" else Batch(x, ids), **settings)
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to_dense().clone()
+
+
+class MeanOfRanks(nn.Module):
+    """The mean over the ranks of what a plain module computes, after each backward that is to be reduced.
+
+    The reference where ddp_compile is documented to do something else than DistributedDataParallel: several backwards
+    of one forward are all averaged, and buffers are broadcast before training forwards outside of ``no_sync`` alone.
+    """
+
+    def __init__(self, net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.net, self.recipe, self.group = net, recipe, group
+        self.sync = True
+        self.parameters_reduced = [p for p in net.parameters() if p.requires_grad]
+        self.arrived: set[Tensor] = set()
+        self.awaited: set[Tensor] = set()
+        self.incomplete = False
+        for parameter in self.parameters_reduced:
+            parameter.register_post_accumulate_grad_hook(self.arrived.add)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return _Without(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and self.sync and torch.is_grad_enabled():
+            if self.incomplete and not (self.recipe.find_unused or self.recipe.static_graph):
+                raise RuntimeError("the last backward left parameters without a gradient")
+            self.awaited = set(self.parameters_reduced)
+            for buffer in self.net.buffers():
+                dist.broadcast(buffer, 0, self.group)
+        return self.net(*args, **kwargs)
+
+    def average(self) -> None:
+        used = torch.tensor([p in self.arrived for p in self.parameters_reduced], dtype=torch.int32)
+        dist.all_reduce(used, group=self.group)
+        self.awaited -= self.arrived
+        self.incomplete = bool(self.awaited) and bool(self.arrived)
+        self.arrived.clear()
+        factor = (0.5 if self.recipe.comm_hook == "halves" else 1.0) / self.group.size()
+        for parameter, is_used in zip(self.parameters_reduced, used, strict=True):
+            if is_used:
+                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                dist.all_reduce(total, group=self.group)
+                parameter.grad = total * factor
+
+
+class _Without(AbstractContextManager[None]):
+    def __init__(self, model: MeanOfRanks) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.sync = False
+
+    def __exit__(self, *error: object) -> None:
+        self.model.sync = True
+
+
+def train(t: Training, model: int = 0) -> None:
+    _sum(losses_of(t.forward(model))).backward()
+    t.average()
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).sum()
+
+
+def micro(t: Training) -> None:
+    with t.models[0].no_sync():
+        _sum(losses_of(t.forward())).backward()
+
+
+def two_forwards(t: Training) -> None:
+    losses = losses_of(t.forward()) + losses_of(t.forward(salt=1))
+    _sum(losses).backward()
+    t.average()
+
+
+def joint(t: Training) -> None:
+    losses = [loss for model in range(len(t.models)) for loss in losses_of(t.forward(model))]
+    _sum(losses).backward()
+    t.average()
+
+
+def retain(t: Training) -> None:
+    _sum(losses_of(t.forward())).backward(retain_graph=True)
+    t.average()
+
+
+def repeat(t: Training) -> None:
+    loss = _sum(losses_of(t.forward()))
+    loss.backward(retain_graph=True)
+    t.average()
+    loss.backward()
+    t.average()
+
+
+def halves(t: Training) -> None:
+    """Two losses, and a backward of each."""
+    first, *rest = losses_of(t.forward())
+    first.backward(retain_graph=True)
+    t.average()
+    if rest:
+        _sum(rest).backward()
+        t.average()
+
+
+def first_half(t: Training) -> None:
+    losses_of(t.forward())[-1].backward()
+    t.average()
+
+
+def output_hook(t: Training) -> None:
+    """Only of the output that nothing else is computed from: compiled, another's hook does not see that way back."""
+    output = t.forward()
+    next(tensors_in(output)).register_hook(lambda gradient: 2 * gradient)
+    _sum(losses_of(output)).backward()
+    t.average()
+
+
+def written_output(t: Training) -> None:
+    """The user writes into what the forward returned."""
+    output = t.forward()
+    next(tensors_in(output)).mul_(0.5)
+    _sum(losses_of(output)).backward()
+    t.average()
+
+
+def evaluate(t: Training) -> None:
+    t.models[0].eval()
+    with torch.no_grad():
+        t.forward()
+    t.models[0].train()
+
+
+def evaluate_on_rank_0(t: Training) -> None:
+    if t.rank == 0:
+        evaluate(t)
+
+
+def fail(t: Training) -> None:
+    try:
+        t.forward(fail=True)
+    except DeliberateError:
+        return
+    raise AssertionError("the forward did not raise")
+
+
+def regulariser(t: Training) -> None:
+    (0.1 * t.nets[0].first.weight.square().sum()).backward()
+
+
+def autograd_grad(t: Training) -> None:
+    gradients = torch.autograd.grad(_sum(losses_of(t.forward())), t.parameters, allow_unused=True)
+    t.seen += [gradient.to_dense() for gradient in gradients if gradient is not None]
+
+
+def register(t: Training, how: str, hook: Callable[[Tensor], Any]) -> None:
+    for parameter in t.parameters[::2]:
+        getattr(parameter, how)(hook)
+
+
+def late_hook(t: Training) -> None:
+    """A hook that comes between the forward and its backward."""
+    loss = _sum(losses_of(t.forward()))
+    register(t, "register_hook", lambda gradient: 2 * gradient)
+    loss.backward()
+    t.average()
+
+
+def with_gradients(t: Training, change: Callable[[Tensor], None], step: int = 1) -> None:
+    for parameter in t.parameters[::step]:
+        if parameter.grad is not None:
+            change(parameter)
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _replace(parameter: Tensor) -> None:
+    parameter.grad = 0.5 * parameter.grad
+
+
+def _clamp_gradient(parameter: Tensor) -> None:
+    if not parameter.grad.is_sparse:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+
+def clip(t: Training) -> None:
+    nn.utils.clip_grad_norm_([p for p in t.parameters if p.grad is not None and not p.grad.is_sparse], 0.1)
+
+
+def _halve_gradient_data(parameter: Tensor) -> None:
+    parameter.grad.data.mul_(0.5)
+
+
+#: What a program consists of. Those that end in a reduction call `Training.average`.
+ACTIONS: dict[str, Callable[[Training], None]] = {
+    "train": train,
+    "micro": micro,
+    "two_forwards": two_forwards,
+    "other": lambda t: train(t, len(t.models) - 1),
+    "joint": joint,
+    "retain": retain,
+    "repeat": repeat,
+    "halves": halves,
+    "first_half": first_half,
+    "output_hook": output_hook,
+    "written_output": written_output,
+    "evaluate": evaluate,
+    "evaluate_on_rank_0": evaluate_on_rank_0,
+    "raise": fail,
+    "regulariser": regulariser,
+    "autograd_grad": autograd_grad,
+    "hook": lambda t: register(t, "register_hook", lambda gradient: 2 * gradient),
+    "post_hook": lambda t: register(t, "register_post_accumulate_grad_hook", _clamp_gradient),
+    "data_hook": lambda t: register(t, "register_post_accumulate_grad_hook", _halve_gradient_data),
+    "late_hook": late_hook,
+    "reload": lambda t: t.nets[0].load_state_dict(t.nets[0].state_dict()),
+    "drop_some": lambda t: with_gradients(t, _drop, 2),
+    "replace_grads": lambda t: with_gradients(t, _replace),
+    "detach_grads": lambda t: with_gradients(t, lambda p: p.grad.detach_().mul_(0.5)),
+    "clip": clip,
+    "zero": lambda t: t.optimizer.zero_grad(set_to_none=False),
+    "zero_to_none": lambda t: t.optimizer.zero_grad(),
+    "step": lambda t: t.optimizer.step(),
+}

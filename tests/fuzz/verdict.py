@@ -1,0 +1,273 @@
+"""One recipe trained in two ways or more, and what to think of the differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from fuzz.recipe import Recipe
+from fuzz.training import MeanOfRanks, Observation, Training
+from rank_pool import RankFailure, RankPool
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import DDPCompileError, ddp_compile
+
+Wrap = Callable[[nn.Module, Recipe, dist.ProcessGroup], Any]
+
+GROUP_TIMEOUT_S = 30.0
+# Within the time that a `RankPool` gives to a call.
+CASES_IN_A_CALL = 20
+# Relative to the largest value of a tensor, and absolute.
+TOLERANCES = {"float32": (1e-4, 1e-5), "float64": (1e-9, 1e-10)}
+
+PASSED = "passed"
+BOTH_RAISE = "both raise"
+GOES_ON = "only DDP raises"
+TORCHS_OWN = "torch's own"
+REFUSED = "documented refusal"
+FAILED = "failed"
+# A case is what it is on its worst rank.
+OUTCOMES = (PASSED, BOTH_RAISE, GOES_ON, TORCHS_OWN, REFUSED, FAILED)
+
+#: Errors that ddp_compile documents where DistributedDataParallel goes on, by what their message has to contain.
+DOCUMENTED_REFUSALS: dict[str, str] = {}
+
+
+class Verdict(NamedTuple):
+    """What came of one case.
+
+    Args:
+        outcome: One of `OUTCOMES`.
+        detail: The first difference on the worst rank, with that rank.
+    """
+
+    outcome: str
+    detail: str
+
+
+def with_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
+    return _with_comm_hook(
+        DistributedDataParallel(
+            net,
+            process_group=group,
+            bucket_cap_mb=recipe.cap_mib,
+            # Its views cannot be detached, ours can.
+            gradient_as_bucket_view=recipe.view and "detach_grads" not in recipe.program,
+            find_unused_parameters=recipe.find_unused,
+            static_graph=recipe.static_graph,
+        ),
+        recipe,
+        group,
+    )
+
+
+def with_ours(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
+    return _with_comm_hook(
+        ddp_compile(
+            net,
+            process_group=group,
+            bucket_cap_mb=recipe.cap_mib,
+            gradient_as_bucket_view=recipe.view,
+            find_unused_parameters=recipe.find_unused,
+            static_graph=recipe.static_graph,
+            split=recipe.split,
+            backend=recipe.backend,
+        ),
+        recipe,
+        group,
+    )
+
+
+def with_compiled_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
+    # Dynamo's DDPOptimizer asserts that buckets are larger than the first, of 1 MiB.
+    model = with_ddp(net, dataclasses.replace(recipe, cap_mib=25.0), group)
+    model.compile(backend=recipe.backend)
+    return model
+
+
+def with_mean_of_compiled(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
+    net.compile(backend=recipe.backend)
+    return MeanOfRanks(net, recipe, group)
+
+
+def _with_comm_hook(model: Any, recipe: Recipe, group: dist.ProcessGroup) -> Any:
+    if recipe.comm_hook:
+        model.register_comm_hook(group, {"allreduce": allreduce_hook, "halves": halves_hook}[recipe.comm_hook])
+    return model
+
+
+def halves_hook(group, bucket):  # without annotations: DistributedDataParallel refuses those that are strings
+    """Half of the mean, so that a hook that is not called is found."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0] * (0.5 / group.size()))
+
+
+def reference_of(recipe: Recipe) -> Wrap:
+    """DistributedDataParallel, or the mean over the ranks where ddp_compile is documented to be better than that."""
+    program = set(recipe.program)
+    has_buffers = {"batch_norm", "counter", "running_mean", "replaced_buffer"} & recipe.kinds()
+    better = (
+        # DistributedDataParallel leaves the second backward of a forward on its rank,
+        {"repeat", "halves"} & program
+        # takes an output that has no part in the loss for a used one,
+        or "first_half" in program
+        # broadcasts buffers before some forwards that are not for training, and not before others that are,
+        or (has_buffers and {"evaluate", "evaluate_on_rank_0", "micro"} & program)
+        # cannot begin with a backward that is not to be reduced,
+        or (recipe.static_graph and "micro" in program)
+        # and does not reduce the first one of a static graph whose outputs are in a dataclass.
+        or (recipe.static_graph and recipe.outputs == "dataclass")
+    )
+    return MeanOfRanks if better else with_ddp
+
+
+class Groups:
+    """The process group that cases are run in: another one as soon as one has raised, on whatever rank.
+
+    What a rank had launched when another raised may still be under way. Old groups are kept: to free one while a work
+    ends in its thread can deadlock, since the thread waits for the interpreter's lock.
+    """
+
+    def __init__(self) -> None:
+        self.current = self._new()
+
+    def renew_after(self, raised: bool) -> None:
+        if any(_gather(raised)):
+            self.current = self._new()
+
+    @staticmethod
+    def _new() -> dist.ProcessGroup:
+        group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        assert group is not None
+        return group
+
+
+def trace(recipe: Recipe, wrap: Wrap, groups: Groups) -> list[Observation]:
+    """What can be seen after each action; ends with the action that raised."""
+    torch._dynamo.reset()
+    # As documented, and as under torch.compile: a graph that is kept for a second backward needs its buffers.
+    torch._functorch.config.donated_buffer = not {"retain", "repeat", "halves"} & set(recipe.program)
+    seen: list[Observation] = []
+    try:
+        training = Training(recipe, wrap, groups.current)
+        seen.extend(training.do(action) for action in recipe.program)
+    except Exception as error:
+        seen.append({"raised": f"{type(error).__name__}: {error}", "named": isinstance(error, DDPCompileError)})
+    groups.renew_after("raised" in seen[-1])
+    return seen
+
+
+def difference(recipe: Recipe, ours: Sequence[Observation], theirs: Sequence[Observation]) -> str | None:
+    """The first difference in words, or None."""
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+        where = f"{position} {recipe.program[position] if position < len(recipe.program) else 'end'}"
+        if "raised" in mine or "raised" in other:
+            errors = [str(each.get("raised", "nothing")) for each in (mine, other)]
+            if errors[0].split(":")[0] != errors[1].split(":")[0]:
+                return f"{where}: raised {errors[0]!r} in place of {errors[1]!r}"
+            return None
+        for name, value in other.items():
+            if (found := _difference_of_values(mine.get(name), value, recipe)) is not None:
+                return f"{where}: {name} {found}"
+    return None
+
+
+def _difference_of_values(ours: Tensor | None, theirs: Tensor | None, recipe: Recipe) -> str | None:
+    if ours is None or theirs is None:
+        if ours is theirs:
+            return None
+        return "is None where it should not be" if ours is None else "should be None"
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return f"is {ours.dtype} of {tuple(ours.shape)}, and should be {theirs.dtype} of {tuple(theirs.shape)}"
+    relative, absolute = TOLERANCES[recipe.dtype]
+    largest = theirs.abs().max().item() if theirs.numel() else 0.0
+    if torch.allclose(ours, theirs, rtol=0, atol=absolute + relative * largest, equal_nan=True):
+        return None
+    return f"is {_few(ours)}, and should be {_few(theirs)}"
+
+
+def _few(tensor: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.6g}" for value in tensor.flatten()[:4].tolist()) + "]"
+
+
+def judge(recipe: Recipe, groups: Groups) -> Verdict:
+    """The case's verdict, the same on every rank; called on all ranks at once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference, ours = trace(recipe, reference_of(recipe), groups), trace(recipe, with_ours, groups)
+        worst = _worst(_compare(recipe, ours, reference))
+        if worst.outcome == FAILED:
+            for plain in PLAIN_WAYS:
+                if _agree(difference(recipe, ours, trace(recipe, plain, groups))):
+                    return Verdict(TORCHS_OWN, worst.detail)
+    return worst
+
+
+def _agree(found: str | None) -> bool:
+    return all(each is None for each in _gather(found))
+
+
+#: Where ours does what one of these does, the difference is torch's: DistributedDataParallel is not the mean over the
+#: ranks, or plain ``torch.compile`` makes the same of the module.
+PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, with_mean_of_compiled, with_compiled_ddp)
+
+
+def _agree(found: str | None) -> bool:
+    return all(each is None for each in _gather(found))
+
+
+def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Observation]) -> Verdict:
+    if "raised" in reference[-1]:
+        if "raised" in ours[-1]:
+            return Verdict(BOTH_RAISE, str(ours[-1]["raised"]))
+        return Verdict(GOES_ON, str(reference[-1]["raised"]))
+    found = difference(recipe, ours, reference)
+    if found is None:
+        return Verdict(PASSED, "")
+    documented = ours[-1].get("named") and any(re.search(e, ours[-1]["raised"]) for e in DOCUMENTED_REFUSALS)
+    return Verdict(REFUSED if documented else FAILED, found)
+
+
+def _worst(mine: Verdict) -> Verdict:
+    verdicts = _gather(mine)
+    rank = max(range(len(verdicts)), key=lambda rank: OUTCOMES.index(verdicts[rank].outcome))
+    outcome, detail = verdicts[rank]
+    return Verdict(outcome, f"rank {rank}: {detail}" if detail else "")
+
+
+def _gather(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
+    """Verdicts of many cases, in one call of a `RankPool`."""
+    groups = Groups()
+    return [judge(recipe, groups) for recipe in recipes]
+
+
+def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
+    """Verdicts of the recipes. One that ends a rank's process, or keeps it for minutes, is a failure of its own."""
+    try:
+        results = pool.run_expecting_failures(judge_all, recipes, timeout_s=300.0)
+        broken = next((result for result in results if isinstance(result, RankFailure)), None)
+    except AssertionError as error:
+        results, broken = [], RankFailure("AssertionError", str(error), "")
+    if broken is None:
+        verdicts: list[Verdict] = results[0]
+        return verdicts
+    pool.close()
+    if len(recipes) > 1:
+        return [verdict for recipe in recipes for verdict in judge_on(pool, [recipe])]
+    return [Verdict(FAILED, f"{broken.kind}: {broken.message}\n{broken.traceback}")]
