@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if verdict.outcome == FAILED:
                     _report(seed, recipe, verdict, pool, not options.no_shrink, bar)
             bar.update(len(some))
-    print(", ".join(f"{outcome}: {counts[outcome]}" for outcome in OUTCOMES))
+    print(f"first seed {first}, {cases} cases:", ", ".join(f"{outcome}: {counts[outcome]}" for outcome in OUTCOMES))
     pool.close()
     return 1 if counts[FAILED] else 0
 

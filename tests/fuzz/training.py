@@ -131,9 +131,9 @@ class Training:
         self.seen += [x, *tensors_in(output)]
         return output
 
-    def average(self) -> None:
-        """For the reference that averages by hand; the others have done so in the backward."""
-        for model in self.models:
+    def average(self, *models: int) -> None:
+        """For the reference that averages by hand; the others have done so in the backward of these ``models``."""
+        for model in [self.models[number] for number in models or (0,)]:
             if isinstance(model, MeanOfRanks):
                 model.average()
 
@@ -212,6 +212,17 @@ class MeanOfRanks(nn.Module):
                 parameter.grad = total * factor
 
 
+class MeanOfRanksWithCopies(MeanOfRanks):
+    """The same where layers save copies for their backward, so that later writes into what they saved do not matter.
+
+    Eager autograd refuses such a backward; a graph whose writes were made functional computes this one.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda saved: saved):
+            return super().forward(*args, **kwargs)
+
+
 class _Without(AbstractContextManager[None]):
     def __init__(self, model: MeanOfRanks) -> None:
         self.model = model
@@ -225,7 +236,7 @@ class _Without(AbstractContextManager[None]):
 
 def train(t: Training, model: int = 0) -> None:
     _sum(losses_of(t.forward(model))).backward()
-    t.average()
+    t.average(model)
 
 
 def _sum(losses: list[Tensor]) -> Tensor:
@@ -244,9 +255,9 @@ def two_forwards(t: Training) -> None:
 
 
 def joint(t: Training) -> None:
-    losses = [loss for model in range(len(t.models)) for loss in losses_of(t.forward(model))]
-    _sum(losses).backward()
-    t.average()
+    models = range(len(t.models))
+    _sum([loss for model in models for loss in losses_of(t.forward(model))]).backward()
+    t.average(*models)
 
 
 def retain(t: Training) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 from fuzz.recipe import Recipe
-from fuzz.training import MeanOfRanks, Observation, Training
+from fuzz.training import MeanOfRanks, MeanOfRanksWithCopies, Observation, Training
 from rank_pool import RankFailure, RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -52,6 +52,13 @@ class Verdict(NamedTuple):
 
     outcome: str
     detail: str
+
+    def symptom(self) -> tuple[str, ...]:
+        """What has to stay the same while a case is made smaller: the outcome, and the errors or the kind of value."""
+        return (
+            self.outcome,
+            *(re.findall(r"raised '(\w+)|(gradient|forward|buffer|None)", self.detail)[:1] or [()])[0],
+        )
 
 
 def with_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
@@ -206,11 +213,23 @@ def judge(recipe: Recipe, groups: Groups) -> Verdict:
         warnings.simplefilter("ignore")
         reference, ours = trace(recipe, reference_of(recipe), groups), trace(recipe, with_ours, groups)
         worst = _worst(_compare(recipe, ours, reference))
-        if worst.outcome == FAILED:
-            for plain in PLAIN_WAYS:
-                if _agree(difference(recipe, ours, trace(recipe, plain, groups))):
-                    return Verdict(TORCHS_OWN, worst.detail)
+        if worst.outcome not in (FAILED, GOES_ON):
+            return worst
+        for plain in PLAIN_WAYS:
+            if _agree(difference(recipe, ours, trace(recipe, plain, groups))):
+                return worst if worst.outcome == GOES_ON else worst._replace(outcome=TORCHS_OWN)
+    if worst.outcome == GOES_ON:
+        return Verdict(FAILED, f"goes on with values that nothing else computes; {worst.detail}")
     return worst
+
+
+def _agree(found: str | None) -> bool:
+    return all(each is None for each in _gather(found))
+
+
+#: Where ours does what one of these does, all is well: DistributedDataParallel is not the mean over the ranks, or
+#: refuses what makes sense, or plain ``torch.compile`` makes the same of the module.
+PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, MeanOfRanksWithCopies, with_mean_of_compiled, with_compiled_ddp)
 
 
 def _agree(found: str | None) -> bool:
