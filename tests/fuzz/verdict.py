@@ -223,22 +223,9 @@ def judge(recipe: Recipe, groups: Groups) -> Verdict:
     return worst
 
 
-def _agree(found: str | None) -> bool:
-    return all(each is None for each in _gather(found))
-
-
 #: Where ours does what one of these does, all is well: DistributedDataParallel is not the mean over the ranks, or
 #: refuses what makes sense, or plain ``torch.compile`` makes the same of the module.
 PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, MeanOfRanksWithCopies, with_mean_of_compiled, with_compiled_ddp)
-
-
-def _agree(found: str | None) -> bool:
-    return all(each is None for each in _gather(found))
-
-
-#: Where ours does what one of these does, the difference is torch's: DistributedDataParallel is not the mean over the
-#: ranks, or plain ``torch.compile`` makes the same of the module.
-PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, with_mean_of_compiled, with_compiled_ddp)
 
 
 def _agree(found: str | None) -> bool:
