@@ -90,7 +90,8 @@ SHARES = [(source, kind, i) for kind in GRADS for i, source in enumerate(SOURCES
 def test_views_of_a_value_may_be_used_behind_cuts_and_returned(
     source: str, kind: str, first: int, single_rank_group: None
 ) -> None:
-    recipe = all_views(source, kind, list(VIEWS)[first :: len(SOURCES)], returned=True)
+    operations = dict.fromkeys(["detach", *list(VIEWS)[first :: len(SOURCES)]])
+    recipe = all_views(source, kind, list(operations), returned=True)
     assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)
 
 
