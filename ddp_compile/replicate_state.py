@@ -63,8 +63,8 @@ class ReplicateState:
         inside = launches_inside(config.split, self.compiler)
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
         description = [
-            *_describe(module, config, inside),
             f"parameters that another replicated module reduces={shared}",
+            *_describe(module, config, inside),
         ]
         verify_modules_agree(description, process_group, parameters[0].device)
         self.parameters.refuse_shared(process_group.rank())
