@@ -62,6 +62,7 @@ class GraphReport(NamedTuple):
         declined: Cuts that were not made where the plan wanted them, and why; with ``launches_inside``, buckets that
             the backward does not hand over. Not known of compiled code that was read from a cache.
         launches_inside: Whether buckets are handed over inside the compiled backward.
+        not_cut: Why a graph that was to be cut in the forward was left whole: the cuts that were declined.
     """
 
     graph: int
@@ -69,6 +70,7 @@ class GraphReport(NamedTuple):
     num_partitions: int
     declined: tuple[Declined, ...]
     launches_inside: bool = False
+    not_cut: tuple[Declined, ...] = ()
 
 
 class TrainingBackend:
@@ -127,7 +129,7 @@ class TrainingBackend:
         num_partitions = max(1, len(partition_names(result.gm)))
         if num_partitions == 1 < len(buckets) and launches_inside:
             log.info("%s: left whole, since not every bucket could leave early if it were cut in the forward", name)
-            return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table)
+            return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table, result.declined)
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
         if num_partitions == 1:
@@ -145,6 +147,7 @@ class TrainingBackend:
         parameter_of: Mapping[str, int],
         buckets: Sequence[BucketSpec],
         table: str,
+        not_cut: tuple[Declined, ...] = (),
     ) -> Callable[..., Any]:
         name = f"graph {len(self.reports)}"
         parameter_of_input = _positions_of_parameters(gm, parameter_of)
@@ -157,7 +160,7 @@ class TrainingBackend:
         )
         dump = GraphDump(f"{name} backward", table)
         place = len(self.reports)
-        report = GraphReport(place, len(ctx.buckets), 1, (), launches_inside=True)
+        report = GraphReport(place, len(ctx.buckets), 1, (), launches_inside=True, not_cut=not_cut)
         self.reports.append(report)
 
         def hand_buckets_over(backward: fx.GraphModule) -> None:

@@ -209,4 +209,5 @@ def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) 
 def _format_report(report: GraphReport) -> str:
     how = "launched inside its backward" if report.launches_inside else f"{report.num_partitions} partitions"
     lines = [f"graph {report.graph}: {report.num_buckets} buckets, {how}"]
+    lines += [f"  not cut in the forward at {declined.node}: {declined.reason}" for declined in report.not_cut]
     return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])

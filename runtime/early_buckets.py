@@ -2,9 +2,10 @@
 
 Note [Leaving before AccumulateGrad]
 Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
-regulariser, a second forward, a layer used twice. So the first round teaches. Everything leaves from the parameters'
-hooks, and a bucket counts as having one contributor if one graph offered it once and each ``.grad`` then was the very
-tensor that was offered. The ranks agree on those buckets, and from then on they leave when a graph offers them.
+regulariser, a second forward, a layer used twice. So some rounds teach: the first one and, as graphs are compiled
+later too, every agreement point (`agreement_points`). A bucket that may not leave early yet is watched there, and has
+one contributor if one graph offered it once and each ``.grad`` then was the very tensor that was offered. The ranks
+agree on those buckets, and from then on they leave when a graph offers them; one that was found late never does again.
 
 What was offered is kept as a detached alias until the round ends. The engine adds a second contribution *in place* into
 a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that writes into
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,9 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime.agreement_points import is_agreement_point
 from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.runtime.bucket_offer import BucketOffer, OfferRole
 
 log = logging.getLogger(__name__)
 
@@ -64,59 +66,6 @@ class Verdict(NamedTuple):
     repeatable: bool
 
 
-class OfferRole(Enum):
-    """What becomes of a bucket that a graph offers."""
-
-    WAITS = auto()  #: it leaves when its parameters' hooks have run
-    TEACHES = auto()  #: so it does, but is watched, to learn whether it may leave early in later rounds
-    LEAVES = auto()  #: it leaves now
-    LEAVES_IN_SIGHT = auto()  #: so it does, while hooks look at its gradients, see Note [Leaving in sight]
-
-
-class _Offer:
-    """The gradients of one bucket as a graph has offered them in this round.
-
-    Args:
-        parameters: The bucket's parameters. Unless somebody looks, their ``.grad`` is taken away until the round ends,
-            or until the gradient arrives where the bucket has not left: AccumulateGrad stores a gradient as it is only
-            where there is none.
-        gradients: What the graph returns for them.
-        role: What becomes of the bucket.
-    """
-
-    def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], role: OfferRole) -> None:
-        self.left = role is not OfferRole.TEACHES
-        self.arrived: set[int] = set()  # places in the bucket; while it is only watched
-        self.is_compared = False
-        # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
-        self.aliases = [gradient.detach() for gradient in gradients]
-        self._versions: list[int] = []
-        self.watch()
-        self.awaited: set[int] = set()
-        self.before = [parameter.grad for parameter in parameters]
-        self.in_sight = role is OfferRole.LEAVES_IN_SIGHT
-        self._values = [alias.clone() for alias in self.aliases] if self.in_sight else []
-        if not self.in_sight:
-            for parameter in parameters:
-                parameter.grad = None
-
-    def watch(self) -> None:
-        """From now on nobody but the engine should touch the gradients."""
-        self._versions = [alias._version for alias in self.aliases]
-
-    def is_changed(self, place: int, gradient: Tensor | None) -> bool:
-        """Whether what AccumulateGrad has stored is not, or not only, what was offered.
-
-        A compiler may return another tensor object than it offers. Both are new then, and have the version 0.
-        """
-        return (
-            gradient is None
-            or gradient.data_ptr() != self.aliases[place].data_ptr()
-            or gradient._version != self._versions[place]
-            or (self.in_sight and not _have_equal_values(gradient, self._values[place]))
-        )
-
-
 class EarlyBuckets:
     """Learns which buckets may leave inside a compiled backward, watches them, and finds those that left too early.
 
@@ -130,11 +79,15 @@ class EarlyBuckets:
         self._process_group = process_group
         self._accumulators = [torch_internals.accumulator_of(parameter) for parameter in parameters]
         self.has_moved = False  #: whether a backward has ever returned other tensors than its gradients
-        self._allowed: frozenset[Members] | None = None  # None while the first round lasts
+        # The same on every rank, as is the number of the round.
+        self._allowed: frozenset[Members] = frozenset()
+        self._barred: frozenset[Members] = frozenset()  # they have left too early once
+        self._round_number = 1
+        self._has_learnt = False
         self._place_of: dict[int, tuple[Members, int]] = {}  # in the buckets that graphs have offered so far
         self._ignored: set[Members] = set()
         # What follows belongs to one round.
-        self._offers: dict[Members, _Offer] = {}
+        self._offers: dict[Members, BucketOffer] = {}
         self._own: dict[Members, list[Tensor]] = {}  # this rank's gradients where `.grad` has them no longer
         self._late: set[int] = set()
         self._unrepeatable: set[Members] = set()
@@ -155,15 +108,18 @@ class EarlyBuckets:
         Returns:
             What becomes of it. Unless it waits, `follow` is to be called.
         """
-        may_leave = self._allowed is None or members in self._allowed
-        if not may_leave or members in self._offers or members in self._ignored or torch.is_grad_enabled():
+        is_allowed = members in self._allowed
+        teaches = not is_allowed and self.is_learning and members not in self._barred
+        if not (is_allowed or teaches) or members in self._offers or members in self._ignored:
+            return OfferRole.WAITS
+        if torch.is_grad_enabled():
             return OfferRole.WAITS
         if not torch_internals.are_going_to_run([self._accumulators[index] for index in members]):
             return OfferRole.WAITS
         if any(_is_looked_at(self._parameters[index]) for index in members):
             may_leave = repeatable or all(self._parameters[index].grad is None for index in members)
-            return OfferRole.LEAVES_IN_SIGHT if self._allowed is not None and may_leave else OfferRole.WAITS
-        return OfferRole.TEACHES if self._allowed is None else OfferRole.LEAVES
+            return OfferRole.LEAVES_IN_SIGHT if is_allowed and may_leave else OfferRole.WAITS
+        return OfferRole.LEAVES if is_allowed else OfferRole.TEACHES
 
     def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole) -> None:
         """Watch what becomes of the gradients of a bucket.
@@ -174,7 +130,7 @@ class EarlyBuckets:
             role: What `offer` returned.
         """
         self._place_of.update({index: (members, place) for place, index in enumerate(members)})
-        self._offers[members] = _Offer([self._parameters[index] for index in members], gradients, role)
+        self._offers[members] = BucketOffer([self._parameters[index] for index in members], gradients, role)
 
     def expect_to_send_again(self, members: Members) -> None:
         """A bucket that is followed has left too early, whatever is found."""
@@ -224,7 +180,7 @@ class EarlyBuckets:
             bucket: The bucket.
             gradients: What this rank sends; it will be written over, or is not ``.grad`` any more.
         """
-        if self._allowed and bucket.members in self._allowed:
+        if bucket.members in self._allowed:
             # Not the gradients themselves, which would look as if somebody else held them.
             self._own[bucket.members] = [g.clone() if bucket.holds(g) else g.detach() for g in gradients]
 
@@ -250,7 +206,7 @@ class EarlyBuckets:
             return True
         parameter = self._parameters[index]
         if place in offer.arrived or offer.is_changed(place, parameter.grad):
-            self._late.add(index)
+            offer.has_more = True
         old = offer.before[place]
         if old is not None and place not in offer.arrived:
             # As AccumulateGrad would have done it, had the gradient of before been there.
@@ -271,7 +227,7 @@ class EarlyBuckets:
                 bucket.point_gradients_at_views()
                 bucket.hand_over()
 
-    def _compare(self, members: Members, offer: _Offer) -> None:
+    def _compare(self, members: Members, offer: BucketOffer) -> None:
         """Find the parameters whose ``.grad`` is not, or not only, what was offered."""
         if not offer.is_compared:
             gradients = (self._parameters[index].grad for index in members)
@@ -279,45 +235,28 @@ class EarlyBuckets:
             self._late.update(index for place, (index, grad) in places if offer.is_changed(place, grad))
         offer.is_compared = True
 
-    def learn(self, buckets: Sequence[BucketBuffer]) -> None:
-        """At the end of the first round, agree with the other ranks on what may leave early; waits for them."""
-        single = [self._has_one_contributor(bucket.members) for bucket in buckets]
-        agreed = torch.tensor(single, dtype=torch.uint8, device=self._parameters[0].device)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._process_group)
-        allowed = [bucket.members for bucket, may in zip(buckets, agreed.tolist(), strict=True) if may]
-        self._allowed = frozenset(allowed)
-        log.info(
-            "rank %d: %d of %d buckets may leave inside the compiled backward (%d by this rank's first one)",
-            self._process_group.rank(),
-            len(allowed),
-            len(buckets),
-            sum(single),
-        )
-
     def _has_one_contributor(self, members: Members) -> bool:
         offer = self._offers.get(members)
-        return offer is not None and len(offer.arrived) == len(members) and self._late.isdisjoint(members)
+        return offer is not None and not offer.left and len(offer.arrived) == len(members) and not offer.has_more
 
     @property
     def is_learning(self) -> bool:
-        """Whether the first round is not over."""
-        return self._allowed is None
+        """Whether buckets are watched in this round to learn whether they may leave early, on every rank."""
+        return not self._has_learnt or is_agreement_point(self._round_number)
 
     @property
     def has_nothing_to_say(self) -> bool:
-        """Whether no bucket will ever leave early, on any rank."""
-        return self._allowed is not None and not self._allowed
+        """Whether no rank needs to hear of the others at the end of this round."""
+        return not self._allowed and not self.is_learning
 
     def exchange(self, buckets: Sequence[BucketBuffer], repeatable: bool) -> None:
-        """When the last bucket has left: start to tell the other ranks which left too early.
+        """When the last bucket has left: start to tell the other ranks which left too early, and which may leave so.
 
         Args:
             buckets: All buckets.
             repeatable: Whether a bucket may be sent twice in a round at all.
         """
-        if not self._allowed:
-            return  # on every rank
-        size = len(self._parameters) + len(buckets)
+        size = len(self._parameters) + 2 * len(buckets)
         if self._message is None or len(self._message) != size:
             self._message = torch.zeros(size, dtype=torch.uint8, device=self._parameters[0].device)
         self._message.zero_()
@@ -326,9 +265,12 @@ class EarlyBuckets:
                 self._compare(members, offered)
         for index in self._late:
             self._message[index] = 1
+        flags = self._message[len(self._parameters) :].view(2, -1)
         for bucket in buckets:
             if bucket.members in self._allowed and not (repeatable and self._holds_its_own(bucket)):
-                self._message[len(self._parameters) + bucket.spec.index] = 1
+                flags[0, bucket.spec.index] = 1
+            if self.is_learning and not self._has_one_contributor(bucket.members):
+                flags[1, bucket.spec.index] = 1
         self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
 
     def _holds_its_own(self, bucket: BucketBuffer) -> bool:
@@ -351,12 +293,30 @@ class EarlyBuckets:
         self._work = None
         said = self._message.tolist()
         late = [index for index in range(len(self._parameters)) if said[index]]
+        is_unrepeatable, has_more = said[len(self._parameters) : -len(buckets)], said[-len(buckets) :]
+        if self.is_learning:
+            self._learn([bucket.members for bucket, more in zip(buckets, has_more, strict=True) if not more], buckets)
         if not late:
             return Verdict([], [], True)
         affected = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.members)]
-        repeatable = not any(said[len(self._parameters) + bucket.spec.index] for bucket in affected)
-        self._allowed = (self._allowed or frozenset()).difference(bucket.members for bucket in affected)
+        repeatable = not any(is_unrepeatable[bucket.spec.index] for bucket in affected)
+        self._barred = self._barred.union(bucket.members for bucket in affected)
+        self._allowed -= self._barred
         return Verdict(late, affected, repeatable)
+
+    def _learn(self, agreed: Sequence[Members], buckets: Sequence[BucketBuffer]) -> None:
+        """Let buckets leave early from now on that had one contributor on every rank."""
+        if agreed or not self._has_learnt:
+            log.info(
+                "rank %d: %d of %d buckets may leave inside the compiled backward, %d of them since round %d",
+                self._process_group.rank(),
+                len(self._allowed) + len(agreed),
+                len(buckets),
+                len(agreed),
+                self._round_number,
+            )
+        self._allowed = self._allowed.union(agreed)
+        self._has_learnt = True
 
     def own_gradients(self, bucket: BucketBuffer) -> list[Tensor]:
         """This rank's gradients of a bucket that has left in this round, complete now."""
@@ -374,8 +334,13 @@ class EarlyBuckets:
                     self._parameters[index].grad = old
                     increment_version(old)  # as if AccumulateGrad had added to it
 
-    def begin_round(self) -> None:
-        """Forget what belongs to the round that has ended."""
+    def begin_round(self, has_sent: bool) -> None:
+        """Forget what belongs to the round that has ended.
+
+        Args:
+            has_sent: Whether anything has left in it: otherwise the other ranks know nothing of it.
+        """
+        self._round_number += has_sent
         self._offers.clear()
         self._own.clear()
         self._late.clear()
@@ -387,10 +352,6 @@ def _is_looked_at(parameter: Parameter) -> bool:
     if torch_internals.has_gradient_hooks(parameter):
         return True
     return parameter.grad is not None and parameter.grad.layout is not torch.strided
-
-
-def _have_equal_values(left: Tensor, right: Tensor) -> bool:
-    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -22,10 +22,11 @@ from ddp_compile.errors import ReductionError
 from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
+from ddp_compile.runtime.bucket_offer import OfferRole
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.completion import Completion
-from ddp_compile.runtime.early_buckets import EarlyBuckets, OfferRole
+from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
@@ -421,22 +422,20 @@ class Reducer:
 
     def _reset(self) -> None:
         self._progress.round_ends(self._queue.has_sent)
+        if self._early is not None:
+            self._early.begin_round(self._queue.has_sent)
         self._queue.reset()
         self._hooks.tell_of_each()
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         if self._optional is not None:
             self._optional.begin_round()
-        if self._early is not None:
-            self._early.begin_round()
         self._undefined.begin_round()
         self.state = ReducerState.ARMED  # last: a round that Ctrl-C leaves half reset is not begun anew
 
     def _settle_early_buckets(self, early: EarlyBuckets) -> None:
         """Agree with the other ranks on buckets that left too early, and send them again."""
         try:
-            if early.is_learning:
-                early.learn(self.buckets)
             verdict = early.verdict(self.buckets)
         except RuntimeError as error:
             failure = refusals.all_reduce_failed(self.rank, "the list of gradients that came late", error)

@@ -123,6 +123,40 @@ def test_a_rank_that_sent_zeros_can_send_them_again(ranks: Ranks) -> None:
         assert max(differences) < 1e-6
 
 
+class LearnsLate(nn.Module):
+    """Nothing of it is compiled in the first round, in which `use_a_parameter_twice` runs it eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(WIDTH, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def use_a_parameter_twice(model: Any, x: Tensor, step: int) -> None:
+    with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
+        loss = loss_of(model(x))
+    if step == 2:  # the bucket has left by then
+        loss = loss + model.layers[1].layers[1].weight.square().sum()
+    loss.backward()
+    if hasattr(model, "no_sync"):
+        early = model._ddp_compile_state.reducer._early
+        model.num_early = [*getattr(model, "num_early", []), len(early._allowed)]
+        if step == 8:
+            assert model.num_early == [0, 3, 2, 2, 2, 2, 2, 2, 2], model.num_early
+
+
+def train_late() -> list[float]:
+    return train(LearnsLate, use_a_parameter_twice, num_steps=9)
+
+
+def test_buckets_may_leave_early_from_a_later_round_on_but_not_once_they_were_found_late(ranks: Ranks) -> None:
+    assert ranks(2).run(train_late) == [[0.0] * 9] * 2
+
+
 class Fused(nn.Module):
     """Gradients that are views of one tensor."""
 

@@ -221,6 +221,30 @@ def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(
     )
 
 
+class ScaledByRows(ResidualLayers):
+    """Can be cut for every bucket only while the number of rows is no symbol."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * (1.0 / x.shape[0])
+        return x
+
+
+def test_a_graph_that_is_compiled_later_launches_early_from_the_next_round_that_teaches_on(
+    single_rank_group: None,
+) -> None:
+    model = ddp_compile(ScaledByRows(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+    model.register_comm_hook(None, allreduce_hook)
+    num_early = [num_that_leave_early(model, rows) for rows in (3, 4, 5, 6, 7)]
+    first, later = model._ddp_compile_state.backend.reports
+    assert (first.num_partitions, later.num_partitions) == (6, 1)
+    # Rounds 1, 2 and 4 teach; the second one has the graph that is left whole.
+    assert num_early == [0, 5, 5, 5, 5]
+    assert later.not_cut
+    explained = model.explain()
+    assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
+
+
 def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
     single_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
