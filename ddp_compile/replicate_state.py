@@ -90,6 +90,7 @@ class ReplicateState:
         call = torch_internals.traced_call_of(type(module))
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
+        weakref.finalize(self, torch_internals.forget_compiled, call)
         settings = ReducerSettings(
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,

@@ -73,7 +73,17 @@ def traced_call_of(cls: type[torch.nn.Module]) -> Callable[..., Any]:
     def call_module(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return call(module, *args, **kwargs)
 
+    # Dynamo keeps what it compiles with the code object, which all models would share.
+    call_module.__code__ = call_module.__code__.replace()
     return call_module
+
+
+def forget_compiled(function: Callable[..., Any]) -> None:
+    """Let go of everything that Dynamo has compiled of a function's frame; functions that it calls keep theirs.
+
+    Dynamo keeps it for as long as the code object lives, which compiled code itself keeps alive.
+    """
+    torch._dynamo.eval_frame.reset_code(function.__code__)  # type: ignore[attr-defined]
 
 
 _num_isolated_functions = 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ddp_compile import ddp_compile, torch_internals
 
@@ -317,6 +318,22 @@ def collected(make_dead: Callable[[nn.Module], Any]) -> None:
 
 def test_a_model_that_is_let_go_is_freed_with_its_reducer(single_rank_group: None) -> None:
     collected(lambda model: None)
+
+
+def _num_fake_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(found), FakeTensor) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("split", ["forward", "backward", "none"])
+def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str, single_rank_group: None) -> None:
+    left_after = []
+    for _ in range(3):
+        model = replicated(split=split, bucket_cap_mb=1e-4, backend="aot_eager")
+        model(torch.randn(4, 6)).sum().backward()
+        del model
+        left_after.append(_num_fake_tensors())
+    assert left_after[2] == left_after[1]  # what the first one leaves is torch's own
 
 
 def test_unwrap_frees_the_reducer(single_rank_group: None) -> None:
