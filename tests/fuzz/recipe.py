@@ -76,8 +76,12 @@ PLAIN = ("linear", "linear", "tanh", "gelu", "layer_norm", "weight", "embedding"
 # Their gradient is None, in each backward or in some, which needs find_unused_parameters or static_graph.
 UNUSED = ("branch", "no_grad")
 # A checkpoint runs them twice, in which eager code and compiled code differ.
-# aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
-NOT_DRAWN = {"factor_of_buffer"}
+NOT_DRAWN = {
+    # aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
+    "factor_of_buffer",
+    # Parameters that are used under no_grad alone raise GradientArrivalError with find_unused_parameters.
+    "no_grad",
+}
 STATEFUL = ("batch_norm", "counter", "running_mean", "replaced_buffer", "remembers", "counts_calls")
 REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none", "zero")
 OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_detached", "with_input")
