@@ -209,7 +209,8 @@ class MeanOfRanks(nn.Module):
             if is_used:
                 total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 dist.all_reduce(total, group=self.group)
-                parameter.grad = total * factor
+                is_sparse = parameter.grad is not None and parameter.grad.is_sparse
+                parameter.grad = (total * factor).to_sparse(1) if is_sparse else total * factor
 
 
 class MeanOfRanksWithCopies(MeanOfRanks):
