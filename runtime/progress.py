@@ -9,8 +9,11 @@ say where the others are. docs/divergence.md lists what can differ and what happ
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -58,6 +61,7 @@ class Progress:
             # torch keeps what watches for good, and it must not lead here.
             stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._standings)))
             weakref.finalize(self, stop)
+            weakref.finalize(self, post_uncaught_error(self._standings)).atexit = False
 
     def forward_begins(self, kind: str) -> None:
         """A forward begins: a "training forward", an "evaluation forward" and so on; each kind is counted by itself."""
@@ -149,8 +153,7 @@ class Progress:
 
     def raised(self, error: Exception) -> None:
         """A forward raised: the others will read it when they miss this rank."""
-        first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
-        self._standings.fail(f": raised {type(error).__name__}: {first_line}")
+        self._standings.raised(error)
 
     def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
         """The error of a collective that failed, with a table of where every rank stands.
@@ -167,7 +170,26 @@ class Progress:
         return ReductionError(f"{error}\n{self._standings.report()}")
 
 
-_MOST_CHARACTERS = 200
+def post_uncaught_error(standings: Standings) -> Callable[[], None]:
+    """When the interpreter ends because of an exception, tell the others of it; nothing else sees those of a backward.
+
+    A process that ``multiprocessing`` has started ends another way, and says nothing.
+
+    Args:
+        standings: Of this rank; not kept alive.
+
+    Returns:
+        What undoes it.
+    """
+    alive = weakref.ref(standings)
+
+    def post() -> None:
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and (left := alive()) is not None:
+            left.raised(error)
+
+    atexit.register(post)
+    return functools.partial(atexit.unregister, post)
 
 
 def _compilation_notes(

@@ -23,6 +23,7 @@ _SHARE_OF_TIME = 0.001
 _SERVER_S = 5e-6  # what a post takes on the server of a TCPStore: 1.4 us was measured on an idle machine
 _GROWING_STORE_S = 1e-3
 _MOST_POSTS_SAVED = 32
+_MOST_CHARACTERS = 200  # of another's error
 #: How long a rank whose collective has failed waits for the others to say where theirs did.
 WAIT_FOR_OTHERS_S = 1.0
 _TICKETS_S = 0.2  # how long it waits at least, as ranks do not come at once
@@ -114,6 +115,11 @@ class Standings:
             at, since, _ = self.now
             self._failure = Standing(f"{at}{then}", since, failed=True)
             self._post(self._failure)
+
+    def raised(self, error: BaseException) -> None:
+        """This rank raises an error that is not its reducer's; as `fail`."""
+        first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
+        self.fail(f": raised {type(error).__name__}: {first_line}")
 
     def report(self) -> str:
         """Where every rank was heard last, as text of several lines; to be asked after `fail`.

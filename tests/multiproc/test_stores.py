@@ -69,13 +69,24 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Ranks) -> None:
     assert time.monotonic() - started < 30
 
 
-def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("frozen_store.py"))],
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(name)), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def test_what_ends_a_process_in_its_backward_is_told_to_the_others(tmp_path: Path) -> None:
+    ended = run_script("ends_in_backward.py", str(tmp_path / "store"))
+    assert "a hook refused the gradient" in ended.stderr
+    standing = dist.FileStore(str(tmp_path / "store"), 2).get("test/standing/0").decode()
+    assert standing.endswith("backward of round 3: raised ValueError: a hook refused the gradient")
+
+
+def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:
+    ended = run_script("frozen_store.py")
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.startswith("no answer within")
