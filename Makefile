@@ -57,7 +57,7 @@ endif
 
 test-long: $(STAMP)
 	@status=0; \
-	$(BIN)/python -m pytest -m long || status=$$?; \
+	$(BIN)/python -m pytest -n $(JOBS) -m long || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
 	exit $$status
 

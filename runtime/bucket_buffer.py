@@ -178,6 +178,8 @@ class BucketBuffer:
         handed_out = self.flat if self.spec.is_sparse else self.flat.view(-1)
         bucket = GradBucket(self.spec.index, is_last, handed_out, self.parameters)
         self.work = comm_hook.launch(bucket, self.flat, self.describe())
+        if self._views is not None:
+            self._views.follow()
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the flat buffer."""

@@ -46,10 +46,7 @@ class GradientViews:
     def __init__(self, places: Sequence[Tensor]) -> None:
         self._places = tuple(places)
         self.tensors = [_with_own_storage(place) for place in places]
-        # Kept alive, for a tensor may be given another storage.
-        self._storages = [tensor.untyped_storage() for tensor in self.tensors]
-        self._storage_keys = [torch_internals.key_of_storage(storage) for storage in self._storages]
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._look()
         # Of a tensor that nobody else holds; all have as many.
         self._own_references = max(torch_internals.num_references(self.tensors), default=0)
 
@@ -60,6 +57,17 @@ class GradientViews:
             and all(uses == _TENSOR_AND_STORAGE_OBJECT for uses in torch_internals.num_storage_uses(self._storage_keys))
             and self._lie_in_place()
         )
+
+    def follow(self) -> None:
+        """Lie in the places again where the flat buffer has been given other memory, by a comm hook that resizes it.
+
+        Whoever holds a tensor keeps it; views of a tensor that somebody has made before are lost with the old memory.
+        """
+        if not self._places or self._places[0].data_ptr() == self._begin:
+            return
+        for tensor, place in zip(self.tensors, self._places, strict=True):
+            tensor.data = _with_own_storage(place)
+        self._look()
 
     def are(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether these are the gradients."""
@@ -88,6 +96,13 @@ class GradientViews:
             if self.tensors[i].data_ptr() != self._addresses[i] or num_uses < _TENSOR_AND_STORAGE_OBJECT:
                 self._renew(i)
         return True
+
+    def _look(self) -> None:
+        self._begin = self._places[0].data_ptr() if self._places else 0
+        # Kept alive, for a tensor may be given another storage.
+        self._storages = [tensor.untyped_storage() for tensor in self.tensors]
+        self._storage_keys = [torch_internals.key_of_storage(storage) for storage in self._storages]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
 
     def _lie_in_place(self) -> bool:
         return list(map(Tensor.data_ptr, self.tensors)) == self._addresses

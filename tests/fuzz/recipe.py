@@ -79,15 +79,13 @@ UNUSED = ("branch", "no_grad")
 NOT_DRAWN = {
     # aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
     "factor_of_buffer",
-    # Parameters that are used under no_grad alone raise GradientArrivalError with find_unused_parameters.
-    "no_grad",
 }
 STATEFUL = ("batch_norm", "counter", "running_mean", "replaced_buffer", "remembers", "counts_calls")
 REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none", "zero")
 OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_detached", "with_input")
 
 
-def recipe_of(seed: int, backends: tuple[str, ...] = ("aot_eager", "aot_eager", "eager")) -> Recipe:
+def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eager")) -> Recipe:
     """The case that belongs to ``seed``, with one of ``backends``."""
     random = Random(seed)
     parameters = random.choices(("every", "find_unused", "static_graph"), (6, 3, 2))[0]

@@ -225,8 +225,9 @@ def train(user: str, backend: str, settings: dict[str, Any] | None = None) -> fl
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_users_see_what_they_see_with_ddp(user: str, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train, user, "aot_eager")) == 0
+def test_users_see_what_they_see_with_ddp(user: str, split: str, ranks: Ranks) -> None:
+    # Backends make no difference to who holds a gradient, but that nothing leaves inside an uncompiled backward.
+    assert max(ranks(2).run(train, user, "eager" if split == "forward" else "aot_eager")) == 0
 
 
 @pytest.mark.parametrize("settings", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
@@ -236,7 +237,7 @@ def test_users_see_what_they_see_with_ddp_with_optional_gradients(user: str, set
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("user", ["ClipsThroughData", "PcGrad"])
+@pytest.mark.parametrize("user", ["PcGrad", pytest.param("ClipsThroughData", marks=pytest.mark.long)])
 def test_users_see_what_they_see_with_ddp_under_inductor(user: str, ranks: Ranks) -> None:
     assert max(ranks(2).run(train, user, "inductor")) < 1e-5
 

@@ -100,7 +100,7 @@ def test_values_of_random_models_are_those_of_torch_compile(seed: int, single_ra
     assert_as_right_as_torch_compile(random_recipe(seed), "forward", "aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("returned", [False, True])
 @pytest.mark.parametrize("kind", GRADS)
 @pytest.mark.parametrize("source", SOURCES)
@@ -111,7 +111,7 @@ def test_each_operation_alone(
     assert_as_right_as_torch_compile(all_views(source, kind, [operation], returned), split, "aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(12, 400))
 def test_more_random_models(seed: int, split: str, single_rank_group: None) -> None:
     assert_as_right_as_torch_compile(random_recipe(seed), split, "aot_eager")

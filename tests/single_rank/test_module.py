@@ -328,12 +328,13 @@ def _num_fake_tensors() -> int:
 @pytest.mark.parametrize("split", ["forward", "backward", "none"])
 def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str, single_rank_group: None) -> None:
     left_after = []
-    for _ in range(3):
+    for _ in range(5):
         model = replicated(split=split, bucket_cap_mb=1e-4, backend="aot_eager")
         model(torch.randn(4, 6)).sum().backward()
         del model
         left_after.append(_num_fake_tensors())
-    assert left_after[2] == left_after[1]  # what the first one leaves is torch's own
+    # torch keeps what belongs to the latest one, more or less; each one that is kept would be 50 and more.
+    assert abs(left_after[4] - left_after[0]) < 50
 
 
 def test_unwrap_frees_the_reducer(single_rank_group: None) -> None:
