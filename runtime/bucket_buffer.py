@@ -326,7 +326,8 @@ class BucketBuffer:
 
     def _gradient_views(self) -> GradientViews:
         if self._views is None:
-            self._views = GradientViews(self._plan().views)
+            with torch.inference_mode(False):
+                self._views = GradientViews(self._plan().views)
         return self._views
 
     def _refuse_converted(self) -> None:
@@ -353,7 +354,8 @@ class BucketBuffer:
             first = self.parameters[0]
             offsets = [offset // first.element_size() for offset in self.spec.byte_offsets]
             num_elements = self.spec.num_bytes // first.element_size()
-            self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-            make = RealParts if self.flat.is_complex() else FlattenPlan.for_bucket
-            self._flatten_plan = make(self.parameters, self.flat, offsets)
+            with torch.inference_mode(False):  # or no later backward could write it
+                self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+                make = RealParts if self.flat.is_complex() else FlattenPlan.for_bucket
+                self._flatten_plan = make(self.parameters, self.flat, offsets)
         return self._flatten_plan

@@ -112,7 +112,7 @@ class EarlyBuckets:
         teaches = not is_allowed and self.is_learning and members not in self._barred
         if not (is_allowed or teaches) or members in self._offers or members in self._ignored:
             return OfferRole.WAITS
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes show in no version
             return OfferRole.WAITS
         if not torch_internals.are_going_to_run([self._accumulators[index] for index in members]):
             return OfferRole.WAITS

@@ -126,15 +126,23 @@ def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) 
     """
     references = torch_internals.num_references(gradients)
     own = _references_to_a_gradient()
-    if max(references, default=0) <= own and not any(map(operator.attrgetter("_version"), gradients)):
+    if max(references, default=0) <= own and not _any_written(gradients):
         return frozenset()
     return frozenset(
         i
         for i, (gradient, num_references) in enumerate(zip(gradients, references, strict=True))
         if gradient is not None
         and gradient is not views[i]
-        and (num_references > own or (gradient._version and _shares_memory(gradient)))
+        and (num_references > own or (_any_written([gradient]) and _shares_memory(gradient)))
     )
+
+
+def _any_written(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether one may have been written in place; those that were made in inference mode count no versions."""
+    try:
+        return any(map(operator.attrgetter("_version"), gradients))
+    except RuntimeError:
+        return True
 
 
 @functools.cache

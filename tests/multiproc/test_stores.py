@@ -79,10 +79,12 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_ends_a_process_in_its_backward_is_told_to_the_others(tmp_path: Path) -> None:
-    ended = run_script("ends_in_backward.py", str(tmp_path / "store"))
+def test_what_ends_a_process_in_its_backward_is_told_to_the_others() -> None:
+    timeout = timedelta(seconds=15)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    ended = run_script("ends_in_backward.py", str(store.port))
     assert "a hook refused the gradient" in ended.stderr
-    standing = dist.FileStore(str(tmp_path / "store"), 2).get("test/standing/0").decode()
+    standing = store.get("test/standing/0").decode()
     assert standing.endswith("backward of round 3: raised ValueError: a hook refused the gradient")
 
 

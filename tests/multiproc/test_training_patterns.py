@@ -92,6 +92,12 @@ def under_autocast(model: nn.Module, x: Tensor, step: int) -> None:
     loss.backward()
 
 
+def backward_in_inference_mode(model: nn.Module, x: Tensor, step: int) -> None:
+    loss = loss_of(model(x))
+    with torch.inference_mode():
+        loss.backward()
+
+
 def unscaled_and_clipped(model: nn.Module, x: Tensor, step: int) -> None:
     (1024 * loss_of(model(x))).backward()
     for parameter in model.parameters():
@@ -145,6 +151,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "gradients_freed_in_between": (small_mlp, gradients_freed_in_between),
     "gradients_zeroed_in_between": (small_mlp, gradients_zeroed_in_between),
     "unscaled_and_clipped": (small_mlp, unscaled_and_clipped),
+    "backward_in_inference_mode": (small_mlp, backward_in_inference_mode),
     "under_autocast": (small_mlp, under_autocast),
     "layer_used_twice": (lambda: UsedTwice(33, 2), one_backward),
     "reentrant_checkpoints": (lambda: Checkpointed(33, 4), one_backward),
