@@ -137,7 +137,7 @@ class StopGradientOfReshaped(StopGradient):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("model", [StopGradient, StopGradientOfReshaped])
+@pytest.mark.parametrize("model", [StopGradient, pytest.param(StopGradientOfReshaped, marks=pytest.mark.long)])
 def test_a_stop_gradient_target_under_inductor_with_warm_caches_too(
     model: type[nn.Module], single_rank_group: None
 ) -> None:
