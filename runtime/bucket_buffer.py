@@ -198,6 +198,8 @@ class BucketBuffer:
         if self.work is not None and not self._has_waited:
             self.work.wait()
             self._has_waited = True
+            if self._views is not None:
+                self._views.follow()  # a comm hook may resize the buffer when its communication is over
 
     def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.

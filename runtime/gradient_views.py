@@ -165,6 +165,7 @@ def _shares_memory(gradient: Tensor) -> bool:
 def _with_own_storage(place: Tensor) -> Tensor:
     if not place.numel():
         return torch.empty_like(place)
-    tensor = torch.utils.dlpack.from_dlpack(place)
-    # DLPack makes strides of dimensions of one element up.
-    return tensor if tensor.stride() == place.stride() else tensor.as_strided(place.shape, place.stride())
+    shared = torch.utils.dlpack.from_dlpack(place)
+    # DLPack may make strides of dimensions of one element up. Not a view of it, which would use the storage as well.
+    tensor = torch.empty(0, dtype=place.dtype, device=place.device)
+    return tensor.set_(shared.untyped_storage(), shared.storage_offset(), place.shape, place.stride())

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from store_ranks import on_threads, run_round, store_of
 
-from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.errors import RanksDifferError
-from ddp_compile.runtime import agreement_points, gathering, standing
+from ddp_compile.runtime import agreement_points, standing
 from ddp_compile.runtime.agreement_points import AgreementPoints, ForwardsLeftOut, is_agreement_point
-from ddp_compile.runtime.gathering import Gathering
-from ddp_compile.runtime.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.group_store import StoreLostError
 from ddp_compile.runtime.rank_names import format_ranks, name_values
 from ddp_compile.runtime.record import Record, describe_differences
 from ddp_compile.runtime.standing import Standing, Standings, format_standings
-
-PLAN = BucketPlan(())
-
-
-def store_of(store: Any, world_size: int = 2) -> GroupStore:
-    group: Any = SimpleNamespace(size=lambda: world_size, rank=lambda: 0, get_group_store=lambda: store)
-    return GroupStore(group, "test/")
 
 
 def record(**changes: Any) -> Record:
@@ -169,28 +161,16 @@ def two_ranks() -> list[AgreementPoints]:
     return [AgreementPoints(store_of(store), rank, 2) for rank in range(2)]
 
 
-def run_round(points: AgreementPoints, after_forward: bool = True) -> None:
-    points.begins_after_forward = after_forward
-    points.last_bucket_leaves(PLAN, "none")
-
-
 def compare_all(ranks: list[AgreementPoints]) -> list[Exception | None]:
     """What each rank raises; each on a thread of its own, as they wait for each other's records."""
-    errors: list[Exception | None] = [None] * len(ranks)
 
-    def compare(rank: int) -> None:
+    def compare(points: AgreementPoints) -> None:
         try:
-            ranks[rank].compare()
-        except Exception as error:
-            errors[rank] = error
-        ranks[rank].round_ends(has_sent=True)
+            points.compare()
+        finally:
+            points.round_ends(has_sent=True)
 
-    threads = [threading.Thread(target=compare, args=(rank,)) for rank in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    return on_threads([functools.partial(compare, points) for points in ranks])
 
 
 def test_ranks_that_do_the_same_agree() -> None:
@@ -332,153 +312,3 @@ def test_where_others_stand_is_read_from_the_store() -> None:
     started = time.monotonic()
     assert mine.report().endswith("training forward 7: raised KeyError: 'x'")
     assert time.monotonic() - started < standing.WAIT_FOR_OTHERS_S  # all have failed: nobody is waited for
-
-
-class CountingStore:
-    """A connection that many ranks share, and that counts what it asks the server for: one for each key."""
-
-    def __init__(self, store: Any, counts: list[int]) -> None:
-        self._store = store
-        self._counts = counts
-
-    def clone(self) -> CountingStore:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def call(*args: Any) -> Any:
-            self._counts.append(len(args[0]) if args and isinstance(args[0], list) else 1)
-            return method(*args)
-
-        return call
-
-
-def on_threads(functions: list[Any]) -> list[Any]:
-    results: list[Any] = [None] * len(functions)
-
-    def run(place: int) -> None:
-        try:
-            results[place] = functions[place]()
-        except RanksDifferError as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-NUM_RANKS = 128
-
-
-@pytest.fixture
-def asked() -> Iterator[tuple[list[GroupStore], list[int]]]:
-    """Stores of many ranks on one server, and how much each question asks it for."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    counts: list[int] = []
-    counting = CountingStore(server, counts)
-    yield [store_of(counting, NUM_RANKS) for _ in range(NUM_RANKS)], counts
-
-
-def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(asked: Any) -> None:
-    stores, counts = asked
-    ranks = [Standings(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
-    for number in range(2):
-        counts.clear()
-        for rank, standings in enumerate(ranks):
-            standings.note("waiting for the buckets of round", 7 + number)
-            standings.fail(f", bucket {rank % 2}: failed")
-        tables = on_threads([standings.report for standings in ranks])
-        for table in tables:
-            rows = table.splitlines()[2:]
-            assert [row.split("round ")[1] for row in rows] == [f"{7 + number}, bucket {i}: failed" for i in range(2)]
-            assert all(row.split("  ")[1].count(",") == NUM_RANKS // 2 - 1 for row in rows)
-        assert sum(counts) < 60 * NUM_RANKS  # and not NUM_RANKS**2, a few times
-
-
-def test_records_of_many_ranks_that_differ_take_questions_in_proportion_to_the_ranks(asked: Any) -> None:
-    stores, counts = asked
-    ranks = [AgreementPoints(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
-    for rank, points in enumerate(ranks):
-        run_round(points, after_forward=rank != 3)
-    counts.clear()
-    errors = on_threads([points.compare for points in ranks])
-    for rank, error in enumerate(errors):
-        assert str(error).startswith(f"rank {rank}: at the end of round 1 ")
-        assert "1 on rank 3, 0 on ranks 0-2, 4-127" in str(error)
-    assert sum(counts) < 60 * NUM_RANKS
-
-
-def gathering_of(store: Any, num_ranks: int, rank: int) -> Gathering:
-    connection = store_of(store)
-    connection.post(f"post/{rank}", str(rank))
-    return Gathering(connection, "posts", [f"post/{other}" for other in range(num_ranks)])
-
-
-def all_there(num_ranks: int) -> Any:
-    return lambda found: len(found) == num_ranks
-
-
-def test_who_asks_after_a_summary_was_told_gets_a_new_one() -> None:
-    shared = dist.HashStore()
-    first, second = (gathering_of(shared, 2, rank) for rank in range(2))
-    told = [gathering.summary(0.0, all_there(2), lambda found: str(sorted(found))) for gathering in (first, second)]
-    assert told == ["['post/0', 'post/1']"] * 2
-    store_of(shared).post("post/1", "anew")
-    assert second.summary(0.0, all_there(2), lambda found: found["post/1"]) == "anew"
-
-
-@pytest.mark.parametrize(("num_ranks", "told"), [(64, "what it reads itself"), (65, None)])
-def test_a_rank_that_draws_the_first_ticket_and_goes_stops_nobody(
-    num_ranks: int, told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gathering, "ANSWER_LIMIT_S", 0.05)
-    shared = dist.HashStore()
-    store_of(shared).add("posts/tickets", 1)
-    late = gathering_of(shared, num_ranks, 1)
-    assert late.summary(0.0, bool, lambda found: "what it reads itself") == told
-
-
-def test_a_summary_that_is_too_long_is_cut_off() -> None:
-    told = gathering_of(dist.HashStore(), 1, 0).summary(0.0, bool, lambda found: "x" * 10**6)
-    assert told is not None and len(told) < 17_000 and told.endswith("x ...")
-
-
-def test_who_holds_the_store_stays_until_the_others_have_read() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    owner, other = (Standings(store_of(dist.PrefixStore("g", server)), rank, 2) for rank in range(2))
-    other._store.ends_here = False
-    assert owner._store.ends_here
-    for standings in (owner, other):
-        standings.fail(": failed")
-    read_at: list[float] = []
-
-    def report_late() -> None:
-        time.sleep(0.5)
-        other.report()
-        read_at.append(time.monotonic())
-
-    thread = threading.Thread(target=report_late)
-    thread.start()
-    owner.report()
-    stayed_until = time.monotonic()
-    thread.join()
-    assert read_at[0] - 0.3 < stayed_until < read_at[0] + 2.0
-
-
-def test_who_holds_the_store_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "WAIT_FOR_OTHERS_S", 0.1)
-    monkeypatch.setattr(standing, "OWNER_STAYS_S", 0.4)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    owner = Standings(store_of(server), 0, 2)
-    owner.fail(": failed")
-    started = time.monotonic()
-    assert "never heard of" in owner.report()
-    assert 0.5 <= time.monotonic() - started < 3
-
-
-def test_a_store_that_is_no_tcp_store_ends_with_nobody() -> None:
-    assert not store_of(dist.HashStore()).ends_here

@@ -1,0 +1,42 @@
+"""Ranks as threads of one process, that tell each other through one store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.runtime.agreement_points import AgreementPoints
+from ddp_compile.runtime.group_store import GroupStore
+
+PLAN = BucketPlan(())
+
+
+def store_of(store: Any, world_size: int = 2) -> GroupStore:
+    group: Any = SimpleNamespace(size=lambda: world_size, rank=lambda: 0, get_group_store=lambda: store)
+    return GroupStore(group, "test/")
+
+
+def run_round(points: AgreementPoints, after_forward: bool = True) -> None:
+    points.begins_after_forward = after_forward
+    points.last_bucket_leaves(PLAN, "none")
+
+
+def on_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each function returns or raises, each on a thread of its own."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(place: int) -> None:
+        try:
+            results[place] = functions[place]()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

@@ -1,0 +1,107 @@
+"""Who holds a gradient, and where it lies; what a whole training sees is in multiproc/test_gradients_of_users.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+def places_in(flat: Tensor) -> list[Tensor]:
+    return [
+        flat[0:12].view(3, 4),
+        flat[12:18].view(1, 6),
+        flat[18:18],
+        flat[18:19].view(()),
+        flat[20:28].as_strided((2, 2, 2), (1, 4, 2)),
+        flat[28:37].view(1, 1, 3, 3).as_strided((1, 1, 3, 3), (9, 9, 3, 1)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_lies_in_its_place_with_a_storage_of_its_own(dtype: torch.dtype) -> None:
+    flat = torch.zeros(40, dtype=dtype)
+    places = places_in(flat)
+    views = GradientViews(places)
+    for i, (view, place) in enumerate(zip(views.tensors, places, strict=True)):
+        view.fill_(i + 1)
+        assert view.shape == place.shape and view.stride() == place.stride() and view.dtype == dtype
+        assert torch.equal(view, place)
+        assert view.untyped_storage().nbytes() == place.numel() * place.element_size()
+        view.detach_()  # as users do with .grad
+    del view
+    assert views.are_free()
+
+
+@pytest.mark.parametrize("take", [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy], ids=lambda take: str(take))
+def test_whoever_holds_one_is_found_until_it_is_let_go(take: object) -> None:
+    assert callable(take)
+    views = GradientViews(places_in(torch.zeros(40)))
+    held = take(views.tensors[1])
+    nothing: list[Tensor | None] = [None] * len(views.tensors)
+    assert not views.are_free() and not views.make_free(nothing)
+    del held
+    assert views.are_free()
+
+
+def test_one_that_is_a_gradient_may_be_held() -> None:
+    views = GradientViews(places_in(torch.zeros(40)))
+    parameter = Parameter(torch.zeros(3, 4))
+    parameter.grad = held = views.tensors[0]
+    assert views.make_free([parameter.grad, *[None] * 5])
+    parameter.grad = None
+    assert not views.make_free([None] * 6)
+    assert held is views.tensors[0]
+
+
+def test_one_that_was_given_other_memory_is_replaced() -> None:
+    flat = torch.zeros(40)
+    views = GradientViews(places_in(flat))
+    parameter = Parameter(torch.zeros(3, 4))
+    parameter.grad = views.tensors[0]
+    parameter.grad.data = torch.ones(3, 4)
+    assert views.make_free([parameter.grad, *[None] * 5])
+    assert views.tensors[0] is not parameter.grad and views.tensors[0].data_ptr() == flat.data_ptr()
+    assert views.are_free()
+
+
+def test_they_follow_a_buffer_that_is_resized() -> None:
+    flat = torch.arange(40.0)
+    places = places_in(flat)
+    views = GradientViews(places)
+    kept = views.tensors[0]
+    while flat.data_ptr() == kept.data_ptr():
+        flat.untyped_storage().resize_(2 * flat.untyped_storage().nbytes())
+    views.follow()
+    assert kept is views.tensors[0] and torch.equal(kept, torch.arange(12.0).view(3, 4))
+    del kept
+    assert views.are_free()
+
+
+def gradient_of(parameter: Parameter) -> list[Tensor | None]:
+    return [parameter.grad]
+
+
+def test_gradients_that_others_hold_are_found() -> None:
+    view = torch.zeros(4)
+    parameter = Parameter(torch.zeros(4))
+    parameter.grad = torch.zeros(4)
+    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
+    held = parameter.grad
+    assert held_by_others(gradient_of(parameter), [view]) == {0}
+    del held
+    parameter.grad.add_(1)
+    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
+    flat = torch.zeros(8)
+    parameter.grad = flat[:4]
+    parameter.grad.add_(1)
+    assert held_by_others(gradient_of(parameter), [view]) == {0}
+    parameter.grad = None
+    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
+    parameter.grad = view
+    assert held_by_others(gradient_of(parameter), [view]) == frozenset()
