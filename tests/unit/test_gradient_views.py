@@ -38,7 +38,9 @@ def test_each_lies_in_its_place_with_a_storage_of_its_own(dtype: torch.dtype) ->
     assert views.are_free()
 
 
-@pytest.mark.parametrize("take", [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy], ids=lambda take: str(take))
+@pytest.mark.parametrize(
+    "take", [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy], ids=["itself", "view", "detached", "array"]
+)
 def test_whoever_holds_one_is_found_until_it_is_let_go(take: object) -> None:
     assert callable(take)
     views = GradientViews(places_in(torch.zeros(40)))
