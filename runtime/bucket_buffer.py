@@ -188,6 +188,12 @@ class BucketBuffer:
         begin = self.flat.data_ptr()
         return begin <= tensor.data_ptr() < begin + self.flat.nbytes
 
+    def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether all of these are zeros in their places in the flat buffer; only where looking does not wait."""
+        if self._views is None or self.flat is None or not self.flat.is_cpu or not self._views.are(gradients):
+            return False
+        return not self.flat.any()
+
     @property
     def is_under_way(self) -> bool:
         """Whether its reduction has been started and not been waited for."""

@@ -28,9 +28,12 @@ class BucketOffer:
             where there is none.
         gradients: What the graph returns for them.
         role: What becomes of the bucket.
+        compares_values: Whether hooks may write into the gradients where neither address nor version shows it.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], role: OfferRole) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], gradients: Sequence[Tensor], role: OfferRole, compares_values: bool
+    ) -> None:
         self.left = role is not OfferRole.TEACHES
         self.arrived: set[int] = set()  # places in the bucket; while it is only watched
         self.has_more = False  # whether something else has come to it; while it is only watched
@@ -42,7 +45,7 @@ class BucketOffer:
         self.awaited: set[int] = set()
         self.before = [parameter.grad for parameter in parameters]
         self.in_sight = role is OfferRole.LEAVES_IN_SIGHT
-        self._values = [alias.clone() for alias in self.aliases] if self.in_sight else []
+        self._values = [alias.clone() for alias in self.aliases] if compares_values else None
         if not self.in_sight:
             for parameter in parameters:
                 parameter.grad = None
@@ -60,7 +63,7 @@ class BucketOffer:
             gradient is None
             or gradient.data_ptr() != self.aliases[place].data_ptr()
             or gradient._version != self._versions[place]
-            or (self.in_sight and not _have_equal_values(gradient, self._values[place]))
+            or (self._values is not None and not _have_equal_values(gradient, self._values[place]))
         )
 
 

@@ -28,6 +28,11 @@ again whatever the hooks did, which happens once, as it waits for its hooks from
 hook it cannot be sent again, nor with ``static_graph`` where nobody looks on some rank. Then a bucket in whose
 ``.grad`` there is something to be added to waits on that rank alone, and it is an error if the hooks have changed a
 gradient. Its values tell, since what is written through ``gradient.data`` shows in no version.
+
+Note [Hooks that nobody sees]
+Hooks on a parameter can be seen, those on its AccumulateGrad node cannot. A hook before the node may write through
+``gradient.data``, so values are compared in rounds that teach, and in the first round after somebody has registered a
+hook, of whatever kind. What such a hook does later than that goes unnoticed.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime.accumulators import Accumulators
 from ddp_compile.runtime.agreement_points import is_agreement_point
 from ddp_compile.runtime.bucket_buffer import BucketBuffer
 from ddp_compile.runtime.bucket_offer import BucketOffer, OfferRole
@@ -71,13 +77,16 @@ class EarlyBuckets:
 
     Args:
         parameters: In registration order; they are spoken of by their number.
+        accumulators: Theirs.
         process_group: The ranks that agree.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], process_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], accumulators: Accumulators, process_group: dist.ProcessGroup
+    ) -> None:
         self._parameters = tuple(parameters)
         self._process_group = process_group
-        self._accumulators = [torch_internals.accumulator_of(parameter) for parameter in parameters]
+        self._accumulators = accumulators
         self.has_moved = False  #: whether a backward has ever returned other tensors than its gradients
         # The same on every rank, as is the number of the round.
         self._allowed: frozenset[Members] = frozenset()
@@ -91,6 +100,8 @@ class EarlyBuckets:
         self._own: dict[Members, list[Tensor]] = {}  # this rank's gradients where `.grad` has them no longer
         self._late: set[int] = set()
         self._unrepeatable: set[Members] = set()
+        self._num_hooks_of_torch = torch_internals.num_registered_hooks()
+        self._has_new_hooks = False
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -108,39 +119,44 @@ class EarlyBuckets:
         Returns:
             What becomes of it. Unless it waits, `follow` is to be called.
         """
+        num_hooks = torch_internals.num_registered_hooks()
+        if num_hooks != self._num_hooks_of_torch:
+            self._num_hooks_of_torch, self._has_new_hooks = num_hooks, True
         is_allowed = members in self._allowed
         teaches = not is_allowed and self.is_learning and members not in self._barred
         if not (is_allowed or teaches) or members in self._offers or members in self._ignored:
             return OfferRole.WAITS
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes show in no version
             return OfferRole.WAITS
-        if not torch_internals.are_going_to_run([self._accumulators[index] for index in members]):
+        if not self._accumulators.are_going_to_run(members):
             return OfferRole.WAITS
         if any(_is_looked_at(self._parameters[index]) for index in members):
             may_leave = repeatable or all(self._parameters[index].grad is None for index in members)
             return OfferRole.LEAVES_IN_SIGHT if is_allowed and may_leave else OfferRole.WAITS
         return OfferRole.LEAVES if is_allowed else OfferRole.TEACHES
 
-    def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole) -> None:
+    def follow(self, members: Members, gradients: Sequence[Tensor], role: OfferRole, moves: bool) -> None:
         """Watch what becomes of the gradients of a bucket.
 
         Args:
             members: The bucket's parameters.
             gradients: What the backward will return for them.
             role: What `offer` returned.
+            moves: Whether that is not its own gradients; then they cannot be sent again.
         """
+        if moves:
+            self._unrepeatable.add(members)
+            self.has_moved = True
         self._place_of.update({index: (members, place) for place, index in enumerate(members)})
-        self._offers[members] = BucketOffer([self._parameters[index] for index in members], gradients, role)
+        compares_values = not moves and (role is not OfferRole.LEAVES or self._has_new_hooks)
+        self._offers[members] = BucketOffer(
+            [self._parameters[index] for index in members], gradients, role, compares_values
+        )
 
     def expect_to_send_again(self, members: Members) -> None:
         """A bucket that is followed has left too early, whatever is found."""
         self._late.update(members)
         self._offers[members].is_compared = True
-
-    def gradients_move(self, members: Members) -> None:
-        """What the backward returns for a bucket is not this rank's own gradients."""
-        self._unrepeatable.add(members)
-        self.has_moved = True
 
     def awaited(self, members: Members) -> set[int]:
         """The parameters of a bucket that has been flattened whose gradients have not been accumulated yet.
@@ -161,6 +177,9 @@ class EarlyBuckets:
             moved: Its gradients where the backward returns other tensors.
         """
         offer = self._offers[bucket.members]
+        if not offer.in_sight and bucket.holds_zeros(offer.before):
+            # ``.grad`` will be the same views again, and there is nothing to add: zero_grad(set_to_none=False).
+            offer.before = [None] * len(offer.before)
         if moved is not None:
             return _sums(offer.before, moved)
         # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is sent again.
@@ -345,6 +364,7 @@ class EarlyBuckets:
         self._own.clear()
         self._late.clear()
         self._unrepeatable.clear()
+        self._has_new_hooks = False
 
 
 def _is_looked_at(parameter: Parameter) -> bool:

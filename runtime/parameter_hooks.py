@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime.accumulators import Accumulators
 
 
 class ArrivalListener(Protocol):
     """Who is told that a gradient has been accumulated into ``.grad``."""
 
     def mark_parameter_ready(self, index: int) -> None: ...
+
+    def hooks_have_run(self) -> None: ...
 
 
 _Slot = tuple[OrderedDict[int, Callable[[Tensor], None]], int, Callable[[Tensor], None]]
@@ -27,6 +30,7 @@ class ParameterHooks:
 
     Args:
         parameters: The parameters, spoken of by their number.
+        accumulators: Theirs.
         listener: Not kept alive.
 
     Note [One of many]
@@ -39,7 +43,7 @@ class ParameterHooks:
     of that bucket tell of themselves for the rest of the backward. `tell_of_each` ends all gathering.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], listener: ArrivalListener) -> None:
+    def __init__(self, parameters: Sequence[Parameter], accumulators: Accumulators, listener: ArrivalListener) -> None:
         # A strong reference would make a cycle through C++ (parameter, hook, reducer, parameter) that gc cannot see.
         self._listener = weakref.ref(listener)
         self._tell = [_hook_for(self._listener, index) for index in range(len(parameters))]
@@ -48,6 +52,8 @@ class ParameterHooks:
             for parameter, tell in zip(parameters, self._tell, strict=True)
         ]
         self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in parameters]
+        self._accumulators = accumulators
+        self._tell_behind = _hook_behind_for(self._listener)
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._group_of: list[_Group | None] = [None] * len(parameters)
         self._gathering: dict[_Group, None] = {}  # those that do, and some that have stopped
@@ -109,26 +115,23 @@ class ParameterHooks:
             group.tell_of_each()
         self._gathering.clear()
 
-    def run_last(self, running: int | None = None) -> list[int]:
-        """Let hooks that were registered since then run before ours.
+    def with_hooks_of_others(self) -> list[int]:
+        """The parameters on which somebody else has hooks, beside those on their nodes."""
+        return torch_internals.with_hooks_of_others(self._all_hooks)
 
-        Args:
-            running: The parameter whose hooks are running, and stay in their order.
+    def tell_behind(self, index: int) -> None:
+        """A parameter's hook is running: tell the listener when all other hooks on it and on its node have run.
 
-        Returns:
-            The parameters on which others have hooks.
+        A node takes no hook while it runs, so that it is told of from the next backward on.
         """
-        return torch_internals.run_last(self._all_hooks, self._handles, running)
-
-    def is_followed(self, index: int) -> bool:
-        """Whether hooks of others will run after ours on a parameter."""
-        return torch_internals.is_followed(self._all_hooks[index], self._handles[index])
+        self._accumulators.run_last(index, self._tell_behind)
 
     def remove(self) -> None:
         """Stop listening."""
         self.tell_of_each()
         for handle in self._handles:
             handle.remove()
+        self._accumulators.remove_hooks()
 
     def _strike_off(self, group: _Group) -> list[int]:
         """Take what has come off what is missing; returns what was not missing."""
@@ -209,5 +212,14 @@ def _hook_for(listener: weakref.ref[ArrivalListener], index: int) -> Callable[[T
         alive = listener()
         if alive is not None:
             alive.mark_parameter_ready(index)
+
+    return hook
+
+
+def _hook_behind_for(listener: weakref.ref[ArrivalListener]) -> Callable[[object, object], None]:
+    def hook(_inputs: object, _outputs: object) -> None:
+        alive = listener()
+        if alive is not None:
+            alive.hooks_have_run()
 
     return hook

@@ -21,12 +21,14 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
+from ddp_compile.runtime.accumulators import Accumulators
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_offer import OfferRole
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.completion import Completion
 from ddp_compile.runtime.early_buckets import EarlyBuckets
+from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
@@ -74,16 +76,21 @@ class Reducer:
         self._forward_since_round = False
         self._arrived_before_plan: set[int] = set()
         self._num_backwards_alone = 0
-        self._early = EarlyBuckets(self.parameters, process_group) if settings.takes_whole_buckets else None
+        accumulators = Accumulators(self.parameters)
+        self._early = (
+            EarlyBuckets(self.parameters, accumulators, process_group) if settings.takes_whole_buckets else None
+        )
+        if any(parameter.is_cpu for parameter in self.parameters):
+            keep_freed_memory()
         self._optional: OptionalGradients | None = None
         names = [gradient.fqn for gradient in builder.gradients]
         if settings.static_graph or settings.find_unused_parameters:
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, process_group)
-        self._undefined = UndefinedGradients(self.parameters, names, self.rank)
+        self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
         self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early, self._undefined)
-        self._hooks = ParameterHooks(self.parameters, self)
-        self._put_off: int | None = None  # a parameter that has arrived before others' hooks on it have run
+        self._hooks = ParameterHooks(self.parameters, accumulators, self)
+        self._with_running_hooks: list[BucketBuffer] = []  # whose last gradient is there, and may still be changed
 
     @property
     def buckets(self) -> Sequence[BucketBuffer]:
@@ -145,7 +152,7 @@ class Reducer:
         Raises:
             GradientArrivalError: It had arrived before in the same round, was taken for unused, or has been taken away.
         """
-        self._take_what_was_put_off()
+        self.hooks_have_run()
         self._hooks.settle(index)
         if self._early is not None and self._early.arrived(index):
             return
@@ -156,12 +163,16 @@ class Reducer:
             self._arrived_before_plan.add(index)
             self._call_back_at_the_end(self._finalize_backward_without_plan)
         else:
-            begins = self.state is not ReducerState.REDUCING
-            self._enter_backward((index,), running=index)
-            if begins and self._hooks.is_followed(index):
-                self._put_off = index
-            else:
-                self._arrive(index)
+            self._enter_backward((index,))
+            self._arrive(index)
+
+    def hooks_have_run(self) -> None:
+        """All hooks on the parameter that has arrived last have run: what is complete now can leave.
+
+        Otherwise, where its node has no hook of ours yet, it leaves at the next event.
+        """
+        while self._with_running_hooks:
+            self._completion.complete(self._with_running_hooks.pop(0))
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Take note that a compiled backward has computed a whole bucket, and let it leave if that is safe.
@@ -207,8 +218,9 @@ class Reducer:
         """
         if self.state is not ReducerState.REDUCING:
             return  # a pass inside this one has seen the last gradient
-        self._take_what_was_put_off()
+        self.hooks_have_run()
         self._hooks.settle_all()
+        self.hooks_have_run()
         if not self._queue.all_gone:
             if torch_internals.is_inside_backward() and not (self._optional and self._optional.is_last_pass()):
                 return  # the passes to come queue callbacks of their own
@@ -228,18 +240,12 @@ class Reducer:
         Some of those are means and some this rank's own, and an all-reduce that is under way may still write to them.
         """
         self._hooks.remove()
-        self._undefined.remove()
         self._early = None  # a backward that is still to come has the operators in it
         if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
             for parameter in self.parameters:
                 parameter.grad = None
 
     # What follows is private.
-
-    def _take_what_was_put_off(self) -> None:
-        if self._put_off is not None:
-            index, self._put_off = self._put_off, None
-            self._arrive(index)
 
     def _note(self, index: int) -> bool:
         """Take note of what a parameter holds on arrival; returns whether its gradient is undefined."""
@@ -249,7 +255,7 @@ class Reducer:
         return is_undefined
 
     def _arrive(self, index: int) -> None:
-        """A parameter has arrived, and all hooks on it have run."""
+        """A parameter has arrived; other hooks on it and on its node may be about to change its gradient."""
         is_undefined = self._note(index)
         self._bucket_set.note_arrival(index)
         bucket = self._bucket_set.of_parameter[index]
@@ -260,7 +266,8 @@ class Reducer:
             raise refusals.arrived_twice(self.rank, self._fqn(index))
         if bucket.arrive(index):
             self._hooks.note_last(index)
-            self._completion.complete(bucket)
+            self._hooks.tell_behind(index)
+            self._with_running_hooks.append(bucket)
 
     def _take_bucket(self, members: tuple[int, ...], gradients: Sequence[Tensor], moves: bool) -> Sequence[Tensor]:
         """Let a bucket leave if that is safe; returns what stands for its gradients from now on."""
@@ -269,16 +276,14 @@ class Reducer:
             return self._copies(members, gradients) if moves else gradients
         if role is OfferRole.TEACHES:
             returned = self._copies(members, gradients) if moves else gradients
-            self._early.follow(members, returned, role)
+            self._early.follow(members, returned, role, moves=False)
             return returned
         is_looked_at = role is OfferRole.LEAVES_IN_SIGHT
         is_moved = moves and not is_looked_at
         bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
         returned = bucket.new_views() if is_moved else self._copies(members, gradients) if moves else gradients
-        self._early.follow(members, returned, role)
-        if is_moved:
-            self._early.gradients_move(members)
-        elif is_looked_at and self._can_be_sent_again(moves):
+        self._early.follow(members, returned, role, moves=is_moved)
+        if is_looked_at and self._can_be_sent_again(moves):
             self._early.expect_to_send_again(members)
         self._completion.complete_with(bucket, self._early.contributions(bucket, gradients if is_moved else None))
         if is_moved:
@@ -293,8 +298,9 @@ class Reducer:
             return OfferRole.WAITS, None
         if not self.buckets and not self._forward_since_round:
             return OfferRole.WAITS, None  # see `_finalize_backward_without_plan`
-        self._take_what_was_put_off()
+        self.hooks_have_run()
         self._hooks.settle(members[0])
+        self.hooks_have_run()
         role = early.offer(members, self._can_be_sent_again(moves))
         if role is OfferRole.WAITS:
             return role, None
@@ -334,17 +340,16 @@ class Reducer:
             self._undefined.fill_with_zeros(untouched)
         self._reset()
 
-    def _enter_backward(self, arriving: tuple[int, ...], running: int | None = None) -> None:
+    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
         """A backward has brought something; the first time in each, get ready for the rest.
 
         Args:
             arriving: The parameters whose gradients are there.
-            running: The parameter whose hooks are running.
         """
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
         if self.state is not ReducerState.REDUCING:
-            for index in self._hooks.run_last(running):
+            for index in self._hooks.with_hooks_of_others():
                 self._undefined.watch(index)
         if self.state is ReducerState.ARMED:
             self._progress.backward_begins(self._forward_since_round)
@@ -426,6 +431,7 @@ class Reducer:
             self._early.begin_round(self._queue.has_sent)
         self._queue.reset()
         self._hooks.tell_of_each()
+        self._with_running_hooks.clear()
         self._forward_since_round = False
         self._tasks_with_callback.clear()
         if self._optional is not None:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.runtime import refusals
+from ddp_compile.runtime.accumulators import Accumulators
 
 
 class UndefinedGradients:
@@ -27,6 +28,7 @@ class UndefinedGradients:
 
     Args:
         parameters: The parameters, spoken of by their number.
+        accumulators: Theirs.
         names: Their fully qualified names.
         rank: This rank, for messages.
 
@@ -34,20 +36,20 @@ class UndefinedGradients:
     zeros in both cases.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], accumulators: Accumulators, names: Sequence[str], rank: int
+    ) -> None:
         self._parameters = parameters
+        self._accumulators = accumulators
         self._names = names
         self._rank = rank
         self._undefined: set[int] = set()  # in this round
         self._came: set[int] = set()  # in this round, of those that the reducer is told of
-        # Nodes are held, as their hooks are gone with them.
-        self._watched: dict[int, tuple[Any, Any]] = {}
 
     def watch(self, index: int) -> None:
         """From the next backward on, know for certain whether the gradient of a parameter is undefined."""
-        if index not in self._watched and self._parameters[index].requires_grad:
-            node = torch_internals.accumulator_of(self._parameters[index])
-            self._watched[index] = node, node.register_prehook(_note_in(self._undefined, index))
+        if not self._accumulators.has_prehook(index):
+            self._accumulators.add_prehook(index, _note_in(self._undefined, index))
 
     def arrive(self, index: int) -> bool:
         """A parameter's hook has run.
@@ -71,8 +73,8 @@ class UndefinedGradients:
             GradientArrivalError: Somebody has taken it away.
         """
         if index not in self._undefined:
-            is_seen_by_others = torch_internals.has_hooks_after_accumulation(self._parameters[index])
-            if index in self._came or index in self._watched or is_seen_by_others:
+            is_certain = index in self._came or self._accumulators.has_prehook(index)
+            if is_certain or torch_internals.has_hooks_after_accumulation(self._parameters[index]):
                 raise refusals.gradient_gone(self._rank, self._names[index])
             self._undefined.add(index)
             self.watch(index)
@@ -91,12 +93,6 @@ class UndefinedGradients:
         """Forget what belongs to the round that has ended."""
         self._undefined.clear()
         self._came.clear()
-
-    def remove(self) -> None:
-        """Stop watching."""
-        for _, handle in self._watched.values():
-            handle.remove()
-        self._watched.clear()
 
 
 def _note_in(undefined: set[int], index: int) -> Callable[[tuple[Any, ...]], None]:

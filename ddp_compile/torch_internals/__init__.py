@@ -9,12 +9,13 @@ from ddp_compile.torch_internals.autograd import (
     current_graph_task_id,
     has_gradient_hooks,
     has_hooks_after_accumulation,
-    is_followed,
     is_inside_backward,
+    num_registered_hooks,
     post_accumulate_grad_hooks,
     profiled_range,
     queue_backward_callback,
     run_last,
+    with_hooks_of_others,
 )
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
@@ -98,7 +99,6 @@ __all__ = [
     "holds_server",
     "inner_backend",
     "inputs_of_gradients",
-    "is_followed",
     "is_inside_backward",
     "is_module_call",
     "is_plain_tensor",
@@ -108,6 +108,7 @@ __all__ = [
     "known_modes",
     "num_bytes_hint",
     "num_references",
+    "num_registered_hooks",
     "num_storage_uses",
     "partition_tracing_context",
     "post_accumulate_grad_hooks",
@@ -124,4 +125,5 @@ __all__ = [
     "trace_artifact",
     "traced_call_of",
     "watch_compilations",
+    "with_hooks_of_others",
 ]

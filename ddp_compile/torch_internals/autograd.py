@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 def current_graph_task_id() -> int:
@@ -28,31 +29,24 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> OrderedDict[int, Any]:
     return hooks
 
 
-def run_last(hooks: Sequence[OrderedDict[int, Any]], ours: Sequence[Any], running: int | None = None) -> list[int]:
-    """Let our hook run after those that were registered later.
-
-    Args:
-        hooks: What `post_accumulate_grad_hooks` gave for each parameter.
-        ours: The handle of our hook on each parameter.
-        running: Where the engine is going through the hooks; the order of those is left as it is.
-
-    Returns:
-        Where somebody beside us has hooks.
-    """
+def with_hooks_of_others(hooks: Sequence[OrderedDict[int, Any]]) -> list[int]:
+    """Where somebody beside us has hooks, among those that `post_accumulate_grad_hooks` gave."""
     if max(map(len, hooks), default=0) <= 1:
         return []
-    others = [place for place, present in enumerate(hooks) if len(present) > 1]
-    for place in others:
-        if place != running and is_followed(hooks[place], ours[place]):
-            # Not move_to_end: torch reads the order of the dict underneath, which that leaves as it is.
-            hooks[place][ours[place].id] = hooks[place].pop(ours[place].id)
-    return others
+    return [place for place, present in enumerate(hooks) if len(present) > 1]
 
 
-def is_followed(hooks: OrderedDict[int, Any], hook: Any) -> bool:
-    """Whether other hooks of a parameter will run after this one, given by its handle."""
-    last: int = next(reversed(hooks))
-    return last != hook.id
+def run_last(handle: Any) -> None:
+    """Let a hook of a node run after those that were registered later; not while the engine goes through them."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and next(reversed(hooks)) != handle.id:
+        # Not move_to_end: torch reads the order of the dict underneath, which that leaves as it is.
+        hooks[handle.id] = hooks.pop(handle.id)
+
+
+def num_registered_hooks() -> int:
+    """How many hooks of any kind have been registered from Python in this process; another number tells of new ones."""
+    return RemovableHandle.next_id
 
 
 def accumulator_of(parameter: Tensor) -> Any:

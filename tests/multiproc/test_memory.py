@@ -32,12 +32,12 @@ def products() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12)))
 
 
-def peak_of(trained: nn.Module) -> int:
+def peak_of(trained: nn.Module, set_to_none: bool = True) -> int:
     x = torch.randn(ROWS_PER_RANK, WIDTH)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
 
     def step() -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
         loss_of(trained(x)).backward()
         optimizer.step()
 
@@ -95,3 +95,19 @@ def test_a_static_graph_lets_gradients_go_when_their_bucket_leaves(ranks: Ranks)
         gradients = 4 * 12 * WIDTH * WIDTH
         # Otherwise all of them live until the backward ends; so one or two buckets of a sixth each do.
         assert found[True] < found[False] - gradients / 2, found
+
+
+def peaks_of_zeroed_gradients() -> dict[bool, int]:
+    found = {}
+    for set_to_none in (False, True):
+        trained = ddp_compile(products(), bucket_cap_mb=0.5, split="backward", backend="aot_eager")
+        found[set_to_none] = peak_of(trained, set_to_none)
+        del trained
+        torch._dynamo.reset()
+        gc.collect()
+    return found
+
+
+def test_gradients_set_to_zero_cost_no_more_than_none(ranks: Ranks) -> None:
+    for found in ranks(2).run(peaks_of_zeroed_gradients):
+        assert found[False] <= 1.002 * found[True], found

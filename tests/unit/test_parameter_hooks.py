@@ -6,10 +6,12 @@ import gc
 import weakref
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_compile.runtime.accumulators import Accumulators
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
+
+BEHIND = -10  #: that the listener hears when all hooks have run
 
 
 class Listener:
@@ -19,6 +21,9 @@ class Listener:
         self.heard: list[int] = []
         self.hooks: ParameterHooks | None = None
         self.missing: dict[int, set[int]] = {}
+
+    def hooks_have_run(self) -> None:
+        self.heard.append(BEHIND)
 
     def gather(self, hooks: ParameterHooks, *buckets: tuple[int, ...]) -> None:
         self.hooks = hooks
@@ -53,7 +58,7 @@ def backward(used: list[Parameter]) -> None:
 
 def test_at_first_every_gradient_is_told() -> None:
     listener, params = Listener(), parameters(4)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     backward(params)
     assert listener.heard == [3, 2, 1, 0]
     hooks.remove()
@@ -63,7 +68,7 @@ def test_at_first_every_gradient_is_told() -> None:
 
 def test_gathering_tells_of_the_one_that_came_last_the_time_before() -> None:
     listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     listener.gather(hooks, *BUCKETS)
     backward(params)
     # Of (3, 4, 5) number 5 is expected to be last at first: the order has changed, and 4 and 3 tell of themselves.
@@ -80,7 +85,7 @@ def test_gathering_tells_of_the_one_that_came_last_the_time_before() -> None:
 
 def test_one_that_comes_first_is_not_expected_last() -> None:
     listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     hooks.gather((0, 1, 2), {0, 1, 2}, arriving=(2,))
     backward(params)
     assert listener.heard == [2, 1, 0]
@@ -88,7 +93,7 @@ def test_one_that_comes_first_is_not_expected_last() -> None:
 
 def test_what_was_gathered_is_struck_off_when_a_backward_ends_without_the_last() -> None:
     listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     listener.gather(hooks, *BUCKETS)
     backward([params[1], params[2]])
     assert listener.heard == [] and listener.missing[0] == {0, 1, 2}
@@ -100,7 +105,7 @@ def test_what_was_gathered_is_struck_off_when_a_backward_ends_without_the_last()
 
 def test_a_gradient_that_comes_twice_is_told_of() -> None:
     listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     listener.gather(hooks, *BUCKETS)
     backward([params[2]])
     backward([params[2]])
@@ -111,7 +116,7 @@ def test_a_gradient_that_comes_twice_is_told_of() -> None:
 
 def test_a_gradient_that_comes_after_the_last_is_told_of_when_the_backward_ends() -> None:
     listener, params = Listener(), parameters(6)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     listener.gather(hooks, *BUCKETS)
     backward(params[:3])
     backward([params[1]])
@@ -122,7 +127,7 @@ def test_a_gradient_that_comes_after_the_last_is_told_of_when_the_backward_ends(
 
 def test_nobody_is_told_of_what_nobody_waits_for() -> None:
     listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     missing = {0, 1, 2}
     hooks.gather((2, 1, 0), missing, tell_of_last=False)
     backward(params)
@@ -132,7 +137,7 @@ def test_nobody_is_told_of_what_nobody_waits_for() -> None:
 
 def test_gathering_what_is_gathered_loses_nothing() -> None:
     listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     missing = {0, 1, 2}
     for part in params[1:]:
         hooks.gather((2, 1, 0), missing)
@@ -143,7 +148,7 @@ def test_gathering_what_is_gathered_loses_nothing() -> None:
 
 def test_after_gathering_every_gradient_is_told_again() -> None:
     listener, params = Listener(), parameters(3)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     missing = {0, 1, 2}
     hooks.gather((2, 1, 0), missing)
     hooks.tell_of_each()
@@ -152,22 +157,29 @@ def test_after_gathering_every_gradient_is_told_again() -> None:
     assert missing == {0, 1, 2}
 
 
-def test_a_hook_of_the_users_runs_before_even_if_registered_later() -> None:
+def test_the_listener_is_told_when_all_other_hooks_have_run() -> None:
     listener, params = Listener(), parameters(2)
-    hooks = ParameterHooks(params, listener)
-
-    def note(_parameter: Tensor) -> None:
-        listener.heard.append(-1)
-
-    params[1].register_post_accumulate_grad_hook(note)
-    hooks.run_last()
+    accumulators = Accumulators(params)
+    hooks = ParameterHooks(params, accumulators, listener)
+    node = torch.autograd.graph.get_gradient_edge(params[1]).node
+    node.register_hook(lambda *_: listener.heard.append(-1))
+    hooks.tell_behind(1)
+    params[1].register_post_accumulate_grad_hook(lambda _: listener.heard.append(-2))
+    node.register_hook(lambda *_: listener.heard.append(-3))
     backward(params)
-    assert listener.heard == [-1, 1, 0]
+    assert listener.heard == [1, -2, -1, BEHIND, -3, 0]
+    listener.heard.clear()
+    hooks.tell_behind(1)  # others that were registered since then go before it
+    backward(params)
+    assert listener.heard == [1, -2, -1, -3, BEHIND, 0]
+    hooks.remove()
+    backward(params)
+    assert listener.heard[-3:] == [-2, -1, -3]
 
 
 def test_hooks_keep_neither_the_listener_nor_a_cycle_alive() -> None:
     listener, params = Listener(), parameters(2)
-    hooks = ParameterHooks(params, listener)
+    hooks = ParameterHooks(params, Accumulators(params), listener)
     hooks.gather((1, 0), {0, 1})
     alive = weakref.ref(listener)
     of_parameter = weakref.ref(params[0])

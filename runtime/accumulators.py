@@ -1,0 +1,56 @@
+"""The AccumulateGrad node of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+
+
+class Accumulators:
+    """The AccumulateGrad nodes, and our hooks on them.
+
+    Args:
+        parameters: Spoken of by their number.
+
+    The nodes are held: a hook that somebody registers on one would be gone with it.
+
+    Source: ``grad_accumulators_`` of ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._nodes = [torch_internals.accumulator_of(parameter) for parameter in parameters]
+        self._prehooks: dict[int, Any] = {}
+        self._last_hooks: dict[int, Any] = {}
+
+    def are_going_to_run(self, indices: Sequence[int]) -> bool:
+        """Whether the backward pass that this thread is in will accumulate into all of these parameters."""
+        return torch_internals.are_going_to_run([self._nodes[index] for index in indices])
+
+    def has_prehook(self, index: int) -> bool:
+        """Whether a parameter's node has a prehook of ours."""
+        return index in self._prehooks
+
+    def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
+        """Let a function see what comes to a parameter: one gradient, or None where it is undefined."""
+        self._prehooks[index] = self._nodes[index].register_prehook(prehook)
+
+    def run_last(self, index: int, hook: Callable[[object, object], None]) -> None:
+        """Let a hook run when all others on a parameter and its node have, from the next time that the node runs on.
+
+        Where it has been set before, hooks that were registered since then go before it; to be called before those
+        behind the node run.
+        """
+        if index not in self._last_hooks:
+            self._last_hooks[index] = self._nodes[index].register_hook(hook)
+        torch_internals.run_last(self._last_hooks[index])
+
+    def remove_hooks(self) -> None:
+        """Take our hooks off the nodes."""
+        for handle in (*self._prehooks.values(), *self._last_hooks.values()):
+            handle.remove()
+        self._prehooks.clear()
+        self._last_hooks.clear()

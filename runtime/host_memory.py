@@ -1,0 +1,51 @@
+"""Memory of the host that one step frees and the next one needs again.
+
+Note [Gradients that are freed at once]
+A graph that is left whole gives all its gradients back when its backward ends, so that they are all freed at once, when
+``.grad`` becomes views of the flat buffers. glibc then returns the free end of its heap to the system, and the next
+step faults every page of it in anew: 24,000 faults in a step of gpt-medium with a batch of 1, 30 of 318 ms, where the
+forward split, which frees gradients while the backward goes on, has 2,300, and DistributedDataParallel 300 to 8,500.
+With a heap that keeps what is freed there are none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+# malloc.h of glibc
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_NEVER = -1
+# Where glibc's own adaptation ends (DEFAULT_MMAP_THRESHOLD_MAX); it ends with the first setting.
+_MMAP_THRESHOLD = 32 * 2**20
+
+_OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees, for its next step; done once. See Note [Gradients that are freed
+    at once].
+
+    It is left to whoever has set glibc's allocator by the environment, and to other allocators.
+
+    Returns:
+        Whether it was done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or _has_settings_of_its_own(os.environ):
+        return False
+    done = bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    if done:
+        log.info("freed host memory stays with this process; MALLOC_TRIM_THRESHOLD_=134217728 returns more of it")
+    return done
+
+
+def _has_settings_of_its_own(environment: Mapping[str, str]) -> bool:
+    return any(name in environment for name in _OWN_SETTINGS) or "malloc" in environment.get("GLIBC_TUNABLES", "")

@@ -1,0 +1,54 @@
+"""Memory that is freed and needed again; each setting in a process of its own, since none can be taken back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets the allocator of glibc")
+
+# Frees 128 MiB in blocks of 1 MiB and takes them again, three times after one that does not count.
+FAULTS = """
+import resource, sys
+import torch
+from ddp_compile.runtime.host_memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    print(keep_freed_memory())
+
+def step():
+    blocks = [torch.empty(2**18).fill_(1) for _ in range(128)]
+    del blocks
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run(mode: str, **environment: str) -> list[str]:
+    inherited = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-c", FAULTS, mode]
+    return subprocess.run(
+        command, env=inherited | environment, check=True, capture_output=True, text=True
+    ).stdout.split()
+
+
+def test_what_was_freed_is_not_faulted_in_again() -> None:
+    (num_faults,) = run("default")
+    assert int(num_faults) > 16384  # a page is 4 KiB
+    done, num_faults = run("keep")
+    assert done == "True" and int(num_faults) < 1000
+
+
+@pytest.mark.parametrize(
+    "setting", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}]
+)
+def test_an_allocator_that_was_set_by_the_environment_is_left_alone(setting: dict[str, str]) -> None:
+    done, num_faults = run("keep", **setting)
+    assert done == "False" and int(num_faults) > 16384
