@@ -9,10 +9,9 @@ say where the others are. docs/divergence.md lists what can differ and what happ
 
 from __future__ import annotations
 
-import atexit
-import functools
 import hashlib
 import logging
+import multiprocessing.util
 import sys
 import weakref
 from collections import Counter
@@ -171,9 +170,7 @@ class Progress:
 
 
 def post_uncaught_error(standings: Standings) -> Callable[[], None]:
-    """When the interpreter ends because of an exception, tell the others of it; nothing else sees those of a backward.
-
-    A process that ``multiprocessing`` has started ends another way, and says nothing.
+    """When the process ends because of an exception, tell the others of it; nothing else sees those of a backward.
 
     Args:
         standings: Of this rank; not kept alive.
@@ -184,12 +181,16 @@ def post_uncaught_error(standings: Standings) -> Callable[[], None]:
     alive = weakref.ref(standings)
 
     def post() -> None:
-        error = getattr(sys, "last_value", None)
+        # A process that multiprocessing has started still handles the exception, the interpreter has put it down.
+        error = sys.exception() or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):
+            error = error.__context__  # torch.multiprocessing.spawn ends with it
         if isinstance(error, BaseException) and (left := alive()) is not None:
             left.raised(error)
 
-    atexit.register(post)
-    return functools.partial(atexit.unregister, post)
+    # Runs at the interpreter's exit too, where ``atexit`` alone knows nothing of processes that multiprocessing starts.
+    finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=0)
+    return finalizer.cancel
 
 
 def _compilation_notes(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
@@ -79,10 +80,11 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_ends_a_process_in_its_backward_is_told_to_the_others() -> None:
+@pytest.mark.parametrize("way", ["interpreter", "spawn", "fork"])
+def test_what_ends_a_process_in_its_backward_is_told_to_the_others(way: str) -> None:
     timeout = timedelta(seconds=15)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    ended = run_script("ends_in_backward.py", str(store.port))
+    ended = run_script("ends_in_backward.py", way, str(store.port))
     assert "a hook refused the gradient" in ended.stderr
     standing = store.get("test/standing/0").decode()
     assert standing.endswith("backward of round 3: raised ValueError: a hook refused the gradient")
