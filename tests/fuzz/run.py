@@ -55,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if verdict.outcome == FAILED:
                     _report(seed, recipe, verdict, pool, not options.no_shrink, bar)
             bar.update(len(some))
-    print(f"first seed {first}, {cases} cases:", ", ".join(f"{outcome}: {counts[outcome]}" for outcome in OUTCOMES))
+            if some.stop % CASES_IN_A_POOL == 0 or some.stop == seeds.stop:
+                so_far = ", ".join(f"{outcome}: {counts[outcome]}" for outcome in OUTCOMES)
+                bar.write(f"seeds {first} to {some.stop - 1}: {so_far}")
+                sys.stdout.flush()
     pool.close()
     return 1 if counts[FAILED] else 0
 

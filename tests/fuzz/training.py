@@ -183,6 +183,7 @@ class MeanOfRanks(nn.Module):
         self.arrived: set[Tensor] = set()
         self.awaited: set[Tensor] = set()
         self.incomplete = False
+        self.expects_backward = False  # of a synchronised forward
         for parameter in self.parameters_reduced:
             parameter.register_post_accumulate_grad_hook(self.arrived.add)
 
@@ -194,6 +195,7 @@ class MeanOfRanks(nn.Module):
             if self.incomplete and not (self.recipe.find_unused or self.recipe.static_graph):
                 raise RuntimeError("the last backward left parameters without a gradient")
             self.awaited = set(self.parameters_reduced)
+            self.expects_backward = True
             for buffer in self.net.buffers():
                 dist.broadcast(buffer, 0, self.group)
         return self.net(*args, **kwargs)
@@ -204,6 +206,7 @@ class MeanOfRanks(nn.Module):
         self.awaited -= self.arrived
         self.incomplete = bool(self.awaited) and bool(self.arrived)
         self.arrived.clear()
+        self.expects_backward = False
         factor = (0.5 if self.recipe.comm_hook == "halves" else 1.0) / self.group.size()
         for parameter, is_used in zip(self.parameters_reduced, used, strict=True):
             if is_used:
@@ -247,6 +250,10 @@ def _sum(losses: list[Tensor]) -> Tensor:
 def micro(t: Training) -> None:
     with t.models[0].no_sync():
         _sum(losses_of(t.forward())).backward()
+    model = t.models[0]
+    if isinstance(model, MeanOfRanks) and model.expects_backward:
+        # It has reached what a forward before has prepared, as in DistributedDataParallel.
+        t.average()
 
 
 def two_forwards(t: Training) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -263,7 +264,13 @@ def _gather(mine: Any) -> list[Any]:
 def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
     """Verdicts of many cases, in one call of a `RankPool`."""
     groups = Groups()
-    return [judge(recipe, groups) for recipe in recipes]
+    log = logging.getLogger("ddp_compile")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return [judge(recipe, groups) for recipe in recipes]
+    finally:
+        log.setLevel(level)
 
 
 def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
