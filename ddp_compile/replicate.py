@@ -101,7 +101,8 @@ class ReplicatedModule(nn.Module):
         """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
         state = _state_of(self)
         failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
-        return "\n".join([self.bucket_plan.format_table(), *map(_format_report, state.backend.reports), *failures])
+        reports = [_format_report(report) for report in state.backend.reports]
+        return "\n".join([self.bucket_plan.format_table(), *reports, *_format_eager(self.bucket_plan), *failures])
 
     def unwrap(self) -> nn.Module:
         """Make the module what it was before ``ddp_compile``, and return it.
@@ -211,3 +212,13 @@ def _format_report(report: GraphReport) -> str:
     lines = [f"graph {report.graph}: {report.num_buckets} buckets, {how}"]
     lines += [f"  not cut in the forward at {declined.node}: {declined.reason}" for declined in report.not_cut]
     return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])
+
+
+def _format_eager(plan: BucketPlan) -> list[str]:
+    num_eager = sum(bucket.frame is None for bucket in plan.buckets)
+    if num_eager in (0, len(plan.buckets)):  # where nothing is compiled yet, the table says all
+        return []
+    return [
+        f"{num_eager} buckets of {len(plan.buckets)} are in no graph, since Dynamo does not compile the code that uses"
+        ' them (TORCH_LOGS="graph_breaks" says why); they are launched by their hooks, as the gradients come'
+    ]

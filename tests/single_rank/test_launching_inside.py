@@ -245,6 +245,48 @@ def test_a_graph_that_is_compiled_later_launches_early_from_the_next_round_that_
     assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
 
 
+class Experts(nn.Module):
+    """Dynamo compiles no loop that data breaks, and so none of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, x: Tensor) -> Tensor:
+        mixed = x
+        for i, expert in enumerate(self.experts):
+            chosen = torch.arange(len(x)) % 3 == i
+            if chosen.any():
+                mixed = mixed + expert(x) * chosen.unsqueeze(-1)
+        return mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mix(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_buckets_of_experts_that_no_graph_shows_leave_by_their_hooks(single_rank_group: None, split: str) -> None:
+    model = ddp_compile(
+        Experts(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", split=split, find_unused_parameters=True
+    )
+    left = []
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        left.append((bucket.index(), torch._C._current_autograd_node() is not None))
+        return allreduce_hook(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        left.clear()
+        model(torch.randn(6, WIDTH)).sum().backward()
+    inside = [index for index, is_inside in left if is_inside]
+    eager = [bucket.index for bucket in model.bucket_plan.buckets if bucket.frame is None]
+    assert len(eager) == 3 and set(eager) <= set(inside), (eager, left)
+    assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in model.explain()
+
+
 def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
     single_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
