@@ -25,6 +25,7 @@ from ddp_compile.passes.bucket_backward import BackwardContext, bucket_backward_
 from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
 from ddp_compile.passes.grad_ready_order import grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
+from ddp_compile.passes.keep_sparse_parts import keep_sparse_parts_pass
 from ddp_compile.passes.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined, Pass, PassContext, run_pipeline
 from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
@@ -46,10 +47,10 @@ FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
 )
 
 #: Everything that is done to a backward graph under ``split="backward"``, in order.
-BACKWARD_SPLIT_PASSES = (bucket_backward_pass,)
+BACKWARD_SPLIT_PASSES = (bucket_backward_pass, keep_sparse_parts_pass)
 
 # Raised when the passes make other graphs of the same plan, so that compiled code of before is not taken for theirs.
-_BACKWARD_SPLIT_VERSION = 6
+_BACKWARD_SPLIT_VERSION = 7
 
 
 class GraphReport(NamedTuple):

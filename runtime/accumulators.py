@@ -36,16 +36,15 @@ class Accumulators:
 
     def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
         """Let a function see what comes to a parameter: one gradient, or None where it is undefined."""
-        self._prehooks[index] = self._nodes[index].register_prehook(prehook)
+        self._prehooks[index] = torch_internals.register_own(self._nodes[index].register_prehook, prehook)
 
     def run_last(self, index: int, hook: Callable[[object, object], None]) -> None:
-        """Let a hook run when all others on a parameter and its node have, from the next time that the node runs on.
+        """Let a hook run when all others on a parameter and its node have; to be called before those behind it run.
 
-        Where it has been set before, hooks that were registered since then go before it; to be called before those
-        behind the node run.
+        Where it has been set before, hooks that were registered since then go before it.
         """
         if index not in self._last_hooks:
-            self._last_hooks[index] = self._nodes[index].register_hook(hook)
+            self._last_hooks[index] = torch_internals.register_own(self._nodes[index].register_hook, hook)
         torch_internals.run_last(self._last_hooks[index])
 
     def remove_hooks(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_compile import torch_internals
 from ddp_compile.bucket_plan import BucketPlan
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.gathering import Gathering
@@ -205,4 +206,4 @@ class ForwardsLeftOut:
                 self._latest_reached = max(self._latest_reached, number)
 
         for node in nodes:
-            node.register_prehook(reach)
+            torch_internals.register_own(node.register_prehook, reach)

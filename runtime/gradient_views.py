@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -49,11 +50,13 @@ class GradientViews:
         self._look()
         # Of a tensor that nobody else holds; all have as many.
         self._own_references = max(torch_internals.num_references(self.tensors), default=0)
+        self._references_to_storage = max(map(sys.getrefcount, self._storages), default=0)
 
     def are_free(self) -> bool:
         """Whether each tensor lies in its place, and nobody holds one or its memory, ``.grad`` included."""
         return (
             max(torch_internals.num_references(self.tensors), default=0) <= self._own_references
+            and max(map(sys.getrefcount, self._storages), default=0) <= self._references_to_storage
             and all(uses == _TENSOR_AND_STORAGE_OBJECT for uses in torch_internals.num_storage_uses(self._storage_keys))
             and self._lie_in_place()
         )
@@ -89,9 +92,10 @@ class GradientViews:
             return True
         references = torch_internals.num_references(self.tensors)
         uses = torch_internals.num_storage_uses(self._storage_keys)
+        of_storages = list(map(sys.getrefcount, self._storages))
         for i, (gradient, num_references, num_uses) in enumerate(zip(gradients, references, uses, strict=True)):
-            is_gradient = gradient is self.tensors[i]
-            if not is_gradient and (num_references > self._own_references or num_uses > _TENSOR_AND_STORAGE_OBJECT):
+            is_held = num_references > self._own_references or of_storages[i] > self._references_to_storage
+            if gradient is not self.tensors[i] and (is_held or num_uses > _TENSOR_AND_STORAGE_OBJECT):
                 return False
             if self.tensors[i].data_ptr() != self._addresses[i] or num_uses < _TENSOR_AND_STORAGE_OBJECT:
                 self._renew(i)

@@ -141,7 +141,7 @@ class StaticGraph(OptionalGradients):
         if self._is_learning:
             for tensor in tensors_in(outputs):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(note_pass)
+                    torch_internals.register_own(tensor.register_hook, note_pass)
 
     def is_last_pass(self) -> bool:
         return self._is_learning and self._pass_of_outputs == torch_internals.current_graph_task_id()

@@ -48,7 +48,7 @@ class ParameterHooks:
         self._listener = weakref.ref(listener)
         self._tell = [_hook_for(self._listener, index) for index in range(len(parameters))]
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(tell)
+            torch_internals.register_own(parameter.register_post_accumulate_grad_hook, tell)
             for parameter, tell in zip(parameters, self._tell, strict=True)
         ]
         self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in parameters]
@@ -120,10 +120,7 @@ class ParameterHooks:
         return torch_internals.with_hooks_of_others(self._all_hooks)
 
     def tell_behind(self, index: int) -> None:
-        """A parameter's hook is running: tell the listener when all other hooks on it and on its node have run.
-
-        A node takes no hook while it runs, so that it is told of from the next backward on.
-        """
+        """A parameter's hook is running: tell the listener when all other hooks on it and on its node have run."""
         self._accumulators.run_last(index, self._tell_behind)
 
     def remove(self) -> None:

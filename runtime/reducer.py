@@ -167,10 +167,7 @@ class Reducer:
             self._arrive(index)
 
     def hooks_have_run(self) -> None:
-        """All hooks on the parameter that has arrived last have run: what is complete now can leave.
-
-        Otherwise, where its node has no hook of ours yet, it leaves at the next event.
-        """
+        """All hooks on the parameter that has arrived last have run: what is complete now can leave."""
         while self._with_running_hooks:
             self._completion.complete(self._with_running_hooks.pop(0))
 

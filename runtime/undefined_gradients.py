@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ddp_compile import torch_internals
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.accumulators import Accumulators
 
@@ -44,12 +43,13 @@ class UndefinedGradients:
         self._names = names
         self._rank = rank
         self._undefined: set[int] = set()  # in this round
-        self._came: set[int] = set()  # in this round, of those that the reducer is told of
+        self._defined: set[int] = set()  # by what our prehooks have seen when the parameter's node ran last
+        self._came: set[int] = set()  # those that held a gradient when the reducer was told of them last
 
     def watch(self, index: int) -> None:
-        """From the next backward on, know for certain whether the gradient of a parameter is undefined."""
+        """From the next time that a parameter's node runs on, know for certain whether its gradient is undefined."""
         if not self._accumulators.has_prehook(index):
-            self._accumulators.add_prehook(index, _note_in(self._undefined, index))
+            self._accumulators.add_prehook(index, _note_in(self._undefined, self._defined, index))
 
     def arrive(self, index: int) -> bool:
         """A parameter's hook has run.
@@ -63,6 +63,7 @@ class UndefinedGradients:
         if self._parameters[index].grad is not None:
             self._came.add(index)
             return False
+        self._came.discard(index)  # of an earlier backward
         self.verify(index)
         return True
 
@@ -73,8 +74,7 @@ class UndefinedGradients:
             GradientArrivalError: Somebody has taken it away.
         """
         if index not in self._undefined:
-            is_certain = index in self._came or self._accumulators.has_prehook(index)
-            if is_certain or torch_internals.has_hooks_after_accumulation(self._parameters[index]):
+            if index in self._came or index in self._defined:
                 raise refusals.gradient_gone(self._rank, self._names[index])
             self._undefined.add(index)
             self.watch(index)
@@ -92,14 +92,14 @@ class UndefinedGradients:
     def begin_round(self) -> None:
         """Forget what belongs to the round that has ended."""
         self._undefined.clear()
+        self._defined.clear()
         self._came.clear()
 
 
-def _note_in(undefined: set[int], index: int) -> Callable[[tuple[Any, ...]], None]:
+def _note_in(undefined: set[int], defined: set[int], index: int) -> Callable[[tuple[Any, ...]], None]:
     def prehook(gradients: tuple[Any, ...]) -> None:
-        if gradients[0] is None:
-            undefined.add(index)
-        else:
-            undefined.discard(index)
+        is_not, is_now = (defined, undefined) if gradients[0] is None else (undefined, defined)
+        is_not.discard(index)
+        is_now.add(index)
 
     return prehook

@@ -10,10 +10,11 @@ from ddp_compile.torch_internals.autograd import (
     has_gradient_hooks,
     has_hooks_after_accumulation,
     is_inside_backward,
-    num_registered_hooks,
+    num_hooks_of_others,
     post_accumulate_grad_hooks,
     profiled_range,
     queue_backward_callback,
+    register_own,
     run_last,
     with_hooks_of_others,
 )
@@ -54,6 +55,7 @@ from ddp_compile.torch_internals.process_groups import (
     shut_down_connection,
 )
 from ddp_compile.torch_internals.tensors import (
+    SPARSE_FROM_PARTS,
     allows_same_attention_kernels,
     call_with_fakes,
     fake_like,
@@ -70,6 +72,7 @@ from ddp_compile.torch_internals.tensors import (
 )
 
 __all__ = [
+    "SPARSE_FROM_PARTS",
     "AcceptFailure",
     "BackwardEdit",
     "CompileBackward",
@@ -107,13 +110,14 @@ __all__ = [
     "known_backends",
     "known_modes",
     "num_bytes_hint",
+    "num_hooks_of_others",
     "num_references",
-    "num_registered_hooks",
     "num_storage_uses",
     "partition_tracing_context",
     "post_accumulate_grad_hooks",
     "profiled_range",
     "queue_backward_callback",
+    "register_own",
     "repeats_random_numbers",
     "right_cache_entries",
     "right_donations",

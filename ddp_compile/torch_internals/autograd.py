@@ -44,9 +44,21 @@ def run_last(handle: Any) -> None:
         hooks[handle.id] = hooks.pop(handle.id)
 
 
-def num_registered_hooks() -> int:
-    """How many hooks of any kind have been registered from Python in this process; another number tells of new ones."""
-    return RemovableHandle.next_id
+_num_own_hooks = 0
+
+
+def register_own(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook that `num_hooks_of_others` does not count."""
+    global _num_own_hooks
+    before = RemovableHandle.next_id
+    handle = register(hook)
+    _num_own_hooks += RemovableHandle.next_id - before
+    return handle
+
+
+def num_hooks_of_others() -> int:
+    """How many hooks of any kind others have registered from Python so far; another number tells of new ones."""
+    return RemovableHandle.next_id - _num_own_hooks
 
 
 def accumulator_of(parameter: Tensor) -> Any:

@@ -99,6 +99,10 @@ def key_of_storage(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+#: Makes a sparse tensor on the memory of its indices and values, the fourth and fifth argument.
+SPARSE_FROM_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+
+
 def num_references(tensors: Sequence[Any]) -> list[int]:
     """How many references there are to each tensor, from Python and from C++.
 

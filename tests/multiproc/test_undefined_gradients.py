@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,48 @@ def stopped() -> list[list[float]]:
 
 def test_a_function_that_returns_no_gradient(ranks: Ranks) -> None:
     for found in ranks(2).run(stopped):
+        assert max(map(max, found)) < 1e-6, found
+
+
+def in_micro_batches(hooked: bool, program: str) -> list[float]:
+    """What is there after a few backwards, beside DistributedDataParallel.
+
+    Args:
+        hooked: Whether somebody looks at the gradients.
+        program: For each backward whether its gradient is "d"efined or "u"ndefined; reduced if it is a capital letter.
+    """
+    worst = []
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(Stopped())
+    torch._dynamo.reset()
+    trained: list[Any] = [ddp_compile(models[0], bucket_cap_mb=2e-4, backend="aot_eager")]
+    trained.append(DistributedDataParallel(models[1]))
+    if hooked:
+        for parameter in (p for model in models for p in model.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+    for step, letter in enumerate(program):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, WIDTH)
+        for model in trained:
+            model.zero_grad()
+            with contextlib.nullcontext() if letter.isupper() else model.no_sync():
+                model(x, letter.lower() == "u").square().sum().backward()
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        worst.append(max(_difference(p.grad, q.grad) for p, q in pairs))
+    return worst
+
+
+MICRO_BATCHES = [(False, "du"), (False, "dU"), (True, "u"), (True, "U"), (True, "uU"), (True, "DdUuDU")]
+
+
+def micro_batches() -> list[list[float]]:
+    return [in_micro_batches(hooked, program) for hooked, program in MICRO_BATCHES]
+
+
+def test_micro_batches_may_differ_in_what_is_undefined(ranks: Ranks) -> None:
+    for found in ranks(2).run(micro_batches):
         assert max(map(max, found)) < 1e-6, found
 
 

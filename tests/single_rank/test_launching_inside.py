@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
+from ddp_compile.runtime import bucket_offer
 
 
 def replicated(split: str = "backward", **settings: Any) -> nn.Module:
@@ -243,6 +244,53 @@ def test_a_graph_that_is_compiled_later_launches_early_from_the_next_round_that_
     assert later.not_cut
     explained = model.explain()
     assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
+
+
+class SparseInTheMiddle(nn.Module):
+    """The values of the sparse gradient are as large as the gradient of a weight that is computed later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.embedding(torch.arange(4)))
+
+
+@pytest.mark.inductor
+def test_the_memory_of_a_sparse_gradient_is_not_used_again(single_rank_group: None) -> None:
+    torch.manual_seed(0)
+    plain = SparseInTheMiddle().double()
+    model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=1e-4, split="backward", backend="inductor")
+    model.register_comm_hook(None, allreduce_hook)  # without which one rank launches nothing
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
+
+
+def test_values_are_compared_only_after_somebody_has_registered_a_hook(
+    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    made = bucket_offer.BucketOffer.__init__
+
+    def note(offer: Any, parameters: Any, gradients: Any, role: Any, compares_values: bool) -> None:
+        compared.append(compares_values)
+        made(offer, parameters, gradients, role, compares_values)
+
+    monkeypatch.setattr(bucket_offer.BucketOffer, "__init__", note)
+    model = replicated(backend="aot_eager")
+    step(model)
+    assert compared == 5 * [True]  # the first round teaches
+    for expected in (False, False, True, False):
+        compared.clear()
+        if expected:
+            nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+        step(model)
+        assert compared == 5 * [expected]
 
 
 class Experts(nn.Module):

@@ -39,7 +39,9 @@ def test_each_lies_in_its_place_with_a_storage_of_its_own(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(
-    "take", [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy], ids=["itself", "view", "detached", "array"]
+    "take",
+    [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy, Tensor.untyped_storage],
+    ids=["itself", "view", "detached", "array", "storage"],
 )
 def test_whoever_holds_one_is_found_until_it_is_let_go(take: object) -> None:
     assert callable(take)
