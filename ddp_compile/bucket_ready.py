@@ -14,7 +14,8 @@ write into a value that the rest of the backward goes on from, ``held``, which t
 ``move_bucket`` is for gradients that nobody adds to, by the promise of ``static_graph``: what the graph returns in
 their places lies in the reducer's flat buffer, and they themselves need no memory from then on. Its results share no
 memory with its arguments: where the bucket cannot leave yet, they are copies. As inductor takes no operator that both
-writes and returns a list, ``hold_back`` does the writing into ``held``.
+writes and returns a list, ``hold_back`` does the writing into ``held``. Alone, it keeps what it is given as ``moved``
+from being freed before ``held`` is computed.
 
 The operators find their reducer by number: compiled code that was read from a cache knows no Python object.
 """

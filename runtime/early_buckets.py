@@ -100,7 +100,7 @@ class EarlyBuckets:
         self._own: dict[Members, list[Tensor]] = {}  # this rank's gradients where `.grad` has them no longer
         self._late: set[int] = set()
         self._unrepeatable: set[Members] = set()
-        self._num_hooks_of_torch = torch_internals.num_hooks_of_others()
+        self._num_hooks_of_others = torch_internals.num_hooks_of_others()
         self._has_new_hooks = False
         self._message: Tensor | None = None
         self._work: dist.Work | None = None
@@ -120,8 +120,8 @@ class EarlyBuckets:
             What becomes of it. Unless it waits, `follow` is to be called.
         """
         num_hooks = torch_internals.num_hooks_of_others()
-        if num_hooks != self._num_hooks_of_torch:
-            self._num_hooks_of_torch, self._has_new_hooks = num_hooks, True
+        if num_hooks != self._num_hooks_of_others:
+            self._num_hooks_of_others, self._has_new_hooks = num_hooks, True
         is_allowed = members in self._allowed
         teaches = not is_allowed and self.is_learning and members not in self._barred
         if not (is_allowed or teaches) or members in self._offers or members in self._ignored:

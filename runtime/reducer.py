@@ -127,6 +127,7 @@ class Reducer:
             self._refuse_after_an_exception()
         if self.state is ReducerState.INCOMPLETE:
             self._refuse_missing_gradients()
+        self._watch_where_others_have_hooks()
         if synchronize:
             if self.buckets and not self._forward_since_round:
                 self._bucket_set.rebuild_once()
@@ -251,6 +252,11 @@ class Reducer:
             self._optional.note(index)
         return is_undefined
 
+    def _watch_where_others_have_hooks(self) -> None:
+        """Before a forward, so that it holds for the first gradient too; and as a backward begins, for later hooks."""
+        for index in self._hooks.with_hooks_of_others():
+            self._undefined.watch(index)
+
     def _arrive(self, index: int) -> None:
         """A parameter has arrived; other hooks on it and on its node may be about to change its gradient."""
         is_undefined = self._note(index)
@@ -346,8 +352,7 @@ class Reducer:
         if self.state is ReducerState.FAILED:
             self._refuse_after_an_exception()
         if self.state is not ReducerState.REDUCING:
-            for index in self._hooks.with_hooks_of_others():
-                self._undefined.watch(index)
+            self._watch_where_others_have_hooks()
         if self.state is ReducerState.ARMED:
             self._progress.backward_begins(self._forward_since_round)
         # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.

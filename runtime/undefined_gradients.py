@@ -23,7 +23,7 @@ class UndefinedGradients:
 
     Only a prehook of AccumulateGrad can tell these apart for certain. It costs a Python function, so it is set where
     somebody else has hooks on a parameter, and where a gradient has been undefined once. Otherwise a gradient that was
-    there on arrival has been taken away, and one that was not is undefined: before ours, no hook has seen it.
+    there on arrival has been taken away, and one that was not is undefined.
 
     Args:
         parameters: The parameters, spoken of by their number.

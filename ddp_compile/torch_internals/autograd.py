@@ -79,12 +79,7 @@ def are_going_to_run(nodes: Sequence[Any]) -> bool:
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether ``register_hook`` was called for a parameter, or somebody beside us awaits its ``.grad``."""
-    return bool(parameter._backward_hooks) or has_hooks_after_accumulation(parameter)
-
-
-def has_hooks_after_accumulation(parameter: Tensor) -> bool:
-    """Whether somebody beside us has called ``register_post_accumulate_grad_hook`` for a parameter."""
-    return len(parameter._post_accumulate_grad_hooks or ()) > 1
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -59,7 +59,7 @@ def average(model: nn.Module) -> None:
         parameter.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
 
 
-def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float, **options: Any) -> list[float]:
+def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float) -> list[float]:
     """The worst difference in each step.
 
     Args:
@@ -77,7 +77,7 @@ def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float, 
         for model in models:
             nodes += [kind(parameter) for parameter in model.parameters()]
     ddp = DistributedDataParallel(theirs)
-    mine = ddp_compile(mine, bucket_cap_mb=cap_mb, backend="aot_eager", **options)
+    mine = ddp_compile(mine, bucket_cap_mb=cap_mb, backend="aot_eager")
     worst = []
     for step in range(NUM_STEPS):
         if step == when:
@@ -161,7 +161,7 @@ def test_nodes_live_as_long_as_the_module(ranks: Callable[[int], RankPool]) -> N
         assert count == 3 * len(list(Mlp(7, 4).parameters()))
 
 
-def take_gradients_away() -> str:
+def take_gradients_away() -> None:
     """As optimizers do that step inside the backward."""
     torch.manual_seed(5)
     model = ddp_compile(Mlp(7, 4), backend="aot_eager", bucket_cap_mb=1e-4)
@@ -171,11 +171,9 @@ def take_gradients_away() -> str:
 
     for parameter in model.parameters():
         get_gradient_edge(parameter).node.register_hook(lambda *_, p=parameter: take(p))
-    with pytest.raises(GradientArrivalError, match="set to None before it was averaged") as caught:
+    with pytest.raises(GradientArrivalError, match=r"layers\.3\.\w+ was set to None before it was averaged"):
         loss_of(model(torch.randn(4, 7))).backward()
-    return str(caught.value)
 
 
 def test_gradients_that_are_taken_away_are_an_error(ranks: Callable[[int], RankPool]) -> None:
-    for message in ranks(2).run(take_gradients_away):
-        assert "layers" in message or "weight" in message
+    ranks(2).run(take_gradients_away)

@@ -213,6 +213,14 @@ def test_a_gradient_that_a_hook_takes_away_is_not_undefined(
         model(torch.ones(2, WIDTH)).sum().backward()
 
 
+def test_the_first_gradient_of_all_is_not_taken_for_undefined_either(single_rank_group: None) -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    model = ddp_compile(model, backend="eager")
+    with pytest.raises(GradientArrivalError, match="weight was set to None before it was averaged"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
 def test_a_static_graph_promises_that_a_gradient_stays_undefined(single_rank_group: None) -> None:
     model = ddp_compile(Stopped(), backend="eager", static_graph=True)
     model(torch.ones(2, WIDTH), True).sum().backward()
