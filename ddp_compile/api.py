@@ -10,12 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
 from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
 from ddp_compile.module_checks import check_module, names_to_ignore, resolve_process_group
 from ddp_compile.replicate import replicate
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+GRADIENT_ALL_REDUCE = GradientAllReduce()
 
 
 def ddp_compile(
@@ -32,6 +35,7 @@ def ddp_compile(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     parameters_to_ignore: Iterable[str] = (),
+    algorithm: AlgorithmConfig = GRADIENT_ALL_REDUCE,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     fullgraph: bool = False,
@@ -70,6 +74,7 @@ def ddp_compile(
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
             first iteration's gradients leave at its end. Takes the place of ``find_unused_parameters``.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
+        algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
         mode: As in ``torch.compile``.
         fullgraph: As in ``torch.compile``: raise at a graph break. And raise the compiler's error where it fails at a
@@ -91,6 +96,7 @@ def ddp_compile(
     refuse_unknown_arguments(unknown)
     ignored = names_to_ignore(parameters_to_ignore)
     check_module(module, ignored)
+    check_algorithm(algorithm)
     config = ReplicateConfig(
         caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type),
         split=split,
@@ -109,5 +115,5 @@ def ddp_compile(
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     group = resolve_process_group(process_group, device_mesh)
-    replicate(module, group, config, compile_settings)
+    replicate(module, group, config, algorithm, compile_settings)
     return module

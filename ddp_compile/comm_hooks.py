@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile.kernels import flatten_scale, unflatten
-from ddp_compile.runtime.comm_hooks import GradBucket
+from ddp_compile.runtime.algorithms.comm_hook import GradBucket, starts_at_once
 
 
+@starts_at_once
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average over the ranks, as without a hook.
 
@@ -35,6 +36,7 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     return _future_of(dist.all_reduce(buffer, group=group, async_op=True))
 
 
+@starts_at_once
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average over the ranks in float16, which halves what float32 gradients send.
 
@@ -45,6 +47,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBuck
     return _average_in(torch.float16, process_group, bucket)
 
 
+@starts_at_once
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average over the ranks in bfloat16, which halves what float32 gradients send; on the CPU as on CUDA.
 

@@ -24,7 +24,6 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
-    "algorithm": "drop algorithm: gradient all-reduce is the only one in this version",
 }
 
 

@@ -111,13 +111,13 @@ class PlanBuilder:
         buckets.sort(key=lambda bucket: max(place[gradient.index] for gradient in bucket.gradients))
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
 
-    def leave_no_gaps(self) -> None:
-        """Give every bucket the layout "ddp", those of a sealed plan as well; the gradients in it stay the same."""
-        self.layout = "ddp"
-        self._frames = [[replace(bucket, layout="ddp") for bucket in frame] for frame in self._frames]
+    def lay_out_as(self, layout: Layout) -> None:
+        """Give every bucket another layout, those of a sealed plan as well; the gradients in it stay the same."""
+        self.layout = layout
+        self._frames = [[replace(bucket, layout=layout) for bucket in frame] for frame in self._frames]
         if self.sealed is not None:
-            gapless = tuple(replace(bucket, layout="ddp") for bucket in self.sealed.buckets)
-            self.sealed = replace(self.sealed, buckets=gapless)
+            buckets = tuple(replace(bucket, layout=layout) for bucket in self.sealed.buckets)
+            self.sealed = replace(self.sealed, buckets=buckets)
 
     def seal(self, plan: BucketPlan) -> None:
         """Fix the plan all ranks agreed on; frames compiled from now on are cut at its boundaries."""

@@ -20,7 +20,8 @@ from ddp_compile.compile_settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReplicationError
 from ddp_compile.replicate_state import ReplicateState
-from ddp_compile.runtime.comm_hooks import CommHook
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig
+from ddp_compile.runtime.algorithms.comm_hook import CommHook
 
 _STATE = "_ddp_compile_state"
 
@@ -148,12 +149,16 @@ class ReplicatedModule(nn.Module):
 
 
 def replicate(
-    module: nn.Module, process_group: dist.ProcessGroup, config: ReplicateConfig, compile_settings: CompileSettings
+    module: nn.Module,
+    process_group: dist.ProcessGroup,
+    config: ReplicateConfig,
+    algorithm: AlgorithmConfig,
+    compile_settings: CompileSettings,
 ) -> None:
     """Swap the module's class for one with our methods and give it its state."""
     original: Any = type(module)
     replicated = _replicated_class(original)
-    module.__dict__[_STATE] = ReplicateState(module, process_group, config, compile_settings)
+    module.__dict__[_STATE] = ReplicateState(module, process_group, config, algorithm, compile_settings)
     module.__class__ = replicated
 
 

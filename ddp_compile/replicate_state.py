@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
+from ddp_compile.algorithms import AlgorithmConfig, build_algorithm
 from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_inside
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, device_labels
 from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
@@ -25,7 +26,7 @@ from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_
 from ddp_compile.runtime.agreement_points import is_agreement_point
 from ddp_compile.runtime.progress import Progress
 from ddp_compile.runtime.reducer import Reducer
-from ddp_compile.runtime.reducer_state import ReducerSettings
+from ddp_compile.runtime.reducer_settings import ReducerSettings
 from ddp_compile.wrappers import refuse_wrapper_around
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class ReplicateState:
         module: The module that is being replicated.
         process_group: The ranks to average over.
         config: Settings of the replication.
+        algorithm_config: How the ranks reduce.
         compile_settings: Settings of the compilation.
     """
 
@@ -46,6 +48,7 @@ class ReplicateState:
         module: nn.Module,
         process_group: dist.ProcessGroup,
         config: ReplicateConfig,
+        algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
         self.process_group = process_group
@@ -62,7 +65,9 @@ class ReplicateState:
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         inside = launches_inside(config.split, self.compiler)
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        algorithm = build_algorithm(algorithm_config, process_group)
         description = [
+            f"algorithm={algorithm.name}",
             f"parameters that another replicated module reduces={shared}",
             *_describe(module, config, inside),
         ]
@@ -79,7 +84,7 @@ class ReplicateState:
         if config.init_sync:
             all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
             broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
-        self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes)
+        self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}
         # What is not sent need not move, and where somebody may add to a gradient it must not.
@@ -96,6 +101,7 @@ class ReplicateState:
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
             takes_whole_buckets=inside,
+            algorithm=algorithm,
             progress=self.progress,
             on_plan_sealed=self._warn_without_overlap,
         )

@@ -72,24 +72,24 @@ def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> 
     return _to_bytes(drawn).hex()
 
 
-def verify_comm_hooks_agree(comm_hook: str, process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check, before anything is reduced, that every rank has registered the same comm hook.
+def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check, before anything is reduced, that every rank reduces in the same way.
 
     Args:
-        comm_hook: Its name, or "none".
+        algorithm: Name of this rank's way.
         process_group: The ranks to compare.
         device: Device for the messages.
 
     Raises:
-        RanksDifferError: On every rank, with what each of them registered.
+        RanksDifferError: On every rank, with what each of them does.
     """
     if process_group.size() == 1:
         return
-    if _ranks_unlike_rank_0(comm_hook.encode(), process_group, device):
-        name = _shorten(comm_hook, _MOST_BYTES_OF_A_NAME).encode()
+    if _ranks_unlike_rank_0(algorithm.encode(), process_group, device):
+        name = _shorten(algorithm, _MOST_BYTES_OF_A_NAME).encode()
         padded = _all_gather(name.ljust(_MOST_BYTES_OF_A_NAME, b"\0"), process_group, device)
         names = [theirs.rstrip(b"\0").decode() for theirs in padded]
-        raise refusals.comm_hooks_differ(process_group.rank(), name_values(names))
+        raise refusals.algorithms_differ(process_group.rank(), name_values(names))
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

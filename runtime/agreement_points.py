@@ -64,15 +64,15 @@ class AgreementPoints:
         self._old_counter: str | None = None
         self._num_unanswered = 0
 
-    def last_bucket_leaves(self, plan: BucketPlan, comm_hook: str) -> None:
+    def last_bucket_leaves(self, plan: BucketPlan, algorithm: str) -> None:
         """Before the last bucket of a round leaves: tell the other ranks, if this is an agreement point.
 
         Args:
             plan: The plan the bucket belongs to.
-            comm_hook: Name of this rank's comm hook, or "none".
+            algorithm: Name of the way in which this rank reduces.
         """
         if is_agreement_point(self.round_number):
-            self._add(plan, comm_hook)
+            self._add(plan, algorithm)
 
     def compare(self) -> None:
         """When the round's collectives are over: compare the ranks' records, if this is an agreement point.
@@ -104,14 +104,14 @@ class AgreementPoints:
             self._backwards_repeated += not self.begins_after_forward
         self._added = None
 
-    def _add(self, plan: BucketPlan, comm_hook: str) -> None:
+    def _add(self, plan: BucketPlan, algorithm: str) -> None:
         if self._store.lost is not None or self._num_unanswered == _MOST_UNANSWERED:
             return
         if self._digest_of is None or self._digest_of[0] is not plan:
             self._digest_of = plan, f"{plan.digest} of generation {plan.generation}"
         record = Record(
             plan=self._digest_of[1],
-            comm_hook=comm_hook,
+            algorithm=algorithm,
             forwards_left_out=self.forwards.num_left_out,
             backwards_repeated=self._backwards_repeated + (not self.begins_after_forward),
         )

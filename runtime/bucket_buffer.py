@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence, Set
 from enum import Enum, auto
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile.bucket_plan import BucketSpec, shorten_names
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.comm_hooks import CommHook, GradBucket, HookWork
+from ddp_compile.runtime.algorithms.base import Pending
 from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
 from ddp_compile.runtime.real_parts import RealParts
 from ddp_compile.runtime.undefined_gradients import UndefinedGradients
@@ -52,9 +51,9 @@ class BucketBuffer:
         self.members = tuple(gradient.index for gradient in spec.gradients)  #: parameter numbers, in its order
         self._all_members = frozenset(self.members)
         self.missing = set(self._all_members)
-        self.work: dist.Work | HookWork | None = None
+        self.work: Pending | None = None
         self._has_waited = False
-        self.flat: Tensor | None = None
+        self._flat: Tensor | None = None
         self._kept: dict[int, Tensor] = {}
         # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds
         # it gets it back, and both are slow to free.
@@ -63,6 +62,12 @@ class BucketBuffer:
         self._is_claimed = False
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """What is reduced, once it has been flattened: shape (n,) of the gradients' dtype, or a sparse gradient."""
+        assert self._flat is not None
+        return self._flat
 
     def arrive(self, parameter: int) -> bool:
         """Note one gradient; returns whether it was the last one missing."""
@@ -88,12 +93,12 @@ class BucketBuffer:
         """
         if self.spec.is_sparse:
             with torch.no_grad():
-                self.flat = gradients[0].mul_(scale)
+                self._flat = gradients[0].mul_(scale)
             return
         self._flattened = gradients
         plan = self._plan()
-        assert self.flat is not None
-        if gradients[0].dtype != self.flat.dtype:  # nearly all that is converted, at hardly any cost
+        assert self._flat is not None
+        if gradients[0].dtype != self._flat.dtype:  # nearly all that is converted, at hardly any cost
             self._refuse_converted()
         try:
             plan.flatten(gradients, scale)
@@ -155,44 +160,25 @@ class BucketBuffer:
             self._kept[position] = view.clone()
         return parameter.grad
 
-    def launch(
-        self, process_group: dist.ProcessGroup, comm_hook: CommHook | None = None, is_last: bool = False
-    ) -> None:
-        """Start the reduction of the flattened gradients.
-
-        Args:
-            process_group: The ranks of the all-reduce.
-            comm_hook: What reduces them in place of the all-reduce.
-            is_last: Whether no bucket leaves after this one.
-
-        Raises:
-            ReductionError: The comm hook raised.
-        """
-        assert self.flat is not None
+    def reduction_begins(self, work: Pending) -> None:
+        """The flattened gradients are being reduced."""
+        self.work = work
         self._has_waited = False
-        if comm_hook is None:
-            # What dist.all_reduce calls; with many small gradients its checks are seen in the time of a step.
-            self.work = process_group.allreduce([self.flat])
-            return
-        # Hooks may resize what they are given, as batched PowerSGD does; the buffer itself keeps its shape.
-        handed_out = self.flat if self.spec.is_sparse else self.flat.view(-1)
-        bucket = GradBucket(self.spec.index, is_last, handed_out, self.parameters)
-        self.work = comm_hook.launch(bucket, self.flat, self.describe())
         if self._views is not None:
-            self._views.follow()
+            self._views.follow()  # a comm hook may have resized the buffer
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the flat buffer."""
-        if self.flat is None or tensor.layout is not torch.strided:
+        if self._flat is None or tensor.layout is not torch.strided:
             return False
-        begin = self.flat.data_ptr()
-        return begin <= tensor.data_ptr() < begin + self.flat.nbytes
+        begin = self._flat.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self._flat.nbytes
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all of these are zeros in their places in the flat buffer; only where looking does not wait."""
-        if self._views is None or self.flat is None or not self.flat.is_cpu or not self._views.are(gradients):
+        if self._views is None or self._flat is None or not self._flat.is_cpu or not self._views.are(gradients):
             return False
-        return not self.flat.any()
+        return not self._flat.any()
 
     @property
     def is_under_way(self) -> bool:
@@ -328,7 +314,7 @@ class BucketBuffer:
 
     def drop_flat(self) -> None:
         """Leave the flat buffer to whoever holds a part of it; the next use makes another one."""
-        self.flat = None
+        self._flat = None
         self._flatten_plan = None
         self._views = None
 
@@ -348,8 +334,8 @@ class BucketBuffer:
         for spec, parameter in zip(self.spec.gradients, self.parameters, strict=True):
             was = f"{spec.dtype}[{spec.numel}]"
             is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
-            if self.flat is not None and parameter.device != self.flat.device:
-                was, is_now = f"{was} on {self.flat.device}", f"{is_now} on {parameter.device}"
+            if self._flat is not None and parameter.device != self._flat.device:
+                was, is_now = f"{was} on {self._flat.device}", f"{is_now} on {parameter.device}"
             if was != is_now:
                 changes.append(f"{was} before and {is_now} now: {spec.fqn}")
         if changes:
@@ -363,7 +349,7 @@ class BucketBuffer:
             offsets = [offset // first.element_size() for offset in self.spec.byte_offsets]
             num_elements = self.spec.num_bytes // first.element_size()
             with torch.inference_mode(False):  # or no later backward could write it
-                self.flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-                make = RealParts if self.flat.is_complex() else FlattenPlan.for_bucket
-                self._flatten_plan = make(self.parameters, self.flat, offsets)
+                self._flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+                make = RealParts if self._flat.is_complex() else FlattenPlan.for_bucket
+                self._flatten_plan = make(self.parameters, self._flat, offsets)
         return self._flatten_plan

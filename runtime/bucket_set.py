@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.bucket_plan import BucketPlan
+from ddp_compile.bucket_plan import BucketPlan, Layout
 from ddp_compile.errors import RanksDifferError, ReductionError
 from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
-from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_comm_hooks_agree
+from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
 from ddp_compile.runtime.bucket_buffer import BucketBuffer
 from ddp_compile.runtime.progress import Progress
 
@@ -56,19 +56,19 @@ class BucketSet:
         """The plan that all ranks reduce by."""
         return self._builder.sealed
 
-    def seal(self, comm_hook: str) -> BucketPlan:
+    def seal(self, algorithm: str) -> BucketPlan:
         """Agree on the plan before anything is launched.
 
         Args:
-            comm_hook: Name of this rank's comm hook, or "none".
+            algorithm: Name of the way in which this rank reduces.
 
         Raises:
-            RanksDifferError: The ranks registered different comm hooks.
+            RanksDifferError: The ranks reduce in different ways.
             ReductionError: Another rank did not come.
         """
         device = self._parameters[0].device
         try:
-            verify_comm_hooks_agree(comm_hook, self._process_group, device)
+            verify_algorithms_agree(algorithm, self._process_group, device)
             plan = agree_on_plan(self._builder.propose(), self._process_group, device)
         except RanksDifferError:
             raise
@@ -121,9 +121,9 @@ class BucketSet:
         rank = self._process_group.rank()
         log.info("rank %d: plan %s follows %s, %d buckets", rank, plan.digest, before.digest, len(plan.buckets))
 
-    def leave_no_gaps(self) -> None:
-        """Give every bucket, and those that are still to come, the layout "ddp", between two rounds."""
-        self._builder.leave_no_gaps()
+    def lay_out_as(self, layout: Layout) -> None:
+        """Give every bucket, and those that are still to come, another layout, between two rounds."""
+        self._builder.lay_out_as(layout)
         if self.plan is not None:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)

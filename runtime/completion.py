@@ -43,7 +43,7 @@ class Completion:
         """Complete a bucket with what its parameters hold, and zeros for those that hold nothing."""
         bucket.missing.clear()
         gradients = bucket.contributions(self._unused(), self._queue.sends, self._undefined)
-        if self._early is not None and self._queue.comm_hook is None:  # with one, nothing is sent again
+        if self._early is not None and self._queue.algorithm.traits.replayable:
             self._early.keep(bucket, gradients)
         self._queue.complete(bucket, gradients)
         del gradients  # whoever else holds one is found by the number of references
@@ -107,8 +107,7 @@ class Completion:
 
     def _launch_ready(self, skip: bool = False) -> None:
         if self._queue.launch_ready(skip) and self._optional is not None:
-            if self._queue.comm_hook is not None:
-                self._queue.comm_hook.settle()
+            self._queue.algorithm.drain()
             self._optional.exchange()
 
     def _unused(self) -> Set[int]:

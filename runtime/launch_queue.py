@@ -10,9 +10,9 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import refusals
+from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.progress import Progress
 
 
@@ -23,14 +23,21 @@ class LaunchQueue:
         bucket_set: The buckets.
         process_group: The ranks to average over.
         progress: What the ranks tell each other about it.
+        algorithm: How a bucket is reduced; another one may take its place between two rounds.
 
     Every rank launches the same buckets in the same order, whatever order they are completed in: a collective finds its
     counterpart on another rank by its place in the sequence alone.
     """
 
-    def __init__(self, bucket_set: BucketSet, process_group: dist.ProcessGroup, progress: Progress) -> None:
+    def __init__(
+        self,
+        bucket_set: BucketSet,
+        process_group: dist.ProcessGroup,
+        progress: Progress,
+        algorithm: CommAlgorithm,
+    ) -> None:
         self._set = bucket_set
-        self.comm_hook: CommHook | None = None
+        self.algorithm = algorithm
         self._progress = progress
         self._process_group = process_group
         self._rank = process_group.rank()
@@ -38,14 +45,14 @@ class LaunchQueue:
         self.has_sent = False  #: whether anything has left in this round
 
     @property
-    def comm_hook_name(self) -> str:
-        """For comparisons between ranks: "none" where the buckets are all-reduced."""
-        return "none" if self.comm_hook is None else self.comm_hook.name
+    def sends(self) -> bool:
+        """Whether anything is reduced."""
+        return self._process_group.size() > 1 or self.algorithm.traits.on_one_rank
 
     @property
-    def sends(self) -> bool:
-        """Whether anything is reduced. A comm hook is called on a single rank as well, as DDP's is."""
-        return self._process_group.size() > 1 or self.comm_hook is not None
+    def _scale(self) -> float:
+        """What gradients are multiplied by on their way into the flat buffer."""
+        return 1.0 / self._process_group.size() if self.algorithm.traits.prescale else 1.0
 
     @property
     def all_gone(self) -> bool:
@@ -65,10 +72,8 @@ class LaunchQueue:
             gradients: The gradients, in the order of ``bucket.spec.gradients``.
         """
         if self.sends:
-            # A comm hook divides by itself.
-            scale = 1.0 if self.comm_hook else 1.0 / self._process_group.size()
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
-                bucket.flatten(gradients, scale)
+                bucket.flatten(gradients, self._scale)
         bucket.state = BucketState.READY
 
     def launch_ready(self, skip: bool = False) -> bool:
@@ -89,7 +94,7 @@ class LaunchQueue:
                     self._launch(bucket, is_last=bucket is self._set.buckets[-1])
                 bucket.state = BucketState.LAUNCHED
                 self._num_gone += 1
-        except ReductionError as error:  # of a comm hook, which may wait for the bucket before
+        except ReductionError as error:  # of an algorithm, which may wait for the bucket before
             raise self._progress.report_failure(error) from error.__cause__
         return self.all_gone and self._num_gone > gone_before
 
@@ -97,19 +102,19 @@ class LaunchQueue:
         assert self._set.plan is not None
         self.has_sent = True
         if is_last:
-            self._progress.last_bucket_leaves(self._set.plan, self.comm_hook_name)
+            self._progress.last_bucket_leaves(self._set.plan, self.algorithm.name)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-            bucket.launch(self._process_group, self.comm_hook, is_last)
+            bucket.reduction_begins(self.algorithm.launch(bucket, is_last))
 
     def send_again(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
         """Reduce a bucket that has left in this round once more; every rank does so, in the same order.
 
         Args:
-            bucket: It has been waited for. No comm hook is registered.
+            bucket: It has been waited for. The algorithm is replayable.
             gradients: What to send in place of what was sent.
         """
-        bucket.flatten(gradients, 1.0 / self._process_group.size())
-        bucket.launch(self._process_group)
+        bucket.flatten(gradients, self._scale)
+        bucket.reduction_begins(self.algorithm.launch(bucket, is_last=False))
 
     def finish(self, untouched: Set[int]) -> None:
         """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
@@ -144,7 +149,7 @@ class LaunchQueue:
             try:
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
                     bucket.wait()
-            except ReductionError as error:  # a comm hook's own
+            except ReductionError as error:  # the algorithm's own
                 raise self._progress.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
             except RuntimeError as error:
                 failure = refusals.all_reduce_failed(self._rank, bucket.describe(), error)

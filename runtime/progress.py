@@ -52,7 +52,7 @@ class Progress:
         self._points = AgreementPoints(self._store, self._rank, self._world_size)
         self._standings = Standings(self._store, self._rank, self._world_size)
         self._num_forwards: Counter[str] = Counter()
-        self._num_comm_hooks = 0
+        self._num_algorithms = 0
         #: The points' own, as each call takes time from every step.
         self.last_bucket_leaves = self._points.last_bucket_leaves
         self.round_ends = self._points.round_ends
@@ -104,7 +104,7 @@ class Progress:
         self._points.compare()
         self._standings.note("round", self._points.round_number, " is over")
 
-    def agree_on_comm_hook(self, comm_hook: str) -> None:
+    def agree_on_algorithm(self, algorithm: str) -> None:
         """Wait until every rank has registered a hook, when earlier rounds were reduced without one.
 
         Raises:
@@ -113,29 +113,29 @@ class Progress:
         if self._world_size == 1:
             return
         round_number = self._points.round_number
-        self._standings.note(f"register_comm_hook({comm_hook}) before round", round_number)
-        self._num_comm_hooks += 1
+        self._standings.note(f"registering the {algorithm} before round", round_number)
+        self._num_algorithms += 1
         # What an earlier call has left, which found that the ranks differ, must not count in this one.
-        name = f"comm_hook/{round_number}/{self._num_comm_hooks}"
+        name = f"algorithm/{round_number}/{self._num_algorithms}"
         try:
-            described = self._compare_comm_hooks(name, comm_hook)
+            described = self._compare_algorithms(name, algorithm)
         except StoreLostError as error:
             described = None
             log.warning(
-                "rank %d: whether every rank has registered the comm hook %s is not known: the store of the process"
-                " group is gone (%s)",
+                "rank %d: whether every rank has registered the %s is not known: the store of the process group is"
+                " gone (%s)",
                 self._rank,
-                comm_hook,
+                algorithm,
                 error,
             )
         if described is not None:
-            raise refusals.comm_hooks_differ(self._rank, described)
+            raise refusals.algorithms_differ(self._rank, described)
 
-    def _compare_comm_hooks(self, name: str, comm_hook: str) -> str | None:
+    def _compare_algorithms(self, name: str, algorithm: str) -> str | None:
         """Which ranks registered which hook; None if all registered this one."""
         keys = [f"{name}/{rank}" for rank in range(self._world_size)]
-        self._store.post(keys[self._rank], comm_hook)
-        alike = f"{name}/{hashlib.sha256(comm_hook.encode()).hexdigest()[:16]}/registered"
+        self._store.post(keys[self._rank], algorithm)
+        alike = f"{name}/{hashlib.sha256(algorithm.encode()).hexdigest()[:16]}/registered"
         self._store.add(alike, 1)
         self._store.add(f"{name}/registered", 1)  # last: who sees all of these sees all of those
         for _ in pauses(self._timeout_s, longest_s=1.0):
@@ -145,10 +145,10 @@ class Progress:
             return None
 
         def describe(found: dict[str, str]) -> str:
-            return name_values([found.get(key, "none") for key in keys])
+            return name_values([found.get(key, "no comm hook") for key in keys])
 
         described = Gathering(self._store, name, keys).summary(0.0, bool, describe)
-        return f"{comm_hook} on rank {self._rank}, and others elsewhere" if described is None else described
+        return f"{algorithm} on rank {self._rank}, and others elsewhere" if described is None else described
 
     def raised(self, error: Exception) -> None:
         """A forward raised: the others will read it when they miss this rank."""

@@ -17,13 +17,13 @@ class Record:
 
     Args:
         plan: Digest and generation of its bucket plan.
-        comm_hook: Name of its comm hook, or "none".
+        algorithm: Name of the way in which it reduces.
         forwards_left_out: Training forwards that no backward has reached, although it has reached later ones.
         backwards_repeated: Rounds that no forward came before.
     """
 
     plan: str
-    comm_hook: str
+    algorithm: str
     forwards_left_out: int
     backwards_repeated: int
 
@@ -46,7 +46,9 @@ class _Field(NamedTuple):
 
 _FIELDS = {
     "plan": _Field("bucket plan", "Call ddp_compile and register_comm_hook alike on every rank"),
-    "comm_hook": _Field("comm hook", "Register the same hook on every rank, between the same two steps"),
+    "algorithm": _Field(
+        "way to reduce", "Pass the same algorithm, or register the same comm hook between the same two steps"
+    ),
     "forwards_left_out": _Field(
         "training forwards without a backward",
         "Call a backward for each of them on every rank, and put a forward that needs none into torch.no_grad() or"

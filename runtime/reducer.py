@@ -22,17 +22,18 @@ from ddp_compile.errors import ReductionError
 from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.accumulators import Accumulators
+from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_offer import OfferRole
 from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.comm_hooks import CommHook
 from ddp_compile.runtime.completion import Completion
 from ddp_compile.runtime.early_buckets import EarlyBuckets
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.launch_queue import LaunchQueue
+from ddp_compile.runtime.lifecycle import Event, Lifecycle, State
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
-from ddp_compile.runtime.reducer_state import ReducerSettings, ReducerState
+from ddp_compile.runtime.reducer_settings import ReducerSettings
 from ddp_compile.runtime.undefined_gradients import UndefinedGradients
 
 log = logging.getLogger(__name__)
@@ -64,16 +65,14 @@ class Reducer:
         self.settings = settings
         self._progress = settings.progress
         self.rank = process_group.rank()
-        self.state = ReducerState.ARMED
+        self._lifecycle = Lifecycle()
         # With `find_unused_parameters` one round says nothing about the next.
         is_typical = settings.static_graph or not settings.find_unused_parameters
         self._bucket_set = BucketSet(
             self.parameters, builder, process_group, settings.gradient_as_bucket_view, settings.progress, is_typical
         )
-        self._queue = LaunchQueue(self._bucket_set, process_group, settings.progress)
+        self._queue = LaunchQueue(self._bucket_set, process_group, settings.progress, settings.algorithm)
         self._tasks_with_callback: set[int] = set()
-        # A backward without a synchronised forward before it, of a regulariser for example, may reach a part only.
-        self._forward_since_round = False
         self._arrived_before_plan: set[int] = set()
         self._num_backwards_alone = 0
         accumulators = Accumulators(self.parameters)
@@ -97,21 +96,26 @@ class Reducer:
         """The buckets in plan order; none until the plan is sealed."""
         return self._bucket_set.buckets
 
-    def register_comm_hook(self, hook: CommHook) -> None:
+    @property
+    def algorithm(self) -> CommAlgorithm:
+        """How the buckets are reduced."""
+        return self._queue.algorithm
+
+    def register_comm_hook(self, hook: CommAlgorithm) -> None:
         """Let a hook reduce the buckets, and divide, from the next backward on.
 
         Raises:
             RuntimeError: A hook is registered already, or a backward has not been completed.
             RanksDifferError: After the first backward, another rank registered another hook or none.
         """
-        if self._queue.comm_hook is not None:
-            raise refusals.second_comm_hook(self.rank, hook.name, self._queue.comm_hook.name)
-        if self.state not in (ReducerState.ARMED, ReducerState.LOCAL):
+        if not self.algorithm.gives_way_to_comm_hook:
+            raise refusals.second_algorithm(self.rank, hook.name, self.algorithm.name)
+        if self._lifecycle.state not in (State.ARMED, State.LOCAL):
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
         if self.buckets:
-            self._progress.agree_on_comm_hook(hook.name)
-        self._queue.comm_hook = hook
-        self._bucket_set.leave_no_gaps()
+            self._progress.agree_on_algorithm(hook.name)
+        self._queue.algorithm = hook
+        self._bucket_set.lay_out_as(hook.traits.layout)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
         """Say before a forward whether a backward that follows it is to be reduced.
@@ -123,20 +127,17 @@ class Reducer:
             MissingGradientError: The backward before left parameters without a gradient.
             ReductionError: The backward before raised after its reduction had started.
         """
-        if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
-            self._refuse_after_an_exception()
-        if self.state is ReducerState.INCOMPLETE:
+        if self._lifecycle.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
-        self._watch_where_others_have_hooks()
-        if synchronize:
-            if self.buckets and not self._forward_since_round:
-                self._bucket_set.rebuild_once()
-            self.state = ReducerState.ARMED
-            self._forward_since_round = True
-            self._arrived_before_plan.clear()
-        elif not self._forward_since_round:
-            # The backward of a synchronised forward that is still to come is not called off by this one.
-            self.state = ReducerState.LOCAL
+        if self._lifecycle.state in (State.ARMED, State.LOCAL):
+            self._watch_where_others_have_hooks()
+            if synchronize:
+                self._arrived_before_plan.clear()
+                if self.buckets and not self._lifecycle.after_forward:
+                    self._bucket_set.rebuild_once()
+        if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
+            # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
+            raise refusals.out_of_step(self.rank)
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
@@ -157,9 +158,9 @@ class Reducer:
         self._hooks.settle(index)
         if self._early is not None and self._early.arrived(index):
             return
-        if self.state is ReducerState.LOCAL:
+        if self._lifecycle.state is State.LOCAL:
             self._note(index)
-        elif not self.buckets and not self._forward_since_round:
+        elif not self.buckets and not self._lifecycle.after_forward:
             self._note(index)
             self._arrived_before_plan.add(index)
             self._call_back_at_the_end(self._finalize_backward_without_plan)
@@ -214,7 +215,7 @@ class Reducer:
             ReductionError: An all-reduce failed or timed out.
             GradientArrivalError: A bucket has left too early and cannot be sent again.
         """
-        if self.state is not ReducerState.REDUCING:
+        if self._lifecycle.state is not State.REDUCING:
             return  # a pass inside this one has seen the last gradient
         self.hooks_have_run()
         self._hooks.settle_all()
@@ -222,13 +223,13 @@ class Reducer:
         if not self._queue.all_gone:
             if torch_internals.is_inside_backward() and not (self._optional and self._optional.is_last_pass()):
                 return  # the passes to come queue callbacks of their own
-            if not self._completion.complete_without_the_missing(self._forward_since_round):
+            if not self._completion.complete_without_the_missing(self._lifecycle.after_forward):
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
                 self._progress.backward_is_incomplete()
                 if self._early is not None:
                     self._early.hand_over_for_now(self.buckets)
-                self.state = ReducerState.INCOMPLETE
+                self._lifecycle.on(Event.LEFT_OUT)
                 return
         self._finish_round()
 
@@ -239,7 +240,7 @@ class Reducer:
         """
         self._hooks.remove()
         self._early = None  # a backward that is still to come has the operators in it
-        if self.state in (ReducerState.REDUCING, ReducerState.FAILED):
+        if self._lifecycle.state in (State.REDUCING, State.FAILED):
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -297,9 +298,9 @@ class Reducer:
     def _role_of_offer(self, members: tuple[int, ...], moves: bool) -> tuple[OfferRole, BucketBuffer | None]:
         """What becomes of a bucket that a graph offers; the backward has begun unless it waits."""
         early = self._early
-        if early is None or not self._queue.sends or self.state in (ReducerState.LOCAL, ReducerState.FAILED):
+        if early is None or not self._queue.sends or self._lifecycle.state in (State.LOCAL, State.FAILED):
             return OfferRole.WAITS, None
-        if not self.buckets and not self._forward_since_round:
+        if not self.buckets and not self._lifecycle.after_forward:
             return OfferRole.WAITS, None  # see `_finalize_backward_without_plan`
         self.hooks_have_run()
         self._hooks.settle(members[0])
@@ -316,7 +317,7 @@ class Reducer:
         return role, bucket
 
     def _can_be_sent_again(self, moves: bool) -> bool:
-        return not moves and self._queue.comm_hook is None
+        return not moves and self.algorithm.traits.replayable
 
     def _copies(self, members: Sequence[int], gradients: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(members, gradients, strict=True)
@@ -328,9 +329,8 @@ class Reducer:
         if early is not None and (early.has_nothing_to_say or not self._queue.has_sent):
             early = None  # gradients are handed over while the last bucket is reduced
         if early is not None:
-            if self._queue.comm_hook is not None:
-                self._queue.comm_hook.settle()  # it may start more collectives
-            early.exchange(self.buckets, repeatable=self._queue.comm_hook is None)
+            self.algorithm.drain()
+            early.exchange(self.buckets, repeatable=self.algorithm.traits.replayable)
             self._queue.wait()
         try:
             untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
@@ -349,14 +349,14 @@ class Reducer:
         Args:
             arriving: The parameters whose gradients are there.
         """
-        if self.state is ReducerState.FAILED:
-            self._refuse_after_an_exception()
-        if self.state is not ReducerState.REDUCING:
-            self._watch_where_others_have_hooks()
-        if self.state is ReducerState.ARMED:
-            self._progress.backward_begins(self._forward_since_round)
+        before = self._lifecycle.state
         # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
-        self.state = ReducerState.REDUCING
+        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
+            raise refusals.out_of_step(self.rank)
+        if before is not State.REDUCING:
+            self._watch_where_others_have_hooks()
+        if before is State.ARMED:
+            self._progress.backward_begins(self._lifecycle.after_forward)
         if not self.buckets:
             self._seal_plan()
         begins = self._call_back_at_the_end(self.finalize_backward)
@@ -394,9 +394,11 @@ class Reducer:
             return
         self._tasks_with_callback.clear()
         arrived, self._arrived_before_plan = self._arrived_before_plan, set()
+        if self._lifecycle.state is State.LOCAL:  # a hook has called the module inside no_sync
+            return
         if len(arrived) == len(self.parameters):
+            self._lifecycle.on(Event.GRADIENT)
             self._progress.backward_begins(after_forward=False)
-            self.state = ReducerState.REDUCING
             self._seal_plan()
             if self._optional is not None:
                 for index in arrived:
@@ -410,12 +412,7 @@ class Reducer:
             log.warning(refusals.backwards_alone(self.rank, len(arrived), len(self.parameters)))
 
     def _seal_plan(self) -> None:
-        self.settings.on_plan_sealed(self._bucket_set.seal(self._queue.comm_hook_name))
-
-    def _refuse_after_an_exception(self) -> NoReturn:
-        # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
-        self.state = ReducerState.FAILED
-        raise refusals.out_of_step(self.rank)
+        self.settings.on_plan_sealed(self._bucket_set.seal(self.algorithm.name))
 
     def _refuse_missing_gradients(self) -> NoReturn:
         indices = [index for bucket in self.buckets for index in sorted(bucket.missing)]
@@ -434,12 +431,11 @@ class Reducer:
         self._queue.reset()
         self._hooks.tell_of_each()
         self._with_running_hooks.clear()
-        self._forward_since_round = False
         self._tasks_with_callback.clear()
         if self._optional is not None:
             self._optional.begin_round()
         self._undefined.begin_round()
-        self.state = ReducerState.ARMED  # last: a round that Ctrl-C leaves half reset is not begun anew
+        self._lifecycle.on(Event.ROUND_ENDS)  # last: a round that Ctrl-C leaves half reset is not begun anew
 
     def _settle_early_buckets(self, early: EarlyBuckets) -> None:
         """Agree with the other ranks on buckets that left too early, and send them again."""
@@ -452,7 +448,7 @@ class Reducer:
         if not verdict.repeatable:
             self._reset()
             raise refusals.contributor_after_launch(
-                self.rank, names, self._queue.comm_hook is not None, early.has_moved
+                self.rank, names, None if self.algorithm.traits.replayable else self.algorithm.name, early.has_moved
             )
         for bucket in verdict.buckets:
             log.warning(

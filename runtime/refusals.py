@@ -33,11 +33,11 @@ def all_reduce_failed(rank: int, what: str, error: RuntimeError) -> ReductionErr
     )
 
 
-def comm_hooks_differ(rank: int, described: str) -> RanksDifferError:
-    """Which ranks registered which."""
+def algorithms_differ(rank: int, described: str) -> RanksDifferError:
+    """Which ranks reduce in which way."""
     return RanksDifferError(
-        f"rank {rank}: the ranks have registered different comm hooks: {described}. Call register_comm_hook on"
-        " every rank, with the same hook, between the same two steps"
+        f"rank {rank}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
+        " register_comm_hook on every rank, with the same hook, between the same two steps"
     )
 
 
@@ -129,11 +129,18 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
 
 
 def contributor_after_launch(
-    rank: int, names: Sequence[str], has_comm_hook: bool, has_moved: bool
+    rank: int, names: Sequence[str], launched_once: str | None, has_moved: bool
 ) -> GradientArrivalError:
-    """Gradients that a compiled backward handed over were not the only ones, and their buckets cannot be sent again."""
-    if has_comm_hook:
-        reason = "a comm hook must not be called twice for one"
+    """Gradients that a compiled backward handed over were not the only ones, and their buckets cannot be sent again.
+
+    Args:
+        rank: This rank.
+        names: Of the parameters.
+        launched_once: Name of an algorithm that is not replayable, if that is why.
+        has_moved: Whether gradients were moved into the flat buffer.
+    """
+    if launched_once is not None:
+        reason = f"the {launched_once} must not be called twice for one"
     elif has_moved:
         reason = "static_graph=True, which promises that every iteration is like the first, lets their memory go"
     else:
@@ -164,17 +171,18 @@ def gradient_with_graph(rank: int, name: str) -> GradientArrivalError:
     )
 
 
-def second_comm_hook(rank: int, name: str, registered: str) -> RuntimeError:
+def second_algorithm(rank: int, name: str, present: str) -> RuntimeError:
     """DistributedDataParallel takes one comm hook, once."""
     return RuntimeError(
-        f"rank {rank}: register_comm_hook was given {name}, but {registered} is registered, and a hook can only be"
-        " registered once. To change it, make the module anew: ddp_compile(model.unwrap(), ...)"
+        f"rank {rank}: register_comm_hook was given the {name}, but the {present} reduces the buckets; a hook can only"
+        " take the place of the gradient all-reduce. To change it, make the module anew:"
+        " ddp_compile(model.unwrap(), ...)"
     )
 
 
 def comm_hook_in_backward(rank: int, name: str) -> RuntimeError:
     """Some buckets of the round have left, or may have, without the hook."""
     return RuntimeError(
-        f"rank {rank}: register_comm_hook was given {name} while a backward has not been completed; register the hook"
-        " before the first backward, or between two steps"
+        f"rank {rank}: register_comm_hook was given the {name} while a backward has not been completed; register the"
+        " hook before the first backward, or between two steps"
     )

@@ -291,7 +291,7 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
     try:
         for check, what in (
             (agreement.verify_modules_agree, lines),
-            (agreement.verify_comm_hooks_agree, "h" * hook_length + str(dist.get_rank())),
+            (agreement.verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
         ):
             try:
                 check(what, group, device)

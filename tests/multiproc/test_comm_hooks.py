@@ -277,4 +277,7 @@ def register_on_rank_0() -> None:
 def test_a_hook_on_one_rank_only_is_an_error_on_both(ranks: Ranks) -> None:
     for failure in ranks(2).run_expecting_failures(register_on_rank_0):
         assert failure.kind == "RanksDifferError"
-        assert "allreduce_hook on rank 0, none on rank 1. Call register_comm_hook on every rank" in failure.message
+        assert (
+            "comm hook allreduce_hook on rank 0, gradient all-reduce on rank 1. Pass the same algorithm"
+            in failure.message
+        )

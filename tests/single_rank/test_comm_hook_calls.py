@@ -186,7 +186,9 @@ def test_hooks_that_take_a_state_and_a_bucket_are_accepted(hook: Any) -> None:
 def test_a_second_hook_is_refused(second: Any) -> None:
     model = replicated()
     model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    with pytest.raises(RuntimeError, match=r"given allreduce_hook, but bf16_compress_hook is registered.*unwrap"):
+    with pytest.raises(
+        RuntimeError, match=r"given the comm hook allreduce_hook, but the comm hook bf16_compress_hook reduces.*unwrap"
+    ):
         model.register_comm_hook(None, second)
 
 
@@ -194,5 +196,7 @@ def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:
     model = replicated()
     go_backward(model)
     model[0].weight.register_hook(lambda gradient: model.register_comm_hook(None, allreduce_hook))
-    with pytest.raises(RuntimeError, match="given allreduce_hook while a backward has not been completed"):
+    with pytest.raises(
+        RuntimeError, match="given the comm hook allreduce_hook while a backward has not been completed"
+    ):
         go_backward(model)

@@ -11,6 +11,7 @@ from torch import nn
 from ddp_compile import ReductionError, ddp_compile
 from ddp_compile.runtime import bucket_set
 from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.optional_gradients import OptionalGradients
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -28,15 +29,27 @@ def go_backward(model: nn.Module) -> None:
     model(torch.randn(2, 4)).sum().backward()
 
 
+def go_backward_in_no_sync(model: Any) -> None:
+    with model.no_sync():
+        go_backward(model)
+
+
+def regularise(model: nn.Module) -> None:
+    next(model.parameters()).square().sum().backward()
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         (bucket_set, "agree_on_plan"),
         (BucketBuffer, "flatten"),
-        (BucketBuffer, "launch"),
+        (BucketBuffer, "reduction_begins"),
         (BucketBuffer, "wait"),
         (BucketBuffer, "hand_over"),
         (BucketBuffer, "reset"),
+        (LaunchQueue, "launch_ready"),
+        (LaunchQueue, "finish"),
+        (LaunchQueue, "reset"),
         (OptionalGradients, "begin_round"),
     ],
 )
@@ -50,8 +63,9 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
         patched.setattr(owner, name, press_ctrl_c)
         with pytest.raises(KeyboardInterrupt):
             go_backward(model)
-    with pytest.raises(ReductionError, match="the last backward raised"):
-        go_backward(model)
+    for go_on in (go_backward, go_backward_in_no_sync, regularise):
+        with pytest.raises(ReductionError, match="the last backward raised"):
+            go_on(model)
 
 
 def test_what_a_broken_round_left_in_grad_is_dropped_with_the_reducer() -> None:

@@ -11,7 +11,7 @@ import pytest
 from plans import gradients, members, plan_in_frames, random_gradients
 
 from ddp_compile import plan_builder
-from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, pack, plan_buckets
+from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, Layout, pack, plan_buckets
 from ddp_compile.plan_builder import PlanBuilder
 
 
@@ -123,10 +123,10 @@ class PlansEachFrameAnew(PlanBuilder):
             packed += [replace(bucket, frame=number) for bucket in plan.buckets]
         return BucketPlan(tuple(replace(bucket, index=i) for i, bucket in enumerate(packed)))
 
-    def leave_no_gaps(self) -> None:
-        self.layout = "ddp"
+    def lay_out_as(self, layout: Layout) -> None:
+        self.layout = layout
         if self.sealed is not None:
-            buckets = tuple(replace(bucket, layout="ddp") for bucket in self.sealed.buckets)
+            buckets = tuple(replace(bucket, layout=layout) for bucket in self.sealed.buckets)
             self.sealed = replace(self.sealed, buckets=buckets)
 
 
@@ -139,8 +139,8 @@ def test_frames_add_up_to_the_plan_that_would_be_made_anew_for_each(seed: int) -
     seal_at, gaps_at = rng.randint(0, 12), rng.randint(0, 12)
     for number in range(10):
         if number == gaps_at:
-            builder.leave_no_gaps()
-            reference.leave_no_gaps()
+            builder.lay_out_as("ddp")
+            reference.lay_out_as("ddp")
         if number == seal_at:
             builder.seal(builder.propose())
             reference.seal(reference.propose())
@@ -173,11 +173,11 @@ def test_gaps_can_be_closed_before_and_after_the_plan_is_sealed() -> None:
     gradients = [GradientSpec(i, f"layer_{i}", 3, "float32", "cpu") for i in range(3)]
     early, late = PlanBuilder(gradients, [8]), PlanBuilder(gradients, [8])
     early.add_frame([1])
-    early.leave_no_gaps()
+    early.lay_out_as("ddp")
     late.add_frame([1])
     late.seal(late.propose())
     assert late.sealed is not None and late.sealed.num_bytes == 3 * 128
-    late.leave_no_gaps()
+    late.lay_out_as("ddp")
     assert late.sealed == early.propose()
     assert late.sealed.num_bytes == 3 * 12
 

@@ -25,7 +25,9 @@ from ddp_compile.runtime.standing import Standing, Standings, format_standings
 
 
 def record(**changes: Any) -> Record:
-    return Record(**{"plan": "p", "comm_hook": "none", "forwards_left_out": 0, "backwards_repeated": 0, **changes})
+    return Record(
+        **{"plan": "p", "algorithm": "all-reduce", "forwards_left_out": 0, "backwards_repeated": 0, **changes}
+    )
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3, 4], "1, 3-4"), ([], "")])
@@ -41,16 +43,16 @@ def test_the_fewest_ranks_are_named_first() -> None:
 def test_records_that_are_equal_have_no_difference_and_one_digest() -> None:
     assert describe_differences([record(), record()]) is None
     assert record().digest(4) == record().digest(4)
-    assert len({record().digest(4), record().digest(5), record(comm_hook="h").digest(4)}) == 3
+    assert len({record().digest(4), record().digest(5), record(algorithm="h").digest(4)}) == 3
 
 
 def test_every_difference_is_named_with_a_way_out() -> None:
-    text = describe_differences([record(), record(comm_hook="h", forwards_left_out=2), record()])
+    text = describe_differences([record(), record(algorithm="h", forwards_left_out=2), record()])
     assert text is not None
     assert text.startswith(
-        "comm hook: h on rank 1, none on ranks 0, 2; training forwards without a backward: 2 on rank 1"
+        "way to reduce: h on rank 1, all-reduce on ranks 0, 2; training forwards without a backward: 2 on rank 1"
     )
-    assert "Register the same hook" in text and "model.no_sync()" in text and "equally often" not in text
+    assert "Pass the same algorithm" in text and "model.no_sync()" in text and "equally often" not in text
 
 
 def test_records_travel_as_json() -> None:

@@ -24,23 +24,35 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
+from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.bucket_buffer import BucketBuffer
 
-#: Hooks that start all their communication before they return, as "module.name".
-_START_AT_ONCE = frozenset(
+#: Hooks of torch that start all their communication before they return; ours say so by `starts_at_once`.
+_START_AT_ONCE: frozenset[object] = frozenset(
     {
-        "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks.noop_hook",
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook",
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook",
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook",
-        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook.post_localSGD_hook",
-        "ddp_compile.comm_hooks.allreduce_hook",
-        "ddp_compile.comm_hooks.bf16_compress_hook",
-        "ddp_compile.comm_hooks.fp16_compress_hook",
+        debugging_hooks.noop_hook,
+        default_hooks.allreduce_hook,
+        default_hooks.bf16_compress_hook,
+        default_hooks.fp16_compress_hook,
+        post_localSGD_hook.post_localSGD_hook,
     }
 )
+
+HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
+
+
+def starts_at_once(hook: HookFunction) -> HookFunction:
+    """Mark a hook that starts all its communication before it returns, so that others may start beside it on the CPU.
+
+    See Note [One hook at a time on the CPU].
+    """
+    hook._ddp_compile_starts_at_once = True  # type: ignore[attr-defined]
+    return hook
+
 
 #: torch exports it without saying so.
 _TORCH_GRAD_BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]
@@ -158,8 +170,8 @@ class HookWork:
                 own.copy_(reduced)
 
 
-class CommHook:
-    """A user's hook and its state.
+class CommHook(CommAlgorithm):
+    """A user's hook and its state: DistributedDataParallel's way to change how buckets are reduced.
 
     Args:
         function: ``hook(state, bucket) -> Future``; see ``ReplicatedModule.register_comm_hook``.
@@ -171,43 +183,43 @@ class CommHook:
         ValueError: The annotation of its bucket or of its result is of another type.
     """
 
+    # It divides by itself, looks at the whole buffer, may keep state from call to call, and is called at world size 1.
+    traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True)
+
     def __init__(self, function: Callable[..., Any], state: object, rank: int) -> None:
-        self.name = _name_of(function)
-        _check_signature(function, self.name)
+        self._function_name = _name_of(function)
+        _check_signature(function, self._function_name)
+        self.name = f"comm hook {self._function_name}"
         self._function = function
         self._state = state
         self._rank = rank
-        self._starts_at_once = f"{getattr(function, '__module__', None)}.{self.name}" in _START_AT_ONCE
+        self._starts_at_once = _starts_at_once(function)
         self._running: HookWork | None = None
 
-    def launch(self, bucket: GradBucket, buffer: Tensor, described: str) -> HookWork:
+    def launch(self, bucket: BucketBuffer, is_last: bool) -> Pending:
         """Call the hook with one bucket.
-
-        Args:
-            bucket: What it gets.
-            buffer: The bucket's own buffer, where the result will be brought.
-            described: The bucket's name and size, for errors.
-
-        Returns:
-            What is to be waited for.
 
         Raises:
             ReductionError: The hook raised, or returned no future; on the CPU also what the bucket before raises.
         """
-        self.settle()
+        self.drain()
+        flat, described = bucket.flat, bucket.describe()
+        # Hooks may resize what they are given, as batched PowerSGD does; the buffer itself keeps its shape.
+        handed_out = flat if bucket.spec.is_sparse else flat.view(-1)
         try:
             with torch.no_grad():
-                future = self._function(self._state, bucket)
+                given = GradBucket(bucket.spec.index, is_last, handed_out, bucket.parameters)
+                future = self._function(self._state, given)
         except Exception as error:
             self.fail(f"raised {error!r} on {described}", error)
         if not isinstance(future, torch.Future):
             self.fail(f"returned {_describe(future)} for {described}; it must return a torch.futures.Future")
-        work = HookWork(self, future, buffer, described)
-        if buffer.device.type == "cpu" and not self._starts_at_once:
+        work = HookWork(self, future, flat, described)
+        if flat.device.type == "cpu" and not self._starts_at_once:
             self._running = work
         return work
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for a hook that may start more collectives, before another one starts.
 
         See Note [One hook at a time on the CPU].
@@ -222,10 +234,17 @@ class CommHook:
     def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
         """Raise the ReductionError of this hook."""
         raise ReductionError(
-            f"rank {self._rank}: the comm hook {self.name} {what}. The gradients are not reduced and this rank may be"
+            f"rank {self._rank}: the {self.name} {what}. The gradients are not reduced and this rank may be"
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"
             " exited, and start again from a checkpoint"
         ) from cause
+
+
+def _starts_at_once(function: Callable[..., Any]) -> bool:
+    try:
+        return function in _START_AT_ONCE or getattr(function, "_ddp_compile_starts_at_once", False)
+    except TypeError:  # an object without a hash
+        return False
 
 
 def _name_of(function: object) -> str:

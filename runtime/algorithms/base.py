@@ -1,0 +1,95 @@
+"""What the reducer knows of the way in which buckets are reduced, and what that way is told.
+
+Note [Algorithms]
+The reducer decides *when* a bucket is launched: all its gradients are there, and it is its turn in plan order, which is
+the same on every rank. A `CommAlgorithm` decides *what* is sent then. Nothing else in the runtime asks which algorithm
+it has: where the reducer has to act differently, a trait says so. Users write an `AlgorithmConfig`; each replicated
+module builds an algorithm of its own from it, since algorithms hold buffers, futures and what ranks owe each other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile.bucket_plan import Layout
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.bucket_buffer import BucketBuffer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What the reducer does differently for an algorithm.
+
+    Args:
+        prescale: The flat buffer arrives divided by the world size, in the pass that fills it; otherwise it holds this
+            rank's sums, and the algorithm divides.
+        layout: Of the flat buffers, see `BucketSpec`: ``"ddp"`` where the algorithm looks at a buffer as a whole, so
+            that padding would change what it computes.
+        replayable: A bucket may be launched twice in one iteration, where a gradient came after the first launch.
+            False for what keeps state from launch to launch.
+        on_one_rank: Buckets are launched at world size 1 as well.
+    """
+
+    prescale: bool = True
+    layout: Layout = "padded"
+    replayable: bool = True
+    on_one_rank: bool = False
+
+
+class Pending(Protocol):
+    """A reduction under way, as ``torch.distributed.Work``."""
+
+    def wait(self) -> object:
+        """Return when the reduced gradients are in the bucket's flat buffer, or will be before what comes next on the
+        current CUDA stream. Raises RuntimeError if the reduction failed, ReductionError if there is more to say."""
+
+    def result(self) -> list[Tensor]:
+        """The reduced flat buffer, for a sparse bucket the reduced tensor; to be asked after `wait`."""
+
+
+class CommAlgorithm(ABC):
+    """One way to reduce the buckets of one module; built by an `AlgorithmConfig`.
+
+    Calls come from the thread that runs the backward, on every rank in the same order.
+    """
+
+    #: For people, and compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
+    name: str
+    traits: Traits = Traits()
+    #: Whether ``register_comm_hook`` may put a hook in its place.
+    gives_way_to_comm_hook: bool = False
+
+    @abstractmethod
+    def launch(self, bucket: BucketBuffer, is_last: bool) -> Pending:
+        """Start to reduce a bucket.
+
+        Args:
+            bucket: ``bucket.flat`` holds this rank's gradients, dense of shape (n,), or sparse of the parameter's
+                shape; it may be written until the result is done. ``bucket.parameters`` and ``bucket.spec`` say whose
+                gradients lie where.
+            is_last: Whether no bucket follows in this iteration.
+
+        Raises:
+            ReductionError: It cannot be started.
+        """
+
+    def drain(self) -> None:  # noqa: B027  # most have nothing to do
+        """Return when nothing that was launched will start another collective; called before anything else is sent.
+
+        Raises:
+            ReductionError: What was launched has failed.
+        """
+
+
+class AlgorithmConfig(ABC):
+    """What users pass as ``ddp_compile(model, algorithm=...)``: settings alone, frozen and picklable."""
+
+    @abstractmethod
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        """A new algorithm for one module, reducing over the ranks of a process group."""

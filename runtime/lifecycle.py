@@ -1,0 +1,102 @@
+"""What the reducer makes of the next gradient, and the one table by which that changes."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+
+class State(Enum):
+    """What the reducer makes of the next gradient."""
+
+    ARMED = auto()  #: it starts a round
+    LOCAL = auto()  #: it stays on this rank
+    REDUCING = auto()  #: it belongs to the round that has started
+    INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
+    FAILED = auto()  #: a backward has raised in the middle of a round: this rank may be out of step with the others
+
+
+class Event(Enum):
+    """What changes that."""
+
+    FORWARD = auto()  #: a forward whose backward is to be reduced begins
+    LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
+    GRADIENT = auto()  #: a gradient comes, or a whole bucket
+    LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
+    ROUND_ENDS = auto()  #: every bucket has been handed over, or the round is given up; all is ready for the next one
+
+
+class Phase(NamedTuple):
+    """Where a reducer stands.
+
+    Args:
+        state: See `State`.
+        after_forward: Whether a forward has come since the last round whose backward is to be reduced. A backward
+            without one, of a regulariser for example, may reach a part of the parameters only.
+    """
+
+    state: State
+    after_forward: bool
+
+
+def _table() -> dict[tuple[Phase, Event], Phase]:
+    armed, local = Phase(State.ARMED, False), Phase(State.LOCAL, False)
+    expecting = Phase(State.ARMED, True)
+    table = {
+        (armed, Event.FORWARD): expecting,
+        (armed, Event.LOCAL_FORWARD): local,
+        (local, Event.FORWARD): expecting,
+        (local, Event.LOCAL_FORWARD): local,
+        (expecting, Event.FORWARD): expecting,
+        # The backward of a synchronised forward that is still to come is not called off by this one.
+        (expecting, Event.LOCAL_FORWARD): expecting,
+    }
+    for before in (armed, expecting):
+        reducing, failed = before._replace(state=State.REDUCING), before._replace(state=State.FAILED)
+        table |= {
+            (before, Event.GRADIENT): reducing,
+            (reducing, Event.GRADIENT): reducing,
+            (reducing, Event.ROUND_ENDS): armed,
+            # The backward before has raised: nothing was reset.
+            (reducing, Event.FORWARD): failed,
+            (reducing, Event.LOCAL_FORWARD): failed,
+            (failed, Event.FORWARD): failed,
+            (failed, Event.LOCAL_FORWARD): failed,
+            (failed, Event.GRADIENT): failed,
+        }
+    # Without a forward, what a backward leaves out is not waited for.
+    reducing, incomplete = expecting._replace(state=State.REDUCING), expecting._replace(state=State.INCOMPLETE)
+    table |= {
+        (reducing, Event.LEFT_OUT): incomplete,
+        (incomplete, Event.GRADIENT): reducing,
+        (incomplete, Event.ROUND_ENDS): armed,
+    }
+    return table
+
+
+#: Every change there is. A forward while gradients are missing is refused, and gives the round up first; a gradient
+#: after a forward inside ``no_sync`` changes nothing.
+TABLE = _table()
+
+
+class Lifecycle:
+    """The state of one reducer; nothing else changes it.
+
+    It is one object that is put in the place of another, so Ctrl-C finds the old phase or the new one.
+    """
+
+    def __init__(self) -> None:
+        self._phase = Phase(State.ARMED, False)
+
+    @property
+    def state(self) -> State:
+        return self._phase.state
+
+    @property
+    def after_forward(self) -> bool:
+        return self._phase.after_forward
+
+    def on(self, event: Event) -> State:
+        """Take note of an event; returns the new state."""
+        self._phase = TABLE[self._phase, event]
+        return self._phase.state

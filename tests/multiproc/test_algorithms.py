@@ -1,0 +1,134 @@
+"""An algorithm of a user's own trains as DistributedDataParallel in every way; what is no algorithm is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from halves import Halves, HalvesConfig
+from models import CASES, Mlp, loss_of
+from rank_pool import RankPool
+from test_gradient_parity import train_three_ways
+from test_split_backward import train as train_backward_pattern
+from test_training_patterns import PATTERNS
+from test_training_patterns import train as train_pattern
+from torch import nn
+
+from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, GradientAllReduce
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture
+def with_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of `ddp_compile` that names no ``algorithm`` has this one, in the ranks of a `RankPool` as well."""
+    defaults = ddp_compile.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "algorithm", HalvesConfig())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_it_passes_the_parity_tests(case: str, world_size: int, split: str, with_halves: None, ranks: Ranks) -> None:
+    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.005, split):
+        assert worst["ranks"] == 0.0
+        assert worst["ddp"] < 1e-5 and worst["whole"] < 1e-5
+
+
+def train_in_all_ways(train: Callable[..., Any], names: list[str], *arguments: Any) -> dict[str, Any]:
+    return {name: train(name, *arguments) for name in names}
+
+
+def test_it_passes_the_patterns_of_training(split: str, each_split: str, with_halves: None, ranks: Ranks) -> None:
+    for worst in ranks(2).run(train_in_all_ways, train_pattern, list(PATTERNS)):
+        assert max(worst.values()) < 1e-5, worst
+
+
+EARLY_PATTERNS = [
+    "plain",
+    "accumulate_in_no_sync",
+    "two_forwards",
+    "contributor_that_appears_on_one_rank",
+    "shared_gradients",
+]
+
+
+def test_buckets_may_leave_early_and_be_sent_again(with_halves: None, ranks: Ranks) -> None:
+    for trained in ranks(2).run(train_in_all_ways, train_backward_pattern, EARLY_PATTERNS, "aot_eager"):
+        assert max(each.worst for each in trained.values()) < 1e-6, trained
+
+
+@dataclass(frozen=True)
+class SharedHalves(AlgorithmConfig):
+    """Makes the mistake of giving the same algorithm to every model."""
+
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return SHARED.setdefault("one", Halves(process_group))
+
+
+SHARED: dict[str, Halves] = {}
+
+
+@dataclass(frozen=True)
+class NoAlgorithm(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> Any:
+        return "all-reduce"
+
+
+def refusals() -> list[str]:
+    """What each wrong ``algorithm`` is refused with."""
+    said = []
+    model = ddp_compile(nn.Linear(2, 2), algorithm=SharedHalves())
+    for wrong in ("allreduce", GradientAllReduce, Halves(dist.group.WORLD), NoAlgorithm(), SharedHalves()):
+        with pytest.raises((TypeError, ReplicationError)) as refused:
+            ddp_compile(nn.Linear(2, 2), algorithm=wrong)
+        said.append(str(refused.value))
+    with pytest.raises(RuntimeError) as refused:
+        model.register_comm_hook(None, lambda state, bucket: None)
+    return [*said, str(refused.value)]
+
+
+def test_what_is_no_algorithm_of_this_model_is_refused_by_name(ranks: Ranks) -> None:
+    for said in ranks(2).run(refusals):
+        text, a_class, live, none, shared, hook = said
+        assert "algorithm='allreduce' is not an AlgorithmConfig" in text
+        assert "did you mean GradientAllReduce()?" in a_class
+        assert "'reduce-scatter and all-gather' is an algorithm at work" in live
+        assert "NoAlgorithm.build() returned 'all-reduce'" in none
+        assert "SharedHalves.build() returned the reduce-scatter and all-gather of another model" in shared
+        assert "given the comm hook refusals.<locals>.<lambda>, but the reduce-scatter and all-gather reduces" in hook
+
+
+def different_algorithms() -> None:
+    algorithm = HalvesConfig() if dist.get_rank() else GradientAllReduce()
+    ddp_compile(nn.Linear(2, 2), algorithm=algorithm)
+
+
+def test_ranks_have_to_be_given_the_same_algorithm(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(different_algorithms):
+        assert failure.kind == "RanksDifferError"
+        assert "algorithm=gradient all-reduce on rank 0 is algorithm=reduce-scatter and all-gather" in failure.message
+
+
+def nothing_is_launched_alone() -> int:
+    alone, _ = dist.new_subgroups(1)
+    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager", algorithm=HalvesConfig(), process_group=alone)
+    launched: list[Any] = []
+    model._ddp_compile_state.reducer.algorithm.launch = lambda *args: launched.append(args)
+    loss_of(model(torch.randn(2, 8))).backward()
+    return len(launched)
+
+
+def test_at_world_size_1_it_is_not_asked(ranks: Ranks) -> None:
+    assert ranks(2).run(nothing_is_launched_alone) == [0, 0]
+
+
+def test_settings_are_values() -> None:
+    assert pickle.loads(pickle.dumps(GradientAllReduce())) == GradientAllReduce()
+    assert hash(GradientAllReduce()) == hash(GradientAllReduce())
