@@ -14,11 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import torch.distributed as dist
+from cheap_compiles import make_compiles_cheap
 from rank_pool import RankPool
 
 from ddp_compile import ddp_compile
 
 torch.set_num_threads(1)
+make_compiles_cheap()
 
 # A shell without job control starts what it puts in the background with Ctrl-C ignored, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -35,7 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def shared_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One inductor cache for the whole run, empty at its start, so that no earlier run can hide a wrong cache key."""
-    path = tmp_path_factory.mktemp("inductor_cache")
+    own = tmp_path_factory.getbasetemp()
+    # Processes of pytest-xdist have folders of their own in that of the run.
+    path = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "inductor_cache"
+    path.mkdir(exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
     yield path
 
@@ -51,9 +56,13 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["forward", "backward"], scope="module")
+@pytest.fixture(params=[pytest.param("forward", marks=pytest.mark.long), "backward"], scope="module")
 def split(request: pytest.FixtureRequest) -> str:
-    """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart."""
+    """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart.
+
+    In CI the backward split, whose first rounds leave buckets to their hooks, as the forward split always does. What
+    the cuts themselves can get wrong has both there: those tests name them.
+    """
     way: str = request.param
     return way
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from cheap_compiles import make_compiles_cheap
 
 from ddp_compile import ddp_compile
 
@@ -105,6 +106,7 @@ class RankPool:
 def _serve(rank: int, world_size: int, connection: Connection, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
+    make_compiles_cheap()
     while True:
         try:
             function, args, kwargs, defaults, store, timeout_s = connection.recv()

@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
-SETTINGS = [*TINY.split(), "--backend", "aot_eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
+SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
 
 
 def run_example(out_dir: Path, *arguments: str | Path) -> str:
@@ -53,6 +53,7 @@ def test_trains_and_resumes_exactly(tmp_path: Path) -> None:
     assert continued["held_out"] == straight["held_out"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_compares_with_ddp(tmp_path: Path) -> None:

@@ -83,6 +83,23 @@ LARGE = Recipe(
 )
 
 
+def judge_by_what_they_hold(recipes: Sequence[Recipe]) -> list[Verdict]:
+    """As if a detached part that is trained by a micro-batch were wrong, and a weight otherwise."""
+    verdicts = []
+    for recipe in recipes:
+        wrong = "raised 'A" if "detached_part" in recipe.kinds() and "micro" in recipe.program else "gradient of a"
+        is_wrong = {"detached_part", "weight"} & recipe.kinds()
+        verdicts.append(Verdict(FAILED, wrong) if is_wrong else Verdict(PASSED, ""))
+    return verdicts
+
+
+def test_what_fails_is_made_smaller_as_long_as_it_fails_alike() -> None:
+    smallest, verdict = shrink(LARGE, judge_by_what_they_hold)
+    assert smallest == Recipe(blocks=(Block("detached_part"),), program=("micro",))
+    assert verdict == Verdict(FAILED, "raised 'A")
+
+
+@pytest.mark.long
 def test_a_wrong_scale_is_found_and_made_smaller(ranks: Ranks) -> None:
     smallest, verdict = shrink(LARGE, lambda recipes: ranks(2).run(judge_with_wrong_scale, recipes)[0])
     assert smallest == Recipe()

@@ -89,6 +89,11 @@ class Case(NamedTuple):
     whole_batch: bool = True
 
 
+#: All of it is products, so that inductor needs no C++ compiler.
+PRODUCTS = Case(
+    lambda: nn.Sequential(*(nn.Linear(101, 101, bias=False) for _ in range(5))), lambda rows: torch.randn(rows, 101)
+)
+
 CASES = {
     "mlp": Case(Mlp, lambda rows: torch.randn(rows, 101)),
     "gpt": Case(Gpt, lambda rows: torch.randint(0, 97, (rows, 12))),
@@ -97,15 +102,17 @@ CASES = {
     "cnn_batch_norm": Case(lambda: Cnn(nn.BatchNorm2d), lambda rows: torch.randn(rows, 3, 8, 8), whole_batch=False),
 }
 
+ALL_CASES = {**CASES, "products": PRODUCTS}
+
 
 def make_model(case: str) -> nn.Module:
     torch.manual_seed(7)
-    return CASES[case].make()
+    return ALL_CASES[case].make()
 
 
 def global_batch(case: str, step: int, world_size: int) -> Tensor:
     torch.manual_seed(1000 + step)
-    return CASES[case].batch(ROWS_PER_RANK * world_size)
+    return ALL_CASES[case].batch(ROWS_PER_RANK * world_size)
 
 
 def loss_of(output: Tensor) -> Tensor:

@@ -237,7 +237,8 @@ def test_users_see_what_they_see_with_ddp_with_optional_gradients(user: str, set
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("user", ["PcGrad", pytest.param("ClipsThroughData", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("user", ["PcGrad", "ClipsThroughData"])
 def test_users_see_what_they_see_with_ddp_under_inductor(user: str, ranks: Ranks) -> None:
     assert max(ranks(2).run(train, user, "inductor")) < 1e-5
 

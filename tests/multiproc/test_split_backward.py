@@ -118,8 +118,8 @@ def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str,
         ("contributor_that_appears_on_one_rank", False),
         ("shared_gradients", False),
         ("shared_gradients", True),
-        ("channels_last", False),
-        ("channels_last", True),
+        pytest.param("channels_last", False, marks=pytest.mark.long),
+        pytest.param("channels_last", True, marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_exact_under_inductor(pattern: str, static_graph: bool, ranks: Ranks) -> None:

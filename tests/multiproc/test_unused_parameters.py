@@ -133,6 +133,7 @@ def test_outputs_in_containers(ranks: Ranks, returns: str) -> None:
         assert worst < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_with_inductor(ranks: Ranks) -> None:
     for worst, never_used in ranks(2).run(branch_by_rank_and_step, "tensor", True, True, "inductor"):

@@ -63,7 +63,7 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
         "aot_eager",
         "aot_eager_default_partitioner",
         pytest.param("inductor", marks=pytest.mark.inductor),
-        pytest.param(inductor.compile_fx, marks=pytest.mark.inductor),
+        pytest.param(inductor.compile_fx, marks=[pytest.mark.inductor, pytest.mark.long]),
         aot_autograd(fw_compiler=boxed_nop),
     ],
 )

@@ -6,7 +6,7 @@ One rank is enough: graphs are cut for any world size, and with one rank the gra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -127,7 +127,31 @@ def make_split(module: nn.Module, split: str, backend: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+# Where the backward split has to do with what is in the graph; the others are cut by the forward split alone.
+BACKWARD_CASES_IN_CI = {
+    "plain",
+    "buffer_writes",
+    "checkpointed_whole",
+    "conv_net",
+    "custom_function",
+    "data_dependent_shape",
+    "dynamic_rows",
+    "function_transforms",
+    "graph_breaks",
+    "hook_on_a_gradient",
+    "inplace_slices",
+    "shared_layer",
+    "tied_weights",
+}
+
+
+def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
+    pairs = [(split, name) for split in ("forward", "backward") for name in names]
+    cases = [pytest.param(*pair, marks=[] if pair in in_ci else [pytest.mark.long]) for pair in pairs]
+    return pytest.mark.parametrize(("split", "name"), cases)
+
+
+@both_splits(CASES, [("forward", name) for name in CASES] + [("backward", name) for name in BACKWARD_CASES_IN_CI])
 def test_a_split_model_trains_as_the_eager_one(name: str, split: str, single_rank_group: None) -> None:
     if (name, split) == (WRONG_IN_ONE_GRAPH, "backward"):
         pytest.skip("torch computes a wrong gradient of it in one graph")
@@ -161,21 +185,11 @@ INDUCTOR_CASES = [
 # What inductor has made a difference in; the rest is left to aot_eager in CI.
 INDUCTOR_CASES_IN_CI = {
     ("forward", "buffer_writes"),
-    ("forward", "nested_regions"),
-    ("backward", "conv_net_channels_last"),
-    ("backward", "sizes_across_layers"),
 }
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    ("split", "name"),
-    [
-        pytest.param(split, name, marks=[] if (split, name) in INDUCTOR_CASES_IN_CI else [pytest.mark.long])
-        for split in ("forward", "backward")
-        for name in INDUCTOR_CASES
-    ],
-)
+@both_splits(INDUCTOR_CASES, INDUCTOR_CASES_IN_CI)
 def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str, single_rank_group: None) -> None:
     make, inputs, _ = CASES[name]
     torch.manual_seed(0)

@@ -58,7 +58,9 @@ def step(tensors: list[Tensor], flat: Tensor, x: Tensor) -> tuple[Tensor, Tensor
     return stats.sum_of_squares, stats.non_finite, torch.cat([tensor.reshape(-1) for tensor in back]), x + 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.long])]
+)
 def test_they_compile_without_a_graph_break(backend: str) -> None:
     torch._dynamo.reset()
     tensors, flat = tensors_and_flat()
