@@ -106,9 +106,7 @@ class Completion:
             self._launch_ready(skip=bucket.state is BucketState.COLLECTING)
 
     def _launch_ready(self, skip: bool = False) -> None:
-        if self._queue.launch_ready(skip) and self._optional is not None:
-            self._queue.algorithm.drain()
-            self._optional.exchange()
+        self._queue.launch_ready(skip)
 
     def _unused(self) -> Set[int]:
         return frozenset() if self._optional is None else self._optional.unused

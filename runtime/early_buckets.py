@@ -42,7 +42,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -78,14 +77,12 @@ class EarlyBuckets:
     Args:
         parameters: In registration order; they are spoken of by their number.
         accumulators: Theirs.
-        process_group: The ranks that agree.
+        rank: This rank, for the log.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], accumulators: Accumulators, process_group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], accumulators: Accumulators, rank: int) -> None:
         self._parameters = tuple(parameters)
-        self._process_group = process_group
+        self._rank = rank
         self._accumulators = accumulators
         self.has_moved = False  #: whether a backward has ever returned other tensors than its gradients
         # The same on every rank, as is the number of the round.
@@ -102,8 +99,6 @@ class EarlyBuckets:
         self._unrepeatable: set[Members] = set()
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
         self._has_new_hooks = False
-        self._message: Tensor | None = None
-        self._work: dist.Work | None = None
 
     def ignore(self, buckets: Sequence[Members]) -> None:
         """Graphs that offer these buckets run for other parameters as well, and offer those gradients as these."""
@@ -264,33 +259,32 @@ class EarlyBuckets:
         return not self._has_learnt or is_agreement_point(self._round_number)
 
     @property
-    def has_nothing_to_say(self) -> bool:
-        """Whether no rank needs to hear of the others at the end of this round."""
-        return not self._allowed and not self.is_learning
+    def speaks(self) -> bool:
+        """Whether the ranks need to hear of each other at the end of this round; the same on every rank."""
+        return bool(self._allowed) or self.is_learning
 
-    def exchange(self, buckets: Sequence[BucketBuffer], repeatable: bool) -> None:
-        """When the last bucket has left: start to tell the other ranks which left too early, and which may leave so.
+    def message(self, buckets: Sequence[BucketBuffer], repeatable: bool) -> bytearray:
+        """When the last bucket has left: which left too early, and which may leave so. `verdict` reads it.
 
         Args:
             buckets: All buckets.
             repeatable: Whether a bucket may be sent twice in a round at all.
+
+        Returns:
+            A flag for each parameter that got another contribution after its bucket had left; one for each bucket that
+            cannot be sent again; one for each that does not have one contributor.
         """
-        size = len(self._parameters) + 2 * len(buckets)
-        if self._message is None or len(self._message) != size:
-            self._message = torch.zeros(size, dtype=torch.uint8, device=self._parameters[0].device)
-        self._message.zero_()
         for members, offered in self._offers.items():
             if offered.left:
                 self._compare(members, offered)
+        late, unrepeatable, has_more = bytearray(len(self._parameters)), bytearray(), bytearray()
         for index in self._late:
-            self._message[index] = 1
-        flags = self._message[len(self._parameters) :].view(2, -1)
+            late[index] = 1
         for bucket in buckets:
-            if bucket.members in self._allowed and not (repeatable and self._holds_its_own(bucket)):
-                flags[0, bucket.spec.index] = 1
-            if self.is_learning and not self._has_one_contributor(bucket.members):
-                flags[1, bucket.spec.index] = 1
-        self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._process_group, async_op=True)
+            is_allowed = bucket.members in self._allowed
+            unrepeatable.append(is_allowed and not (repeatable and self._holds_its_own(bucket)))
+            has_more.append(self.is_learning and not self._has_one_contributor(bucket.members))
+        return late + unrepeatable + has_more
 
     def _holds_its_own(self, bucket: BucketBuffer) -> bool:
         """Whether this rank's complete gradients of a bucket that has left are at hand."""
@@ -304,13 +298,13 @@ class EarlyBuckets:
             return False
         return self._late.isdisjoint(members) or all(gradient is not None for gradient in bucket.gradients())
 
-    def verdict(self, buckets: Sequence[BucketBuffer]) -> Verdict:
-        """Wait for what the ranks have told each other."""
-        if self._work is None or self._message is None:
-            return Verdict([], [], True)
-        self._work.wait()
-        self._work = None
-        said = self._message.tolist()
+    def verdict(self, buckets: Sequence[BucketBuffer], said: Sequence[int]) -> Verdict:
+        """What has to be done about this round.
+
+        Args:
+            buckets: All buckets.
+            said: The flags of `message` over all ranks: 1 where any rank has said so.
+        """
         late = [index for index in range(len(self._parameters)) if said[index]]
         is_unrepeatable, has_more = said[len(self._parameters) : -len(buckets)], said[-len(buckets) :]
         if self.is_learning:
@@ -328,7 +322,7 @@ class EarlyBuckets:
         if agreed or not self._has_learnt:
             log.info(
                 "rank %d: %d of %d buckets may leave inside the compiled backward, %d of them since round %d",
-                self._process_group.rank(),
+                self._rank,
                 len(self._allowed) + len(agreed),
                 len(buckets),
                 len(agreed),

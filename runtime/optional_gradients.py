@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -28,14 +27,16 @@ class OptionalGradients:
     Args:
         parameters: In registration order; they are spoken of by their number.
         names: Their fully qualified names.
-        process_group: The ranks that exchange what they used.
+        rank: This rank, for messages.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], process_group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
         self.unused: set[int] = set()  #: in this round on this rank
+        #: These parameters' gradients stay as they are; when all ranks have been heard.
+        self.used_by_nobody: frozenset[int] = frozenset()
         self._names = names
-        self._rank = process_group.rank()
-        self._used = UsedParameters(parameters, process_group)
+        self._rank = rank
+        self._used = UsedParameters(parameters)
         self._unreached: set[int] | None = None  # from all outputs since the last round
 
     def note(self, index: int) -> None:
@@ -91,16 +92,18 @@ class OptionalGradients:
         """At the end of a backward: which of the missing will not come; None if another backward may bring them."""
         return missing
 
-    def exchange(self) -> None:
-        """When the last bucket has left: tell the other ranks what was used here."""
-        self._used.launch_exchange()
+    @property
+    def speaks(self) -> bool:
+        """Whether the other ranks have to hear at the end of this round what was used here; the same on every rank."""
+        return True
 
-    def unused_on_all_ranks(self) -> frozenset[int]:
-        """Wait for the exchange; these parameters' gradients stay as they are."""
-        try:
-            return self._used.used_by_nobody()
-        except RuntimeError as error:
-            raise refusals.all_reduce_failed(self._rank, "the map of used parameters", error) from error
+    def message(self) -> bytearray:
+        """What they have to hear: a flag for each parameter, 1 where it was used."""
+        return self._used.take()
+
+    def hear(self, used: Sequence[int]) -> None:
+        """Take note of the flags of all ranks: 1 where any rank has used the parameter."""
+        self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
 
     def begin_round(self) -> None:
         """Forget what belongs to the round that has ended."""
@@ -115,12 +118,12 @@ class StaticGraph(OptionalGradients):
     reentrant checkpoints over one weight. From the second round on a bucket leaves as soon as all have come as often.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], process_group: dist.ProcessGroup) -> None:
-        super().__init__(parameters, names, process_group)
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
+        super().__init__(parameters, names, rank)
         self._num_parameters = len(parameters)
         self._num_arrivals: Counter[int] = Counter()
         self._still_to_come: Counter[int] = Counter()
-        self._used_by_nobody: frozenset[int] | None = None  # None while the first round lasts
+        self._is_learning = True  # while the first round lasts
         self._pass_of_outputs: int | None = None  # in which the first round's outputs are differentiated
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
@@ -147,9 +150,9 @@ class StaticGraph(OptionalGradients):
         return self._is_learning and self._pass_of_outputs == torch_internals.current_graph_task_id()
 
     def settles(self, index: int, has_left: bool, is_undefined: bool) -> bool:
-        if self._used_by_nobody is None:
+        if self._is_learning:
             self._num_arrivals[index] += 1
-        elif not self._num_arrivals[index] or (index in self._used_by_nobody and not is_undefined):
+        elif not self._num_arrivals[index] or (index in self.used_by_nobody and not is_undefined):
             raise refusals.arrived_unused(self._rank, self._names[index], static_graph=True)
         if is_undefined:
             self.unused.add(index)
@@ -163,24 +166,19 @@ class StaticGraph(OptionalGradients):
     def absent_at_the_end(self, missing: set[int]) -> set[int] | None:
         return self._never_coming() if self._is_learning else None
 
-    def exchange(self) -> None:
-        if self._is_learning:
-            super().exchange()
+    @property
+    def speaks(self) -> bool:
+        return self._is_learning
 
-    def unused_on_all_ranks(self) -> frozenset[int]:
-        if self._used_by_nobody is None:
-            self._used_by_nobody = super().unused_on_all_ranks()
-        return self._used_by_nobody
+    def hear(self, used: Sequence[int]) -> None:
+        super().hear(used)
+        self._is_learning = False
 
     def begin_round(self) -> None:
         super().begin_round()
         self._still_to_come = self._num_arrivals.copy()
         if not self._is_learning:
             self._unreached = self._never_coming()
-
-    @property
-    def _is_learning(self) -> bool:
-        return self._used_by_nobody is None
 
     def _never_coming(self) -> set[int]:
         return set(range(self._num_parameters)) - self._num_arrivals.keys()

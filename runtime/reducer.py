@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError
 from ddp_compile.plan_builder import PlanBuilder
 from ddp_compile.runtime import refusals
 from ddp_compile.runtime.accumulators import Accumulators
@@ -27,13 +26,14 @@ from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
 from ddp_compile.runtime.bucket_offer import OfferRole
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.completion import Completion
-from ddp_compile.runtime.early_buckets import EarlyBuckets
+from ddp_compile.runtime.early_buckets import EarlyBuckets, Verdict
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, State
 from ddp_compile.runtime.optional_gradients import OptionalGradients, StaticGraph
 from ddp_compile.runtime.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.reducer_settings import ReducerSettings
+from ddp_compile.runtime.round_message import RoundMessage
 from ddp_compile.runtime.undefined_gradients import UndefinedGradients
 
 log = logging.getLogger(__name__)
@@ -76,16 +76,16 @@ class Reducer:
         self._arrived_before_plan: set[int] = set()
         self._num_backwards_alone = 0
         accumulators = Accumulators(self.parameters)
-        self._early = (
-            EarlyBuckets(self.parameters, accumulators, process_group) if settings.takes_whole_buckets else None
-        )
+        self._early = EarlyBuckets(self.parameters, accumulators, self.rank) if settings.takes_whole_buckets else None
+        is_needed = settings.takes_whole_buckets or settings.find_unused_parameters or settings.static_graph
+        self._message = RoundMessage(process_group, self.parameters[0].device, is_needed)
         if any(parameter.is_cpu for parameter in self.parameters):
             keep_freed_memory()
         self._optional: OptionalGradients | None = None
         names = [gradient.fqn for gradient in builder.gradients]
         if settings.static_graph or settings.find_unused_parameters:
             kind = StaticGraph if settings.static_graph else OptionalGradients
-            self._optional = kind(self.parameters, names, process_group)
+            self._optional = kind(self.parameters, names, self.rank)
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
         self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early, self._undefined)
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
@@ -324,20 +324,13 @@ class Reducer:
         return [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
 
     def _finish_round(self) -> None:
-        """Every bucket has left: wait for them and hand them over."""
-        early = self._early
-        if early is not None and (early.has_nothing_to_say or not self._queue.has_sent):
-            early = None  # gradients are handed over while the last bucket is reduced
-        if early is not None:
-            self.algorithm.drain()
-            early.exchange(self.buckets, repeatable=self.algorithm.traits.replayable)
-            self._queue.wait()
-        try:
-            untouched = frozenset() if self._optional is None else self._optional.unused_on_all_ranks()
-        except ReductionError as error:
-            raise self._progress.report_failure(error) from error.__cause__
-        if early is not None:
-            self._settle_early_buckets(early)
+        """Every bucket has left: hear what the other ranks have to say, wait for the buckets and hand them over."""
+        # Where nothing has left the other ranks know of no round.
+        early = self._early if self._early is not None and self._early.speaks and self._queue.has_sent else None
+        optional = self._optional if self._optional is not None and self._optional.speaks else None
+        if early is not None or optional is not None:
+            self._hear_the_others(optional, early)
+        untouched = frozenset() if self._optional is None else self._optional.used_by_nobody
         self._queue.finish(untouched)
         if not self._queue.sends:
             self._undefined.fill_with_zeros(untouched)
@@ -437,13 +430,27 @@ class Reducer:
         self._undefined.begin_round()
         self._lifecycle.on(Event.ROUND_ENDS)  # last: a round that Ctrl-C leaves half reset is not begun anew
 
-    def _settle_early_buckets(self, early: EarlyBuckets) -> None:
-        """Agree with the other ranks on buckets that left too early, and send them again."""
+    def _hear_the_others(self, optional: OptionalGradients | None, early: EarlyBuckets | None) -> None:
+        """Tell the other ranks in one message what each of these has to say, and let it hear what they said."""
+        parts = [] if optional is None else [optional.message()]
+        if early is not None:
+            parts.append(early.message(self.buckets, repeatable=self.algorithm.traits.replayable))
+        self.algorithm.drain()
+        self._message.send(parts)
+        if early is not None:
+            self._queue.wait()  # before anything is sent again
         try:
-            verdict = early.verdict(self.buckets)
+            heard = self._message.wait()
         except RuntimeError as error:
-            failure = refusals.all_reduce_failed(self.rank, "the list of gradients that came late", error)
+            failure = refusals.all_reduce_failed(self.rank, "what the ranks tell each other behind the buckets", error)
             raise self._progress.report_failure(failure) from error
+        if optional is not None:
+            optional.hear(heard[0])
+        if early is not None:
+            self._send_again(early, early.verdict(self.buckets, heard[-1]))
+
+    def _send_again(self, early: EarlyBuckets, verdict: Verdict) -> None:
+        """Send buckets that left too early once more."""
         names = [self._fqn(index) for index in verdict.late]
         if not verdict.repeatable:
             self._reset()

@@ -25,7 +25,7 @@ def no_plan_to_agree_on(rank: int, plan: BucketPlan, error: RuntimeError) -> Red
 
 
 def all_reduce_failed(rank: int, what: str, error: RuntimeError) -> ReductionError:
-    """The all-reduce of a bucket, or of the map of used parameters, failed."""
+    """The all-reduce of a bucket, or of the message behind the buckets, failed."""
     return ReductionError(
         f"rank {rank}: the all-reduce of {what} failed. Another rank has raised, exited,"
         " or not come to its backward within the process group's timeout; look for its error."

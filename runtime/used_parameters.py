@@ -1,4 +1,4 @@
-"""Which parameters take part in a backward: on this rank by its autograd graph, on any rank by a bitmap."""
+"""Which parameters take part in a backward: by the autograd graph, and by what came."""
 
 from __future__ import annotations
 
@@ -6,31 +6,23 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Parameter
 
 
 class UsedParameters:
-    """The parameters that got gradients since the last synchronised backward, and those that did on any rank.
+    """The parameters that got gradients on this rank since the last synchronised backward.
 
     Args:
         parameters: In registration order; they are spoken of by their number.
-        process_group: The ranks that exchange what they used.
 
-    Source: ``search_unused_parameters`` and ``all_reduce_local_used_map`` of torch 2.13's
-    csrc/distributed/c10d/reducer.cpp.
+    Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], process_group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self._device = parameters[0].device
-        self._process_group = process_group
         self._used_here: set[int] = set()
-        self._map: Tensor | None = None
-        self._work: dist.Work | None = None
 
     def note(self, index: int) -> None:
         """Parameter ``index`` has got a gradient, inside ``no_sync`` or not."""
@@ -45,28 +37,13 @@ class UsedParameters:
         reached = {self._index_of.get(id(leaf)) for leaf in _leaves_behind(tensors_in(outputs))}
         return {index for index in self._index_of.values() if index not in reached}
 
-    def launch_exchange(self) -> None:
-        """Start to add up over the ranks who used what; every rank calls it once in a round, after its last bucket."""
-        used = torch.zeros(len(self._index_of), dtype=torch.int32, device="cpu", pin_memory=self._device.type == "cuda")
-        used[list(self._used_here)] = 1
-        # A new host tensor for each round: the copy may be late, and must not read the map of the next one.
-        self._map = used.to(self._device, non_blocking=True)
-        if self._process_group.size() > 1:
-            self._work = dist.all_reduce(self._map, group=self._process_group, async_op=True)
-
-    def used_by_nobody(self) -> frozenset[int]:
-        """Wait for the exchange, and begin anew.
-
-        Raises:
-            RuntimeError: The all-reduce failed or timed out.
-        """
-        assert self._map is not None
-        if self._work is not None:
-            self._work.wait()
-        unused = frozenset((self._map == 0).nonzero().flatten().tolist())
-        self._map = self._work = None
+    def take(self) -> bytearray:
+        """A flag for each parameter, 1 where it was used; begins anew."""
+        flags = bytearray(len(self._index_of))
+        for index in self._used_here:
+            flags[index] = 1
         self._used_here.clear()
-        return unused
+        return flags
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -47,3 +47,19 @@ def test_gradients_are_those_of_the_plain_module(mode: str, split: str, nccl_gro
             optimizer.step()
     early = model._ddp_compile_state.reducer._early
     assert early is None if split == "forward" else len(early._allowed) == 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_the_host_never_waits_for_the_device_in_a_backward(
+    settings: dict[str, bool], split: str, nccl_group: None
+) -> None:
+    """But in rounds that teach, 1, 2, 4 and 8, whose values are compared."""
+    model = ddp_compile(ResidualLayers().cuda(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
+    model.register_comm_hook(None, allreduce_hook)
+    for round_number in range(1, 8):
+        loss = model(torch.randn(8, WIDTH, device="cuda")).square().sum()
+        torch.cuda.set_sync_debug_mode("error" if round_number in (3, 5, 6, 7) else "default")
+        try:
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
