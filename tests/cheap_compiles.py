@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any
 
 import torch._dynamo.guards as dynamo_guards
@@ -14,12 +13,10 @@ def make_compiles_cheap() -> None:
 
     Dynamo empties the processor's caches after each graph to measure how long its guards take, for a metric. The
     garbage collector goes over everything that torch has imported, again and again: what there is now is not looked at
-    any more, and the rest less often. And torch prints graphs for its trace where that has a handler, which pytest
-    gives to every logger that does not propagate.
+    any more, and the rest less often.
     """
     guards: Any = dynamo_guards
     guards.profile_guard_manager = lambda *_: 0.0
-    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

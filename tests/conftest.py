@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ from ddp_compile import ddp_compile
 
 torch.set_num_threads(1)
 make_compiles_cheap()
+# torch prints every graph for its trace where that has a handler, which pytest gives to loggers that do not propagate.
+logging.getLogger("torch.__trace").propagate = True
 
 # A shell without job control starts what it puts in the background with Ctrl-C ignored, and processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -180,6 +180,8 @@ class MeanOfRanks(nn.Module):
         self.net, self.recipe, self.group = net, recipe, group
         self.sync = True
         self.parameters_reduced = [p for p in net.parameters() if p.requires_grad]
+        layers = (layer for layer in net.modules() if isinstance(layer, nn.Embedding))
+        self.sparse: set[Tensor] = {layer.weight for layer in layers if layer.sparse}
         self.arrived: set[Tensor] = set()
         self.awaited: set[Tensor] = set()
         self.incomplete = False
@@ -212,7 +214,8 @@ class MeanOfRanks(nn.Module):
             if is_used:
                 total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 dist.all_reduce(total, group=self.group)
-                is_sparse = parameter.grad is not None and parameter.grad.is_sparse
+                # Where this rank has not used it as well.
+                is_sparse = parameter in self.sparse if parameter.grad is None else parameter.grad.is_sparse
                 parameter.grad = (total * factor).to_sparse(1) if is_sparse else total * factor
 
 

@@ -220,7 +220,8 @@ def judge(recipe: Recipe, groups: Groups) -> Verdict:
         if worst.outcome not in (FAILED, GOES_ON):
             return worst
         for plain in PLAIN_WAYS:
-            if _agree(difference(recipe, ours, trace(recipe, plain, groups))):
+            theirs = trace(recipe, plain, groups)
+            if _agree(difference(recipe, ours, theirs)) or _agree(_not_raised_alike(recipe, ours, theirs, reference)):
                 return worst if worst.outcome == GOES_ON else worst._replace(outcome=TORCHS_OWN)
     if worst.outcome == GOES_ON:
         return Verdict(FAILED, f"goes on with values that nothing else computes; {worst.detail}")
@@ -230,6 +231,16 @@ def judge(recipe: Recipe, groups: Groups) -> Verdict:
 #: Where ours does what one of these does, all is well: DistributedDataParallel is not the mean over the ranks, or
 #: refuses what makes sense, or plain ``torch.compile`` makes the same of the module.
 PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, MeanOfRanksWithCopies, with_mean_of_compiled, with_compiled_ddp)
+
+
+def _not_raised_alike(
+    recipe: Recipe, ours: Sequence[Observation], theirs: Sequence[Observation], reference: Sequence[Observation]
+) -> str | None:
+    """None where both raise the same in the same action, and ours was as the reference until then."""
+    errors = [str(each[-1].get("raised", "nothing")).split(":")[0] for each in (ours, theirs)]
+    if errors[0] != errors[1] or "raised" not in ours[-1] or len(ours) != len(theirs):
+        return f"{errors[0]!r} in place of {errors[1]!r}"
+    return difference(recipe, ours[:-1], reference)
 
 
 def _agree(found: str | None) -> bool:
