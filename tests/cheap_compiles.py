@@ -17,6 +17,5 @@ def make_compiles_cheap() -> None:
     """
     guards: Any = dynamo_guards
     guards.profile_guard_manager = lambda *_: 0.0
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

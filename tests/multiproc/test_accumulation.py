@@ -53,8 +53,10 @@ def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("set_to_none", "as_view"),
+    [(True, True), (False, True), (True, False), pytest.param(False, False, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("with_no_sync", [True, False])
 def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
     assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view) == [0.0, 0.0]

@@ -34,7 +34,9 @@ def with_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "mlp" else [pytest.mark.long]) for case in CASES]
+)
 def test_it_passes_the_parity_tests(case: str, world_size: int, split: str, with_halves: None, ranks: Ranks) -> None:
     for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.005, split):
         assert worst["ranks"] == 0.0

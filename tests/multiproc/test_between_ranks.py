@@ -119,7 +119,7 @@ def raise_in_forward(raising_rank: int, step: int) -> None:
         loss_of(model(torch.randn(2, 8))).backward()
 
 
-@pytest.mark.parametrize(("raising_rank", "step"), [(0, 0), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("raising_rank", "step"), [(0, 0), pytest.param(1, 0, marks=pytest.mark.long), (1, 1)])
 def test_a_rank_that_raises_lets_the_others_fail_naming_the_bucket(raising_rank: int, step: int, ranks: Ranks) -> None:
     started = time.monotonic()
     results = ranks(2).run_expecting_failures(raise_in_forward, raising_rank, step, timeout_s=4.0)

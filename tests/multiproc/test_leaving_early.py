@@ -60,7 +60,7 @@ def train_part_by_part(changes: bool, everywhere: bool) -> tuple[list[float], bo
     return train(TwoParts, step), all(seen)
 
 
-@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("changes", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_part_that_has_left_is_averaged_between_backwards_and_sent_again_at_their_end(
     changes: bool, everywhere: bool, ranks: Ranks
@@ -290,7 +290,7 @@ def learn_after_an_error(as_view: bool) -> list[float]:
     return train(lambda: UsesPart(WIDTH, 4), fail_in_the_first_round_and_accumulate, gradient_as_bucket_view=as_view)
 
 
-@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("as_view", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_first_round_that_ended_in_an_error_is_learnt_from_again(as_view: bool, ranks: Ranks) -> None:
     assert ranks(2).run(learn_after_an_error, as_view) == [[0.0] * 5] * 2
 

@@ -97,7 +97,7 @@ def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float) 
     return worst
 
 
-@pytest.mark.parametrize("cap_mb", [1e-4, 5])
+@pytest.mark.parametrize("cap_mb", [1e-4, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("when", [None, 0, APPEARS_AT])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_hooks_on_nodes_make_of_gradients_is_averaged(

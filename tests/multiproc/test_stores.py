@@ -80,7 +80,9 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("way", ["interpreter", "spawn", pytest.param("fork", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "way", [pytest.param("interpreter", marks=pytest.mark.long), "spawn", pytest.param("fork", marks=pytest.mark.long)]
+)
 def test_what_ends_a_process_in_its_backward_is_told_to_the_others(way: str) -> None:
     timeout = timedelta(seconds=15)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)

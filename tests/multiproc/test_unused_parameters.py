@@ -112,8 +112,15 @@ def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, back
     return worst, [p.grad is None for p in ours.branches[3].parameters()]
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("set_to_none", "as_view"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(False, True, marks=pytest.mark.long),
+        pytest.param(True, False, marks=pytest.mark.long),
+    ],
+)
 def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_none: bool) -> None:
     arguments = "tensor", as_view, set_to_none, "aot_eager"
     for worst, never_used in ranks(2).run(branch_by_rank_and_step, *arguments):
@@ -159,7 +166,7 @@ def gradients_from_before(as_view: bool) -> list[tuple[bool, float]]:
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_gradient_that_nobody_adds_to_keeps_every_bit(ranks: Ranks, world_size: int, as_view: bool) -> None:
     assert ranks(world_size).run(gradients_from_before, as_view) == [[(True, 0.0)] * 2] * world_size
 

@@ -47,6 +47,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     described=st.lists(described, max_size=6),

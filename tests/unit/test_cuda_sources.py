@@ -75,6 +75,7 @@ def test_the_sources_include_nothing_but_each_other() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.long
 def test_no_kernel_spills(binaries: dict[str, tuple[Path, str]], architecture: str) -> None:
     report = binaries[architecture][1]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
