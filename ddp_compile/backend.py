@@ -21,36 +21,16 @@ from ddp_compile.graph_compiler import GraphCompiler
 from ddp_compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.kernels.layout import is_non_overlapping_and_dense
 from ddp_compile.partition_compiler import compile_partitions
-from ddp_compile.passes.bucket_backward import BackwardContext, bucket_backward_pass
-from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
+from ddp_compile.passes.bucket_backward import BackwardContext
 from ddp_compile.passes.grad_ready_order import grad_ready_order
 from ddp_compile.passes.graph_nodes import requires_grad
-from ddp_compile.passes.keep_sparse_parts import keep_sparse_parts_pass
 from ddp_compile.passes.partition_graph import partition_names
-from ddp_compile.passes.pipeline import Declined, Pass, PassContext, run_pipeline
-from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
-from ddp_compile.passes.split_forward import split_forward_pass
-from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
-from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
+from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
+from ddp_compile.passes.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, pipelines_version
 from ddp_compile.plan_builder import PlanBuilder
-from ddp_compile.torch_internals import BackwardEdit
+from ddp_compile.torch_internals import BackwardEdit, BackwardPass
 
 log = logging.getLogger(__name__)
-
-#: Everything that is done to a training graph under ``split="forward"``, in order.
-FORWARD_SPLIT_PASSES: tuple[Pass, ...] = (
-    unpack_sizes_pass,
-    functionalize_inplace_pass,
-    unalias_inplace_results_pass,
-    sink_parameter_views_pass,
-    split_forward_pass,
-)
-
-#: Everything that is done to a backward graph under ``split="backward"``, in order.
-BACKWARD_SPLIT_PASSES = (bucket_backward_pass, keep_sparse_parts_pass)
-
-# Raised when the passes make other graphs of the same plan, so that compiled code of before is not taken for theirs.
-_BACKWARD_SPLIT_VERSION = 7
 
 
 class GraphReport(NamedTuple):
@@ -125,7 +105,7 @@ class TrainingBackend:
         ctx = PassContext(
             parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_inside
         )
-        passes = () if self.split == "none" else FORWARD_SPLIT_PASSES
+        passes = () if self.split == "none" else FORWARD_SPLIT
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
         num_partitions = max(1, len(partition_names(result.gm)))
         if num_partitions == 1 < len(buckets) and launches_inside:
@@ -164,8 +144,8 @@ class TrainingBackend:
         report = GraphReport(place, len(ctx.buckets), 1, (), launches_inside=True, not_cut=not_cut)
         self.reports.append(report)
 
-        def hand_buckets_over(backward: fx.GraphModule) -> None:
-            result = run_pipeline(backward, ctx, BACKWARD_SPLIT_PASSES, [dump])
+        def hand_buckets_over(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
+            result = run_pipeline(backward, ctx, [*BACKWARD_SPLIT, *of_the_compiler], [dump])
             self.reports[place] = report._replace(declined=result.declined)
 
         log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
@@ -228,7 +208,7 @@ def _cache_key(ctx: BackwardContext) -> str:
     """What the edited backward depends on beside the graph itself."""
     buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
     numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
-    described = [_BACKWARD_SPLIT_VERSION, ctx.reducer, buckets, *numbers]
+    described = [pipelines_version(), ctx.reducer, buckets, *numbers]
     return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
 
 

@@ -82,7 +82,7 @@ class Observer(Protocol):
 def run_pipeline(
     gm: fx.GraphModule,
     ctx: ContextT,
-    passes: Sequence[Callable[[fx.GraphModule, ContextT], PassResult]],
+    passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
     """Run ``passes`` one after the other; each result is linted and recompiled before the next one sees it.

@@ -20,6 +20,7 @@ from ddp_compile.torch_internals.autograd import (
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
     BackwardEdit,
+    BackwardPass,
     CompileBackward,
     EditingBackend,
     compile_with_eager_backward,
@@ -74,6 +75,7 @@ __all__ = [
     "SPARSE_FROM_PARTS",
     "AcceptFailure",
     "BackwardEdit",
+    "BackwardPass",
     "CompileBackward",
     "EditingBackend",
     "InnerBackend",

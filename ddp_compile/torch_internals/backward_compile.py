@@ -93,16 +93,21 @@ def repeats_random_numbers(backward: fx.GraphModule) -> bool:
 CompileBackward = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
+#: Changes a graph in place; returns it, the number of nodes that it has changed, and nothing that it has declined.
+BackwardPass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, int, tuple[()]]]
+
+
 class BackwardEdit(NamedTuple):
     """A change to the backward of one forward graph.
 
     Args:
         apply: Called with the graph that AOTAutograd made, before it is compiled; not where a cache has it compiled.
+            And with passes that the compiler needs behind the others.
         cache_key: Different for edits that make different graphs, the same in every process for the same edit.
         compile_edited: Calls a compiler that may not know what stands in an edited graph, as inductor does.
     """
 
-    apply: Callable[[fx.GraphModule], None]
+    apply: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
     cache_key: str
     compile_edited: Callable[[CompileBackward, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -181,7 +186,7 @@ def _edited_always(compile_backward: CompileBackward, edit: BackwardEdit) -> Com
     """A compiler of backwards that edits them first."""
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        edit.apply(gm)
+        edit.apply(gm, ())
         return edit.compile_edited(compile_backward, gm, inputs)
 
     return compile_graph
@@ -192,14 +197,13 @@ def _edited(inner_compile: Callable[..., Any], edit: BackwardEdit) -> Callable[.
 
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_backward"):
-            edit.apply(gm)
-            _give_operators_what_is_returned(gm)
+            edit.apply(gm, [return_what_operators_write_pass])
         return inner_compile(gm, inputs, **kwargs)
 
     return compile_graph
 
 
-def _give_operators_what_is_returned(gm: fx.GraphModule) -> None:
+def return_what_operators_write_pass(gm: fx.GraphModule, ctx: object) -> tuple[fx.GraphModule, int, tuple[()]]:
     """Let operators that are said to write into outputs of the graph be given those very tensors.
 
     Inductor computes in strides of its own choice, convolutions in channels_last for example, and makes a copy of what
@@ -207,7 +211,7 @@ def _give_operators_what_is_returned(gm: fx.GraphModule) -> None:
     """
     from torch._inductor import inductor_prims
 
-    output = gm.graph.output_node()
+    output, num_changed = gm.graph.output_node(), 0
     for node in output.all_input_nodes:
         writers = [user for user in node.users if _writes_into(user, node)]
         strides = node.meta["val"].stride() if isinstance(node.meta.get("val"), Tensor) else ()
@@ -218,6 +222,8 @@ def _give_operators_what_is_returned(gm: fx.GraphModule) -> None:
         returned.meta.update(node.meta)
         for user in (*writers, output):
             user.replace_input_with(node, returned)
+        num_changed += 1
+    return gm, num_changed, ()
 
 
 def _writes_into(user: fx.Node, node: fx.Node) -> bool:

@@ -1,0 +1,63 @@
+"""Which passes are run, in which order, and what identifies them to caches of compiled code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import pkgutil
+from collections.abc import Sequence
+
+from ddp_compile import passes
+from ddp_compile.passes.bucket_backward import bucket_backward_pass
+from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
+from ddp_compile.passes.keep_sparse_parts import keep_sparse_parts_pass
+from ddp_compile.passes.pipeline import Pass
+from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
+from ddp_compile.passes.split_forward import split_forward_pass
+from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
+from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
+
+#: Everything that is done to a training graph under ``split="forward"``, in order.
+FORWARD_SPLIT: tuple[Pass, ...] = (
+    unpack_sizes_pass,
+    functionalize_inplace_pass,
+    unalias_inplace_results_pass,
+    sink_parameter_views_pass,
+    split_forward_pass,
+)
+
+#: Everything that is done to a backward graph under ``split="backward"``, in order; a compiler may add its own behind.
+BACKWARD_SPLIT = (bucket_backward_pass, keep_sparse_parts_pass)
+
+#: What else of ours decides what a compiled backward does.
+_BESIDE_THE_PASSES = (
+    "ddp_compile.backward_pieces",
+    "ddp_compile.bucket_ready",
+    "ddp_compile.torch_internals.backward_compile",
+)
+
+
+@functools.cache
+def pipelines_version() -> str:
+    """Sixteen hex digits that are others as soon as any source changes that decides what is made of a graph.
+
+    Compiled code that lies in a cache from before such a change is not taken for that of today.
+    """
+    names = [f"{passes.__name__}.{found.name}" for found in pkgutil.iter_modules(passes.__path__)]
+    return digest_of_sources([*names, *_BESIDE_THE_PASSES])
+
+
+def digest_of_sources(modules: Sequence[str]) -> str:
+    """Sixteen hex digits of the files of some modules, in whatever order they are named.
+
+    Args:
+        modules: Full names. Where a module is installed without its source, its compiled file counts.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(modules):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None and spec.loader is not None, name
+        content = spec.loader.get_data(spec.origin)  # type: ignore[attr-defined]  # of every loader of files
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
