@@ -99,6 +99,10 @@ def test_what_fails_is_made_smaller_as_long_as_it_fails_alike() -> None:
     assert verdict == Verdict(FAILED, "raised 'A")
 
 
+def test_after_its_time_the_smallest_so_far_will_do() -> None:
+    assert shrink(LARGE, judge_by_what_they_hold, limit_s=0.0)[0] == LARGE
+
+
 @pytest.mark.long
 def test_a_wrong_scale_is_found_and_made_smaller(ranks: Ranks) -> None:
     smallest, verdict = shrink(LARGE, lambda recipes: ranks(2).run(judge_with_wrong_scale, recipes)[0])
