@@ -33,6 +33,6 @@ def test_rows_say_refused_where_the_code_refuses() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
