@@ -115,7 +115,7 @@ def assert_close(what: str, ours: Any, theirs: Any, tolerance: float) -> None:
     assert difference <= tolerance * theirs.double().norm().item(), f"{what} differs by {difference}"
 
 
-# aot_eager of torch 2.13 computes a wrong gradient of it by itself, in one graph; see docs/decisions/aot_eager_buffers.md.
+# aot_eager of torch 2.13 computes a wrong gradient of it by itself: docs/decisions/aot_eager_buffers.md.
 WRONG_IN_ONE_GRAPH = "buffer_read_then_written"
 
 
