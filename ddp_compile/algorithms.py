@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ddp_compile.bucket_plan import shorten_names
 from ddp_compile.errors import ReplicationError
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.bucket_buffer import BucketBuffer as Bucket
 
-__all__ = ["AlgorithmConfig", "CommAlgorithm", "GradientAllReduce", "Pending", "Traits"]
+__all__ = ["AlgorithmConfig", "Bucket", "CommAlgorithm", "GradientAllReduce", "Pending", "Traits"]
 
-_in_use: weakref.WeakSet[CommAlgorithm] = weakref.WeakSet()
+# By ``id``: two algorithms may be equal.
+_in_use: weakref.WeakValueDictionary[int, CommAlgorithm] = weakref.WeakValueDictionary()
 
 
 def check_algorithm(algorithm: object) -> None:
     """Raise a TypeError unless this is what ``ddp_compile(model, algorithm=...)`` takes."""
     if isinstance(algorithm, CommAlgorithm):
         raise TypeError(
-            f"algorithm={algorithm.name!r} is an algorithm at work, which belongs to one model; pass its settings, an"
-            " AlgorithmConfig whose build() makes it"
+            f"algorithm={type(algorithm).__name__}(...) is an algorithm at work, which belongs to one model; pass its"
+            " settings, an AlgorithmConfig whose build() makes it"
         )
     if not isinstance(algorithm, AlgorithmConfig):
-        hint = f"; did you mean {algorithm.__name__}()?" if isinstance(algorithm, type) else ""
+        hint = ""
+        if isinstance(algorithm, type) and issubclass(algorithm, AlgorithmConfig) and not inspect.isabstract(algorithm):
+            hint = f"; did you mean {algorithm.__name__}()?"
         raise TypeError(
             f"algorithm={algorithm!r} is not an AlgorithmConfig; pass one of ddp_compile.algorithms, for example"
             f" GradientAllReduce(){hint}"
@@ -40,10 +47,27 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     algorithm = config.build(process_group)
     if not isinstance(algorithm, CommAlgorithm):
         raise TypeError(f"{type(config).__name__}.build() returned {algorithm!r}; it must return a CommAlgorithm")
-    if algorithm in _in_use:
+    if not isinstance(getattr(algorithm, "name", None), str):
+        raise TypeError(f"{type(algorithm).__name__} has no name; it needs one, for errors and for comparing ranks")
+    if id(algorithm) in _in_use:
         raise ReplicationError(
             f"{type(config).__name__}.build() returned the {algorithm.name} of another model; it must make a new one in"
             " each call, as an algorithm holds what is under way"
         )
-    _in_use.add(algorithm)
+    _in_use[id(algorithm)] = algorithm
     return algorithm
+
+
+def refuse_sparse(algorithm: CommAlgorithm, names: Sequence[str], rank: int) -> None:
+    """Raise a ReplicationError where an algorithm that takes none is to reduce sparse gradients.
+
+    Args:
+        algorithm: The algorithm.
+        names: Parameters whose layers announce sparse gradients.
+        rank: This rank.
+    """
+    if names and not algorithm.traits.takes_sparse:
+        raise ReplicationError(
+            f"rank {rank}: the {algorithm.name} takes no sparse gradients, and these have some: {shorten_names(names)}."
+            " Make their layers with sparse=False, name them in parameters_to_ignore, or use GradientAllReduce()"
+        )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, build_algorithm
+from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, refuse_sparse
 from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_inside
 from ddp_compile.bucket_plan import BucketPlan, GradientSpec, device_labels
 from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
@@ -84,7 +84,9 @@ class ReplicateState:
         if config.init_sync:
             all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
             broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
-        self.builder = PlanBuilder(describe_gradients(module, named), config.caps_bytes, algorithm.traits.layout)
+        gradients = describe_gradients(module, named)
+        refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
+        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}
         # What is not sent need not move, and where somebody may add to a gradient it must not.

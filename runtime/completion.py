@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ class Completion:
         optional: Which gradients may stay away; None where every one has to come.
         early: Which buckets leave inside a compiled backward; None where none does.
         undefined: Which parameters have arrived without a gradient.
+        on_all_left: Called when no bucket of the round is left to leave.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class Completion:
         optional: OptionalGradients | None,
         early: EarlyBuckets | None,
         undefined: UndefinedGradients,
+        on_all_left: weakref.ReferenceType[Callable[[], None]],
     ) -> None:
+        self._on_all_left = on_all_left
         self._undefined = undefined
         self._set = bucket_set
         self._queue = queue
@@ -106,7 +110,8 @@ class Completion:
             self._launch_ready(skip=bucket.state is BucketState.COLLECTING)
 
     def _launch_ready(self, skip: bool = False) -> None:
-        self._queue.launch_ready(skip)
+        if self._queue.launch_ready(skip) and (all_have_left := self._on_all_left()) is not None:
+            all_have_left()
 
     def _unused(self) -> Set[int]:
         return frozenset() if self._optional is None else self._optional.unused

@@ -96,6 +96,9 @@ class LaunchQueue:
                 self._num_gone += 1
         except ReductionError as error:  # of an algorithm, which may wait for the bucket before
             raise self._progress.report_failure(error) from error.__cause__
+        except RuntimeError as error:
+            failure = refusals.all_reduce_failed(self._rank, self.still_here[0].describe(), error)
+            raise self._progress.report_failure(failure) from error
         return self.all_gone and self._num_gone > gone_before
 
     def _launch(self, bucket: BucketBuffer, is_last: bool) -> None:
@@ -136,12 +139,24 @@ class LaunchQueue:
         for bucket in launched:
             bucket.hand_over(untouched)
 
+    def drain(self) -> None:
+        """Return when nothing that was launched will start another collective; before anything else is sent.
+
+        Raises:
+            ReductionError: What was launched has failed.
+        """
+        try:
+            self.algorithm.drain()
+        except ReductionError as error:
+            raise self._progress.report_failure(error) from error.__cause__
+
     def wait(self) -> None:
         """Wait for what has been launched.
 
         Raises:
             ReductionError: A reduction failed or timed out.
         """
+        self.drain()
         under_way = [bucket for bucket in self._set.buckets if bucket.is_under_way]
         if under_way:
             self._progress.buckets_are_awaited()

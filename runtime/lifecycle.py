@@ -55,7 +55,6 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
         reducing, failed = before._replace(state=State.REDUCING), before._replace(state=State.FAILED)
         table |= {
             (before, Event.GRADIENT): reducing,
-            (reducing, Event.GRADIENT): reducing,
             (reducing, Event.ROUND_ENDS): armed,
             # The backward before has raised: nothing was reset.
             (reducing, Event.FORWARD): failed,
@@ -75,7 +74,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
 
 
 #: Every change there is. A forward while gradients are missing is refused, and gives the round up first; a gradient
-#: after a forward inside ``no_sync`` changes nothing.
+#: after a forward inside ``no_sync``, and a further one of a round, change nothing.
 TABLE = _table()
 
 
@@ -86,17 +85,9 @@ class Lifecycle:
     """
 
     def __init__(self) -> None:
-        self._phase = Phase(State.ARMED, False)
-
-    @property
-    def state(self) -> State:
-        return self._phase.state
-
-    @property
-    def after_forward(self) -> bool:
-        return self._phase.after_forward
+        self.phase = Phase(State.ARMED, False)  #: only to be read
 
     def on(self, event: Event) -> State:
         """Take note of an event; returns the new state."""
-        self._phase = TABLE[self._phase, event]
-        return self._phase.state
+        self.phase = TABLE[self.phase, event]
+        return self.phase.state

@@ -87,7 +87,14 @@ class Reducer:
             kind = StaticGraph if settings.static_graph else OptionalGradients
             self._optional = kind(self.parameters, names, self.rank)
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
-        self._completion = Completion(self._bucket_set, self._queue, self._optional, self._early, self._undefined)
+        self._completion = Completion(
+            self._bucket_set,
+            self._queue,
+            self._optional,
+            self._early,
+            self._undefined,
+            weakref.WeakMethod(self._all_have_left),
+        )
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
         self._with_running_hooks: list[BucketBuffer] = []  # whose last gradient is there, and may still be changed
 
@@ -110,7 +117,7 @@ class Reducer:
         """
         if not self.algorithm.gives_way_to_comm_hook:
             raise refusals.second_algorithm(self.rank, hook.name, self.algorithm.name)
-        if self._lifecycle.state not in (State.ARMED, State.LOCAL):
+        if self._lifecycle.phase.state not in (State.ARMED, State.LOCAL):
             raise refusals.comm_hook_in_backward(self.rank, hook.name)
         if self.buckets:
             self._progress.agree_on_algorithm(hook.name)
@@ -127,13 +134,13 @@ class Reducer:
             MissingGradientError: The backward before left parameters without a gradient.
             ReductionError: The backward before raised after its reduction had started.
         """
-        if self._lifecycle.state is State.INCOMPLETE:
+        if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
-        if self._lifecycle.state in (State.ARMED, State.LOCAL):
+        if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
             self._watch_where_others_have_hooks()
             if synchronize:
                 self._arrived_before_plan.clear()
-                if self.buckets and not self._lifecycle.after_forward:
+                if self.buckets and not self._lifecycle.phase.after_forward:
                     self._bucket_set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
@@ -158,9 +165,9 @@ class Reducer:
         self._hooks.settle(index)
         if self._early is not None and self._early.arrived(index):
             return
-        if self._lifecycle.state is State.LOCAL:
+        if self._lifecycle.phase.state is State.LOCAL:
             self._note(index)
-        elif not self.buckets and not self._lifecycle.after_forward:
+        elif not self.buckets and not self._lifecycle.phase.after_forward:
             self._note(index)
             self._arrived_before_plan.add(index)
             self._call_back_at_the_end(self._finalize_backward_without_plan)
@@ -215,7 +222,7 @@ class Reducer:
             ReductionError: An all-reduce failed or timed out.
             GradientArrivalError: A bucket has left too early and cannot be sent again.
         """
-        if self._lifecycle.state is not State.REDUCING:
+        if self._lifecycle.phase.state is not State.REDUCING:
             return  # a pass inside this one has seen the last gradient
         self.hooks_have_run()
         self._hooks.settle_all()
@@ -223,7 +230,7 @@ class Reducer:
         if not self._queue.all_gone:
             if torch_internals.is_inside_backward() and not (self._optional and self._optional.is_last_pass()):
                 return  # the passes to come queue callbacks of their own
-            if not self._completion.complete_without_the_missing(self._lifecycle.after_forward):
+            if not self._completion.complete_without_the_missing(self._lifecycle.phase.after_forward):
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
                 self._progress.backward_is_incomplete()
@@ -240,7 +247,7 @@ class Reducer:
         """
         self._hooks.remove()
         self._early = None  # a backward that is still to come has the operators in it
-        if self._lifecycle.state in (State.REDUCING, State.FAILED):
+        if self._lifecycle.phase.state in (State.REDUCING, State.FAILED):
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -298,9 +305,9 @@ class Reducer:
     def _role_of_offer(self, members: tuple[int, ...], moves: bool) -> tuple[OfferRole, BucketBuffer | None]:
         """What becomes of a bucket that a graph offers; the backward has begun unless it waits."""
         early = self._early
-        if early is None or not self._queue.sends or self._lifecycle.state in (State.LOCAL, State.FAILED):
+        if early is None or not self._queue.sends or self._lifecycle.phase.state in (State.LOCAL, State.FAILED):
             return OfferRole.WAITS, None
-        if not self.buckets and not self._lifecycle.after_forward:
+        if not self.buckets and not self._lifecycle.phase.after_forward:
             return OfferRole.WAITS, None  # see `_finalize_backward_without_plan`
         self.hooks_have_run()
         self._hooks.settle(members[0])
@@ -323,10 +330,23 @@ class Reducer:
         pairs = zip(members, gradients, strict=True)
         return [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
 
+    @property
+    def _early_speaks(self) -> bool:
+        """Whether the ranks have to hear which buckets left too early; where nothing has left they know of no round."""
+        return self._early is not None and self._early.speaks and self._queue.has_sent
+
+    def _all_have_left(self) -> None:
+        """Behind the last bucket: tell the other ranks what was used here, if there will be no more to say.
+
+        Not at the end of the backward, which several modules may reach in another order on each rank.
+        """
+        if self._optional is not None and self._optional.speaks and not self._early_speaks:
+            self._queue.drain()
+            self._message.send([self._optional.message()])
+
     def _finish_round(self) -> None:
         """Every bucket has left: hear what the other ranks have to say, wait for the buckets and hand them over."""
-        # Where nothing has left the other ranks know of no round.
-        early = self._early if self._early is not None and self._early.speaks and self._queue.has_sent else None
+        early = self._early if self._early_speaks else None
         optional = self._optional if self._optional is not None and self._optional.speaks else None
         if early is not None or optional is not None:
             self._hear_the_others(optional, early)
@@ -342,14 +362,14 @@ class Reducer:
         Args:
             arriving: The parameters whose gradients are there.
         """
-        before = self._lifecycle.state
-        # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
-        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
-            raise refusals.out_of_step(self.rank)
+        before = self._lifecycle.phase.state
         if before is not State.REDUCING:
+            # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
+            if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
+                raise refusals.out_of_step(self.rank)
             self._watch_where_others_have_hooks()
         if before is State.ARMED:
-            self._progress.backward_begins(self._lifecycle.after_forward)
+            self._progress.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._seal_plan()
         begins = self._call_back_at_the_end(self.finalize_backward)
@@ -387,10 +407,11 @@ class Reducer:
             return
         self._tasks_with_callback.clear()
         arrived, self._arrived_before_plan = self._arrived_before_plan, set()
-        if self._lifecycle.state is State.LOCAL:  # a hook has called the module inside no_sync
+        if self._lifecycle.phase.state is State.LOCAL:  # a hook has called the module inside no_sync
             return
         if len(arrived) == len(self.parameters):
-            self._lifecycle.on(Event.GRADIENT)
+            if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
+                raise refusals.out_of_step(self.rank)
             self._progress.backward_begins(after_forward=False)
             self._seal_plan()
             if self._optional is not None:
@@ -432,11 +453,12 @@ class Reducer:
 
     def _hear_the_others(self, optional: OptionalGradients | None, early: EarlyBuckets | None) -> None:
         """Tell the other ranks in one message what each of these has to say, and let it hear what they said."""
-        parts = [] if optional is None else [optional.message()]
-        if early is not None:
-            parts.append(early.message(self.buckets, repeatable=self.algorithm.traits.replayable))
-        self.algorithm.drain()
-        self._message.send(parts)
+        if not self._message.is_under_way:
+            parts = [] if optional is None else [optional.message()]
+            if early is not None:
+                parts.append(early.message(self.buckets, repeatable=self.algorithm.traits.replayable))
+            self._queue.drain()
+            self._message.send(parts)
         if early is not None:
             self._queue.wait()  # before anything is sent again
         try:

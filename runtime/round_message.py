@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime.agreement import name_from_rank_0
 
 
 class RoundMessage:
@@ -30,12 +32,20 @@ class RoundMessage:
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, is_needed: bool) -> None:
         self._is_alone = process_group.size() == 1
-        self._group, self._device = process_group, device
-        if is_needed and not self._is_alone:
-            self._group, self._device = _group_for_the_host(process_group, device)
+        self._group: Any = process_group
+        self._device = device
+        if is_needed and not self._is_alone and device.type != "cpu":
+            store: Any = process_group.get_group_store()
+            if store is not None:  # else it is written in Python, and has no peers that gloo could find
+                self._group, self._device = _group_of_hosts(process_group, store, device), torch.device("cpu")
         self._flags: Tensor | None = None
         self._lengths: list[int] = []
-        self._work: dist.Work | None = None
+        self._work: Any = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has been sent and not been heard."""
+        return self._flags is not None
 
     def send(self, parts: Sequence[bytearray]) -> None:
         """Start to tell the other ranks.
@@ -47,7 +57,9 @@ class RoundMessage:
         self._flags = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
         if not self._is_alone:
             self._flags = self._flags.to(self._device)
-            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            options: Any = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            self._work = self._group.allreduce([self._flags], options)
 
     def wait(self) -> list[bytes]:
         """The parts that `send` was given, with the flags of all ranks.
@@ -63,16 +75,14 @@ class RoundMessage:
         return [flags[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
 
 
-def _group_for_the_host(
-    process_group: dist.ProcessGroup, device: torch.device
-) -> tuple[dist.ProcessGroup, torch.device]:
-    """A process group of the same ranks, and the device of the tensors that it takes."""
-    store: object = process_group.get_group_store()
-    if device.type == "cpu" or store is None:  # None: it is written in Python, and has no peers that gloo could find
-        return process_group, device
+def _group_of_hosts(process_group: dist.ProcessGroup, store: Any, device: torch.device) -> Any:
+    """A gloo group of the same ranks.
+
+    It is not one of ``torch.distributed.new_group``: that keeps it until all groups are destroyed, and names it after
+    how many groups a rank knows, which need not be as many on each.
+    """
+    name = f"ddp_compile/{name_from_rank_0(process_group, device)}/hosts"
     timeout = torch_internals.group_timeout(process_group, device)
-    ranks = dist.get_process_group_ranks(process_group)
-    # Other ranks than these may know nothing of it.
-    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    assert group is not None
-    return group, torch.device("cpu")
+    torch_distributed: Any = dist  # which exports these without saying so
+    own_store = torch_distributed.PrefixStore(name, store)
+    return torch_distributed.ProcessGroupGloo(own_store, process_group.rank(), process_group.size(), timeout)

@@ -34,12 +34,14 @@ class Traits:
         replayable: A bucket may be launched twice in one iteration, where a gradient came after the first launch.
             False for what keeps state from launch to launch.
         on_one_rank: Buckets are launched at world size 1 as well.
+        takes_sparse: A bucket may be one sparse gradient.
     """
 
     prescale: bool = True
     layout: Layout = "padded"
     replayable: bool = True
     on_one_rank: bool = False
+    takes_sparse: bool = True
 
 
 class Pending(Protocol):
@@ -47,7 +49,13 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Return when the reduced gradients are in the bucket's flat buffer, or will be before what comes next on the
-        current CUDA stream. Raises RuntimeError if the reduction failed, ReductionError if there is more to say."""
+        current CUDA stream.
+
+        It must not start a collective: the reducer waits at another time on each rank.
+
+        Raises:
+            RuntimeError: The reduction failed; a ReductionError if there is more to say.
+        """
 
     def result(self) -> list[Tensor]:
         """The reduced flat buffer, for a sparse bucket the reduced tensor; to be asked after `wait`."""
@@ -80,7 +88,10 @@ class CommAlgorithm(ABC):
         """
 
     def drain(self) -> None:  # noqa: B027  # most have nothing to do
-        """Return when nothing that was launched will start another collective; called before anything else is sent.
+        """Return when nothing that was launched will start another collective.
+
+        Called before anything else is sent, and before the reducer waits, which one rank may do between two launches
+        and another may not. So an algorithm of several collectives for a bucket calls it at the begin of `launch`.
 
         Raises:
             ReductionError: What was launched has failed.
@@ -92,4 +103,7 @@ class AlgorithmConfig(ABC):
 
     @abstractmethod
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        """A new algorithm for one module, reducing over the ranks of a process group."""
+        """A new algorithm for one module, reducing over the ranks of a process group.
+
+        It must not communicate: the ranks have not yet compared whether all of them were given the same algorithm.
+        """

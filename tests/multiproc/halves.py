@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, Pending
+from ddp_compile.algorithms import AlgorithmConfig, Bucket, CommAlgorithm, Pending, Traits
 
 
 class Halves(CommAlgorithm):
     name = "reduce-scatter and all-gather"
+    traits = Traits(takes_sparse=False)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._scattered: Halved | None = None  # whose all-gather has not been started
 
-    def launch(self, bucket, is_last: bool) -> Pending:
-        assert bucket.flat.is_floating_point() and not bucket.spec.is_sparse
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
+        self.drain()  # so that collectives come in the same order on every rank, whenever it waits
         size = self._group.size()
         whole = F.pad(bucket.flat, (0, -bucket.flat.numel() % size))
         shard = whole.new_empty(whole.numel() // size)
-        scattered = dist.reduce_scatter_tensor(shard, whole, group=self._group, async_op=True)
-        return Gathering(self._group, scattered, shard, whole, bucket.flat)
+        work = dist.reduce_scatter_tensor(shard, whole, group=self._group, async_op=True)
+        self._scattered = Halved(work, shard, whole, bucket.flat)
+        return self._scattered
+
+    def drain(self) -> None:
+        if self._scattered is not None:
+            halved, self._scattered = self._scattered, None
+            halved.work.wait()
+            halved.work = dist.all_gather_into_tensor(halved.whole, halved.shard, group=self._group, async_op=True)
 
 
 @dataclass
-class Gathering:
-    group: dist.ProcessGroup
-    scattered: dist.Work
+class Halved:
+    work: Any
     shard: Tensor
     whole: Tensor
     flat: Tensor
 
     def wait(self) -> None:
-        self.scattered.wait()
-        dist.all_gather_into_tensor(self.whole, self.shard, group=self.group)
+        self.work.wait()
         self.flat.copy_(self.whole[: self.flat.numel()])
 
     def result(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from halves import Halves, HalvesConfig
-from models import CASES, Mlp, loss_of
+from models import CASES, Mlp, loss_of, relative_difference
 from rank_pool import RankPool
 from test_gradient_parity import train_three_ways
 from test_split_backward import train as train_backward_pattern
@@ -101,10 +102,94 @@ def test_what_is_no_algorithm_of_this_model_is_refused_by_name(ranks: Ranks) -> 
         text, a_class, live, none, shared, hook = said
         assert "algorithm='allreduce' is not an AlgorithmConfig" in text
         assert "did you mean GradientAllReduce()?" in a_class
-        assert "'reduce-scatter and all-gather' is an algorithm at work" in live
+        assert "algorithm=Halves(...) is an algorithm at work" in live
         assert "NoAlgorithm.build() returned 'all-reduce'" in none
         assert "SharedHalves.build() returned the reduce-scatter and all-gather of another model" in shared
         assert "given the comm hook refusals.<locals>.<lambda>, but the reduce-scatter and all-gather reduces" in hook
+
+
+@dataclass(frozen=True)
+class EqualToOthers(Halves):
+    """An algorithm that is a value, and so equal to that of another model."""
+
+    group: Any = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        vars(self).update(_group=group, _scattered=None)
+
+
+@dataclass(frozen=True)
+class MakesEqualOnes(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return EqualToOthers(process_group)
+
+
+class Nameless(CommAlgorithm):
+    launch = Halves.launch
+
+
+@dataclass(frozen=True)
+class MakesNameless(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return Nameless()
+
+
+def odd_algorithms() -> list[str]:
+    models = [ddp_compile(nn.Linear(2, 2), algorithm=MakesEqualOnes()) for _ in range(2)]
+    assert models[0]._ddp_compile_state.reducer.algorithm == models[1]._ddp_compile_state.reducer.algorithm
+    said = []
+    for module, wrong in (
+        (nn.Linear(2, 2), MakesNameless()),
+        (nn.Linear(2, 2), int),
+        (nn.Embedding(4, 2, sparse=True), HalvesConfig()),
+    ):
+        with pytest.raises((TypeError, ReplicationError)) as refused:
+            ddp_compile(module, algorithm=wrong)
+        said.append(str(refused.value))
+    return said
+
+
+def test_algorithms_are_told_apart_and_asked_for_what_they_need(ranks: Ranks) -> None:
+    for rank, (nameless, a_class, sparse) in enumerate(ranks(2).run(odd_algorithms)):
+        assert nameless.startswith("Nameless has no name")
+        assert "did you mean" not in a_class
+        assert (
+            sparse.startswith(f"rank {rank}: the reduce-scatter and all-gather takes no sparse gradients")
+            and "weight" in sparse
+        )
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.first(x), self.second(x)
+
+
+def backwards_as_the_rank_likes() -> float:
+    """Rank 0 does one backward over both outputs, rank 1 one for each; the largest difference to the mean."""
+    torch.manual_seed(3)
+    model = ddp_compile(TwoHeads(), bucket_cap_mb=1e-4, backend="eager", split="none", algorithm=HalvesConfig())
+    worst = 0.0
+    for step in range(3):
+        plain = copy.deepcopy(model)
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, 8)
+        for each in (plain, model):
+            each.zero_grad()
+            losses = [loss_of(output) for output in each(x)]
+            for loss in [sum(losses)] if dist.get_rank() == 0 else losses[::-1]:
+                loss.backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
+    return worst
+
+
+def test_ranks_may_wait_at_another_time(ranks: Ranks) -> None:
+    assert max(ranks(2).run(backwards_as_the_rank_likes)) < 1e-6
 
 
 def different_algorithms() -> None:

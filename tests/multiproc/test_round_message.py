@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, loss_of
+from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
+from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.runtime import round_message
@@ -20,25 +22,25 @@ NUM_STEPS = 6
 
 
 def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
-    """How many collectives beside those of the buckets each backward has started."""
+    """How many messages each backward has sent."""
     started = 0
-    all_reduce = dist.all_reduce
+    send = RoundMessage.send
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(message: RoundMessage, parts: Any) -> None:
         nonlocal started
         started += 1
-        return all_reduce(*args, **kwargs)
+        send(message, parts)
 
     model = ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.003, backend="aot_eager", **settings)
     numbers = []
     for _ in range(NUM_STEPS):
         loss = loss_of(model(torch.randn(2, 33)))
         started = 0
-        dist.all_reduce = counting
+        RoundMessage.send = counting  # type: ignore[method-assign]
         try:
             loss.backward()
         finally:
-            dist.all_reduce = all_reduce
+            RoundMessage.send = send  # type: ignore[method-assign]
         numbers.append(started)
     return numbers
 
@@ -76,19 +78,24 @@ def test_flags_of_all_ranks_are_heard(world_size: int, ranks: Ranks) -> None:
         assert heard == [told[:3], told]
 
 
-def group_for_a_gpu(with_store: bool) -> tuple[str, str, list[int], bool]:
-    """What is made for gradients on a CUDA device, which need not be there for that."""
+def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
+    """What is made for gradients on a CUDA device, which need not be there for that; and what it hears."""
+    dist.new_group([0])  # which rank 0 alone knows, as the groups of pipelines and tensor parallelism
     first_two = dist.new_group([0, 1])
-    if dist.get_rank() == 2:  # which knows nothing of it
-        return "", "", [], True
-    group = first_two if with_store else WithoutStore(first_two)
-    found, device = round_message._group_for_the_host(group, torch.device("cuda", 0))
-    if found is group:
-        return "the same", str(device), [], True
-    answer = torch.tensor([dist.get_rank() + 1])
-    dist.all_reduce(answer, group=found)
-    ranks = dist.get_process_group_ranks(found)
-    return dist.get_backend(found), str(device), ranks, answer.item() == 3
+    if dist.get_rank() == 2:
+        return "", []
+    gpu = torch.device("cuda", 0)
+    if not with_store:
+        return str(RoundMessage(WithoutStore(first_two), gpu, is_needed=True)._device), []
+    agree = round_message.name_from_rank_0
+    round_message.name_from_rank_0 = lambda group, device: agree(group, torch.device("cpu"))
+    try:
+        message = RoundMessage(first_two, gpu, is_needed=True)
+    finally:
+        round_message.name_from_rank_0 = agree
+    assert message._group is not first_two
+    message.send([bytearray([dist.get_rank() == 0, dist.get_rank() == 1, 0])])
+    return str(message._device), [list(part) for part in message.wait()]
 
 
 class WithoutStore:
@@ -97,14 +104,61 @@ class WithoutStore:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
+    def size(self) -> int:
+        return self.group.size()
+
     def get_group_store(self) -> None:
         return None
 
 
 def test_beside_gradients_on_a_gpu_the_hosts_have_a_group_of_their_own(ranks: Ranks) -> None:
-    found = ranks(3).run(group_for_a_gpu, True)
-    assert found[:2] == [("gloo", "cpu", [0, 1], True)] * 2
+    assert ranks(3).run(message_beside_a_gpu, True)[:2] == [("cpu", [[1, 1, 0]])] * 2
 
 
 def test_a_process_group_without_a_store_carries_the_message_itself(ranks: Ranks) -> None:
-    assert ranks(3).run(group_for_a_gpu, False)[:2] == [("the same", "cuda:0", [], True)] * 2
+    assert ranks(3).run(message_beside_a_gpu, False)[:2] == [("cuda:0", [])] * 2
+
+
+class Encoder(nn.Module):
+    """Has an auxiliary head, which not every rank uses in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden, self.head(hidden)
+
+
+def train_two_modules(settings: dict[str, Any]) -> float:
+    """The largest difference to the mean of what plain copies compute.
+
+    On rank 1 the encoder's bucket lacks the gradients of the head, and leaves when the backward is over; on rank 0 it
+    leaves before.
+    """
+    torch.manual_seed(3)
+    decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    models = [ddp_compile(module, find_unused_parameters=True, **settings) for module in (Encoder(), decoder)]
+    worst = 0.0
+    for step in range(3):
+        plain = [copy.deepcopy(model) for model in models]
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, 8)
+        for encode, decode in (models, plain):
+            encode.zero_grad(), decode.zero_grad()
+            hidden, auxiliary = encode(x)
+            uses_head = dist.get_rank() == 0 or step == 0
+            (loss_of(decode(hidden)) + (loss_of(auxiliary) if uses_head else 0.0)).backward()
+        for ours, alone in zip(models, plain, strict=True):
+            for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+                total = torch.zeros_like(p) if q.grad is None else q.grad
+                dist.all_reduce(total)
+                worst = max(worst, relative_difference(p.grad, total / dist.get_world_size()))
+    return worst
+
+
+@pytest.mark.parametrize("split", ["none", "forward"])
+def test_two_modules_in_one_backward(split: str, ranks: Ranks) -> None:
+    settings = {"backend": "aot_eager" if split == "forward" else "eager", "split": split}
+    assert max(ranks(2).run(train_two_modules, settings)) < 1e-6

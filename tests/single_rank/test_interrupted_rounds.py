@@ -68,6 +68,20 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
             go_on(model)
 
 
+def test_a_round_without_a_call_of_the_module_is_not_begun_after_one_that_broke(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = small_model(), torch.randn(2, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket_set, "agree_on_plan", press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            model.forward(x).sum().backward()
+    with pytest.raises(ReductionError, match="the last backward raised"):
+        model(x)
+    with pytest.raises(ReductionError, match="the last backward raised"):
+        model.forward(x).sum().backward()
+
+
 def test_what_a_broken_round_left_in_grad_is_dropped_with_the_reducer() -> None:
     model = small_model()
     go_backward(model)
