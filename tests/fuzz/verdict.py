@@ -219,6 +219,8 @@ def judge(recipe: Recipe, groups: Groups) -> Verdict:
         worst = _worst(_compare(recipe, ours, reference))
         if worst.outcome not in (FAILED, GOES_ON):
             return worst
+        if _agree(_refused_otherwise_than_ddp(ours, trace(recipe, with_ddp, groups))):
+            return worst._replace(outcome=BOTH_RAISE)
         for plain in PLAIN_WAYS:
             theirs = trace(recipe, plain, groups)
             if _agree(difference(recipe, ours, theirs)) or _agree(_not_raised_alike(recipe, ours, theirs, reference)):
@@ -241,6 +243,15 @@ def _not_raised_alike(
     if errors[0] != errors[1] or "raised" not in ours[-1] or len(ours) != len(theirs):
         return f"{errors[0]!r} in place of {errors[1]!r}"
     return difference(recipe, ours[:-1], reference)
+
+
+def _refused_otherwise_than_ddp(ours: Sequence[Observation], theirs: Sequence[Observation]) -> str | None:
+    """None where ours refuses by name what DistributedDataParallel refuses in the same action, or in one before it.
+
+    The reference may be another one, since ddp_compile is better than DistributedDataParallel at something else.
+    """
+    is_refused = "raised" in ours[-1] and ours[-1]["named"]
+    return None if is_refused and "raised" in theirs[-1] and len(theirs) <= len(ours) else "not refused by both"
 
 
 def _agree(found: str | None) -> bool:
