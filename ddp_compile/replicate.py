@@ -84,7 +84,7 @@ class ReplicatedModule(nn.Module):
         Raises:
             TypeError: The hook is not callable, or not with a state and a bucket.
             ValueError: The annotation of the bucket or of the result is of another type.
-            RuntimeError: A hook is registered already, or a backward has not been completed.
+            RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
             RanksDifferError: After the first backward, another rank registered another hook, or none in time.
         """
         reducer = _state_of(self).reducer

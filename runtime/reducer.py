@@ -112,7 +112,7 @@ class Reducer:
         """Let a hook reduce the buckets, and divide, from the next backward on.
 
         Raises:
-            RuntimeError: A hook is registered already, or a backward has not been completed.
+            RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
             RanksDifferError: After the first backward, another rank registered another hook or none.
         """
         if not self.algorithm.gives_way_to_comm_hook:
