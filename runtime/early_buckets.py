@@ -14,9 +14,10 @@ the gradient changes its version. A second arrival shows by itself.
 If another contribution comes after all, the bucket left too early. In each round the ranks tell each other, behind the
 last bucket, to which parameters that happened. Every rank still has its own gradients: in ``.grad``, which only the end
 of a round points at the flat buffer, or kept aside where the bucket has left by its hooks. So every rank sends those
-buckets again, with what is complete now, and lets them leave by their hooks from then on. The result is exact. Where the
-algorithm is not replayable, as comm hooks, every rank raises. So it does where gradients move: with ``static_graph`` a
-backward may return views of the flat buffer, and this rank's own gradients are gone when their bucket has left.
+buckets again, with what is complete now, and lets them leave by their hooks from then on. The result is exact. Where
+the algorithm is not replayable, as comm hooks, every rank raises. So it does where gradients move: with
+``static_graph`` a backward may return views of the flat buffer, and this rank's own gradients are gone when their
+bucket has left.
 
 Note [Leaving in sight]
 A backward may have collectives of its own, a synchronised BatchNorm's for example, in the same process group. They meet
