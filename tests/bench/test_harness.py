@@ -262,18 +262,18 @@ def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_compile.bench.run.MESSAGE_BYTES", (2**20,))
     workload = WorkloadSettings(model="bench_entries:tiny")
     world_settings = WorldSettings(
-        world_size=1, workload=workload, simulated_bits_per_second=1e8, simulated_world_size=4
+        world_size=1, workload=workload, simulated_bits_per_second=1.5e8, simulated_world_size=4
     )
     cases = tuple(
         Case(implementation=name, bucket_cap_mb=25)
         for name in ("communication", "ddp-eager", "bench_entries:replicated")
     )
-    link = SimulatedLink([Rate.parse("100mbit"), Rate.parse("50mbit")])
+    link = SimulatedLink([Rate.parse("150mbit"), Rate.parse("75mbit")])
     with RankWorld(world_settings) as world:
         result = BenchmarkRun(world, link, RunSettings(cases=cases, rounds=2, steps=2), lambda _: None).measure()
     assert [case.error for case in result.cases] == [None, None, None]
     bits = 8 * result.cases[1].cold.gradient_bytes * 2 * 3 / 4
-    for name, rate in (("simulated 100mbit", 1e8), ("simulated 50mbit", 5e7)):
+    for name, rate in (("simulated 150mbit", 1.5e8), ("simulated 75mbit", 7.5e7)):
         for case in result.cases:
             assert case.median(name) == pytest.approx(bits / rate, rel=0.15)
         assert result.achieved_gbit[name] == pytest.approx(rate / 1e9, rel=0.05)

@@ -14,6 +14,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
 SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
+RUN = ["--steps", "5", "--checkpoint-every", "3"]
 
 
 def run_example(out_dir: Path, *arguments: str | Path) -> str:
@@ -30,24 +31,31 @@ def read_losses(out_dir: Path) -> dict[str, Any]:
     return json.loads((out_dir / "losses.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    printed = run_example(folder, *RUN, "--checkpoint", folder / "step{step}.pt")
+    assert "held-out loss" in printed
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_trains_and_resumes_exactly(tmp_path: Path) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run = ["--steps", "5", "--checkpoint-every", "3"]
-
-    printed = run_example(whole, *run, "--checkpoint", whole / "step{step}.pt")
-
-    assert "held-out loss" in printed
+def test_trains(whole: Path) -> None:
     assert {file.name for file in whole.iterdir()} == {"losses.json", "loss.png", "step3.pt", "step5.pt"}
     straight = read_losses(whole)
     assert len(straight["losses"]) == 5
     assert straight["losses"][-1] < straight["losses"][0]
     assert set(straight["held_out"]) == {"0", "5"}
 
-    run_example(resumed, *run, "--resume", whole / "step3.pt")
 
-    continued = read_losses(resumed)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
+    run_example(tmp_path, *RUN, "--resume", whole / "step3.pt")
+
+    straight, continued = read_losses(whole), read_losses(tmp_path)
     # Every digit: the JSON holds floats in the form that reads back as the same float.
     assert continued["losses"] == straight["losses"]
     assert continued["held_out"] == straight["held_out"]

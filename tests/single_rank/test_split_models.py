@@ -182,10 +182,8 @@ INDUCTOR_CASES = [
 ]
 
 
-# What inductor has made a difference in; the rest is left to aot_eager in CI.
-INDUCTOR_CASES_IN_CI = {
-    ("forward", "buffer_writes"),
-}
+# The rest is left to aot_eager in CI.
+INDUCTOR_CASES_IN_CI = {("forward", "no_grad_inside")}
 
 
 @pytest.mark.inductor

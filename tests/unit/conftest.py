@@ -48,7 +48,7 @@ def other_builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeLi
     return libraries
 
 
-@pytest.fixture(params=[*INSTRUCTION_SETS, *OTHER_BUILDS])
+@pytest.fixture(params=[*INSTRUCTION_SETS, *(pytest.param(build, marks=pytest.mark.long) for build in OTHER_BUILDS)])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Puts the loops of each instruction set that this processor has to work, and those of other builds; their name."""
     core = library.load()  # it has to be there: nothing may pass because it is missing

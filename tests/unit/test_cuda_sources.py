@@ -85,8 +85,9 @@ def test_no_kernel_spills(binaries: dict[str, tuple[Path, str]], architecture: s
     assert max(registers) <= MAX_REGISTERS
 
 
-def cuobjdump() -> str:
-    """Of the toolkit, or of the Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
+@pytest.fixture(scope="module")
+def disassembler() -> str:
+    """The cuobjdump of the toolkit, or of the Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
     folders = [os.environ.get("PATH", "")]
     for package in ("nvidia", "triton"):
         spec = importlib.util.find_spec(package)
@@ -102,9 +103,9 @@ def cuobjdump() -> str:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_aligned_memory_is_read_and_written_16_bytes_at_a_time(
-    binaries: dict[str, tuple[Path, str]], architecture: str
+    disassembler: str, binaries: dict[str, tuple[Path, str]], architecture: str
 ) -> None:
-    command = [cuobjdump(), "-sass", str(binaries[architecture][0])]
+    command = [disassembler, "-sass", str(binaries[architecture][0])]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     instructions = defaultdict(set)
     for part in listing.split("Function : ")[1:]:
