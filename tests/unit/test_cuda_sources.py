@@ -87,7 +87,7 @@ def test_no_kernel_spills(binaries: dict[str, tuple[Path, str]], architecture: s
 
 @pytest.fixture(scope="module")
 def disassembler() -> str:
-    """The cuobjdump of the toolkit, or of the Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
+    """cuobjdump of the toolkit, or of Python packages that have it; for ``-sass`` it runs the nvdisasm beside it."""
     folders = [os.environ.get("PATH", "")]
     for package in ("nvidia", "triton"):
         spec = importlib.util.find_spec(package)
