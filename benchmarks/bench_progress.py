@@ -1,10 +1,10 @@
 """What it costs that the ranks tell each other where they are (docs/divergence.md): microseconds of each step.
 
-    python benchmarks/bench_progress.py [--step-ms 25] [--pairs 1000] [--buckets 10] [--output FILE.csv]
+    python benchmarks/bench_monitor.py [--step-ms 25] [--pairs 1000] [--buckets 10] [--output FILE.csv]
 
-Two ranks on gloo with a TCPStore train a small model eagerly. Steps go with `Progress` and without it in turns; small
-products after each make it last ``--step-ms``. What counts is the processor time of the thread that trains: the clock's
-has the threads of gloo in it, which reduce buckets on the same core meanwhile. Median and mean differences of
+Two ranks on gloo with a TCPStore train a small model eagerly. Steps go with `DesyncMonitor` and without it in turns;
+small products after each make it last ``--step-ms``. What counts is the processor time of the thread that trains: the
+clock's has the threads of gloo in it, which reduce buckets on the same core meanwhile. Median and mean differences of
 neighbours, on the dearer rank, agreement points left out; all posts are in the mean. ``agreeing_us`` is the clock's
 median time in the questions of an agreement point, in which a rank waits for the store. ``share_percent`` is the mean
 and a 128th of that, of the step.
@@ -29,7 +29,7 @@ from torch import nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.provenance import commit, processor
-from ddp_compile.runtime.agreement_points import ROUNDS_BETWEEN_AGREEMENTS
+from ddp_compile.runtime.desync.agreement_points import ITERATIONS_BETWEEN_AGREEMENTS
 
 WORLD_SIZE = 2
 WIDTH = 64
@@ -37,7 +37,7 @@ WARM_UP = 16
 
 
 class SaysNothing:
-    """In the place of a `Progress`: every method that a step calls, doing nothing."""
+    """In the place of a `DesyncMonitor`: every method that a step calls, doing nothing."""
 
     def forward_begins(self, kind: str) -> None:
         pass
@@ -48,7 +48,7 @@ class SaysNothing:
     def backward_begins(self, after_forward: bool) -> None:
         pass
 
-    def last_bucket_leaves(self, plan: Any, comm_hook: str) -> None:
+    def last_bucket_is_launched(self, plan: Any, comm_hook: str) -> None:
         pass
 
     def buckets_are_awaited(self) -> None:
@@ -57,7 +57,7 @@ class SaysNothing:
     def compare(self) -> None:
         pass
 
-    def round_ends(self, has_sent: bool) -> None:
+    def iteration_ends(self, has_sent: bool) -> None:
         pass
 
 
@@ -76,10 +76,10 @@ class Questions:
         return answer
 
 
-def processor_s(model: nn.Module, progress: Any, step_s: float) -> float:
+def processor_s(model: nn.Module, monitor: Any, step_s: float) -> float:
     """Seconds that the training thread takes on a processor for one step."""
     state = model._ddp_compile_state
-    state.progress = state.reducer._progress = state.reducer._queue._progress = progress
+    state.monitor = state.reducer._monitor = state.reducer._queue._monitor = monitor
     inputs = torch.ones(4, WIDTH)
     clock, on_processor = time.perf_counter(), time.thread_time()
     model(inputs).sum().backward()
@@ -107,15 +107,15 @@ def measure_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(arguments.buckets)]
     model = ddp_compile(nn.Sequential(*layers), backend="eager", bucket_cap_mb=1e-4)
-    progress, step_s = model._ddp_compile_state.progress, arguments.step_ms / 1000
-    questions = Questions(progress._store)
+    monitor, step_s = model._ddp_compile_state.monitor, arguments.step_ms / 1000
+    questions = Questions(monitor._store)
     nothing = SaysNothing()
-    order: list[Any] = [progress, nothing]
+    order: list[Any] = [monitor, nothing]
     differences = []
     for _ in range(WARM_UP + arguments.pairs):
         questions.seconds = 0.0
         taken_s = {said: processor_s(model, said, step_s) for said in order}
-        differences.append((taken_s[progress] - taken_s[nothing], questions.seconds))
+        differences.append((taken_s[monitor] - taken_s[nothing], questions.seconds))
         order.reverse()  # the first of two is the dearer one, whatever it is
     assert len(model.bucket_plan.buckets) == arguments.buckets
     torch.save(differences[WARM_UP:], Path(folder) / f"rank_{rank}")
@@ -134,7 +134,9 @@ def row_of(differences: list[tuple[float, float]], arguments: argparse.Namespace
         "p50_us": round(1e6 * statistics.median(on_processor_s), 1),
         "mean_us": round(1e6 * mean_s, 1),
         "agreeing_us": round(1e6 * agreeing_s, 1),
-        "share_percent": round(100 * (mean_s + agreeing_s / ROUNDS_BETWEEN_AGREEMENTS) / (arguments.step_ms / 1000), 3),
+        "share_percent": round(
+            100 * (mean_s + agreeing_s / ITERATIONS_BETWEEN_AGREEMENTS) / (arguments.step_ms / 1000), 3
+        ),
     }
 
 

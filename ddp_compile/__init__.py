@@ -1,7 +1,6 @@
 """Data-parallel training under ``torch.compile``: one bucket plan cuts the graphs and drives the reducer."""
 
 from ddp_compile.api import ddp_compile
-from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, plan_buckets
 from ddp_compile.errors import (
     CompilationError,
     DDPCompileError,
@@ -13,6 +12,7 @@ from ddp_compile.errors import (
     ReductionError,
     ReplicationError,
 )
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, plan_buckets
 
 __version__ = "0.1.0"
 

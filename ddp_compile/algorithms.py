@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ddp_compile.bucket_plan import shorten_names
 from ddp_compile.errors import ReplicationError
+from ddp_compile.plan.spec import shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.bucket_buffer import BucketBuffer as Bucket
+from ddp_compile.runtime.bucket import Bucket as Bucket
 
 __all__ = ["AlgorithmConfig", "Bucket", "CommAlgorithm", "GradientAllReduce", "Pending", "Traits"]
 

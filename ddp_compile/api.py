@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
-from ddp_compile.compile_settings import CompileSettings
+from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
-from ddp_compile.module_checks import check_module, names_to_ignore, resolve_process_group
-from ddp_compile.replicate import replicate
+from ddp_compile.module import replicate
+from ddp_compile.validation.module_checks import check_module, names_to_ignore, resolve_process_group
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -57,12 +57,12 @@ def ddp_compile(
         device_mesh: A one-dimensional mesh, in place of ``process_group``.
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one for each bucket in launch order.
             None means 5 for a module on a CPU and 25 for one on a GPU.
-        first_bucket_cap_mb: Capacity in MiB of the first bucket to leave; cut down to ``bucket_cap_mb``.
-        split: How buckets come to leave while a compiled backward goes on. "forward" cuts graphs at bucket boundaries,
-            "backward" leaves them whole and launches each bucket inside the compiled backward, "none" launches all of
-            them when it has ended. "auto" chooses for each graph: "forward" where that lets every bucket leave early,
-            and "backward" where some could not be cut apart, for example under one checkpoint; the log of
-            ``ddp_compile`` says which.
+        first_bucket_cap_mb: Capacity in MiB of the first bucket to be launched; cut down to ``bucket_cap_mb``.
+        split: How buckets come to be launched while a compiled backward goes on. "forward" cuts graphs at bucket
+            boundaries, "backward" leaves them whole and launches each bucket inside the compiled backward, "none"
+            launches all of them when it has ended. "auto" chooses for each graph: "forward" where every bucket is
+            launched early so, and "backward" where some could not be cut apart, for example under one checkpoint; the
+            log of ``ddp_compile`` says which.
         broadcast_buffers: Broadcast rank 0's buffers before each forward with gradients outside of ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
@@ -72,7 +72,7 @@ def ddp_compile(
             The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
         static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
-            first iteration's gradients leave at its end. Takes the place of ``find_unused_parameters``.
+            first iteration's gradients are launched at its end. Takes the place of ``find_unused_parameters``.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.

@@ -96,7 +96,7 @@ def caps_from_mib(
     Args:
         bucket_cap_mb: One capacity in MiB, or a list with one for each bucket (the last one holds for the rest). None
             stands for the value in ``DEFAULT_CAP_MIB``.
-        first_bucket_cap_mb: Capacity in MiB of the bucket that leaves first, so that communication starts early. A
+        first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early. A
             larger value than ``bucket_cap_mb`` is cut down to it; it is not used beside a list.
         device_type: Where the gradients are: "cpu" or "cuda".
 

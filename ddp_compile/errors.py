@@ -31,7 +31,7 @@ class ReductionError(DDPCompileError):
 
 
 class GradientArrivalError(DDPCompileError):
-    """A gradient arrived twice, or after its bucket had left; names the parameter."""
+    """A gradient arrived twice, or after its bucket had been launched; names the parameter."""
 
 
 class CompilationError(DDPCompileError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +13,22 @@ from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, refuse_sparse
-from ddp_compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_inside
-from ddp_compile.bucket_plan import BucketPlan, GradientSpec, device_labels
-from ddp_compile.bucket_ready import next_reducer_ordinal, register_receiver
-from ddp_compile.compile_settings import CompileSettings
+from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
+from ddp_compile.compile.graph_compiler import GraphCompiler
+from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReductionError
-from ddp_compile.graph_compiler import GraphCompiler
-from ddp_compile.plan_builder import PlanBuilder
-from ddp_compile.replicated_parameters import ReplicatedParameters
-from ddp_compile.runtime.agreement import broadcast_from_rank_0, verify_modules_agree
-from ddp_compile.runtime.agreement_points import is_agreement_point
-from ddp_compile.runtime.progress import Progress
+from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.collectives import broadcast_from_rank_0, verify_modules_agree
+from ddp_compile.runtime.desync.agreement_points import is_agreement_point
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_settings import ReducerSettings
-from ddp_compile.wrappers import refuse_wrapper_around
+from ddp_compile.validation.description import describe_gradients, describe_module
+from ddp_compile.validation.replicated_parameters import ReplicatedParameters
+from ddp_compile.validation.wrappers import refuse_wrapper_around
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +64,17 @@ class ReplicateState:
         named = self.parameters.named
         parameters = list(named.values())
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
-        inside = launches_inside(config.split, self.compiler)
+        in_backward = launches_in_backward(config.split, self.compiler)
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
         algorithm = build_algorithm(algorithm_config, process_group)
         description = [
             f"algorithm={algorithm.name}",
             f"parameters that another replicated module reduces={shared}",
-            *_describe(module, config, inside),
+            *describe_module(module, config, in_backward),
         ]
         verify_modules_agree(description, process_group, parameters[0].device)
         self.parameters.refuse_shared(process_group.rank())
-        self.progress = Progress(process_group, parameters[0].device)
+        self.monitor = DesyncMonitor(process_group, parameters[0].device)
         # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
         self._buffer_places = [
             (owner, name)
@@ -91,7 +92,7 @@ class ReplicateState:
         numbers = {id(p): i for i, p in enumerate(parameters)}
         # What is not sent need not move, and where somebody may add to a gradient it must not.
         moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
-        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, inside, ordinal, moves)
+        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module))
@@ -102,9 +103,9 @@ class ReplicateState:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
-            takes_whole_buckets=inside,
+            launches_in_backward=in_backward,
             algorithm=algorithm,
-            progress=self.progress,
+            monitor=self.monitor,
             on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
@@ -116,16 +117,16 @@ class ReplicateState:
         try:
             return self._forward(module, args, kwargs)
         except Exception as error:
-            self.progress.raised(error)
+            self.monitor.raised(error)
             raise
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = self._kind_of_forward(module)
-        self.progress.forward_begins(kind)
+        self.monitor.forward_begins(kind)
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
             outputs = self._call_evaluation(module, *args, **kwargs)
-            self.progress.forward_ends(kind)
+            self.monitor.forward_ends(kind)
             return outputs
         self._prepare_for_backward(module)
         # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
@@ -140,7 +141,7 @@ class ReplicateState:
         if self.requires_sync:
             self.reducer.search_unused_parameters(outputs)
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
-        self.progress.forward_ends(kind, outputs if self.requires_sync and module.training else None)
+        self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
 
     def _refuse_wrapper_around(self, module: nn.Module) -> None:
@@ -181,7 +182,7 @@ class ReplicateState:
         buffers = self._buffers()
         if not buffers:
             return
-        self.progress.buffers_are_broadcast(kind_of_forward)
+        self.monitor.buffers_are_broadcast(kind_of_forward)
         try:
             broadcast_from_rank_0(buffers, self.process_group)
         except RuntimeError as error:
@@ -190,7 +191,7 @@ class ReplicateState:
                 " forward failed. Another rank has raised, exited, or not called the model; look for its error."
                 f" ({error})"
             )
-            raise self.progress.report_failure(failure) from error
+            raise self.monitor.report_failure(failure) from error
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
         reports = self.backend.reports
@@ -237,47 +238,3 @@ def _nothing() -> None:
 
 def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
     return process_group.size() > 1
-
-
-def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
-    """What the plan needs to know of each parameter, in registration order."""
-    labels = device_labels(parameter.device for parameter in named.values())
-    sparse = _with_sparse_gradients(module)
-    return [
-        GradientSpec(i, fqn, p.numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
-        for i, (fqn, p) in enumerate(named.items())
-    ]
-
-
-def _with_sparse_gradients(module: nn.Module) -> set[int]:
-    """The parameters, by ``id``, whose layer announces sparse gradients."""
-    layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
-    return {id(layer.weight) for layer in layers if layer.sparse}
-
-
-def _describe(module: nn.Module, config: ReplicateConfig, inside: bool) -> list[str]:
-    """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
-    ignored = config.parameters_to_ignore
-    sparse_ids = _with_sparse_gradients(module)
-    settings = ("broadcast_buffers", "init_sync", "find_unused_parameters", "static_graph")
-    lines = [f"{name}={getattr(config, name)}" for name in settings]
-    # What leaves inside a backward is followed by a word between the ranks.
-    lines.append(f"buckets launched inside the backward={inside}")
-    for name, parameter in module.named_parameters():
-        if name not in ignored:
-            strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"
-            frozen = "" if parameter.requires_grad else " frozen"
-            sparse = " with sparse gradient" if id(parameter) in sparse_ids else ""
-            what = (
-                f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} on {parameter.device.type}{sparse}{frozen}"
-            )
-            lines.append(f"parameter {name}: {what}")
-    if config.broadcast_buffers or config.init_sync:
-        for name, buffer in module.named_buffers():
-            if name not in ignored:
-                lines.append(f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}")
-    return lines
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import fx
 
-from ddp_compile.bucket_plan import BucketSpec
+from ddp_compile.plan.spec import BucketSpec
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ import pkgutil
 from collections.abc import Sequence
 
 from ddp_compile import passes
-from ddp_compile.passes.bucket_backward import bucket_backward_pass
-from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
-from ddp_compile.passes.keep_sparse_parts import keep_sparse_parts_pass
+from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
+from ddp_compile.passes.forward.functionalize_inplace import functionalize_inplace_pass
+from ddp_compile.passes.forward.keep_sparse_parts import keep_sparse_parts_pass
+from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
+from ddp_compile.passes.forward.split_forward import split_forward_pass
+from ddp_compile.passes.forward.unalias_inplace_results import unalias_inplace_results_pass
+from ddp_compile.passes.forward.unpack_sizes import unpack_sizes_pass
 from ddp_compile.passes.pipeline import Pass
-from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
-from ddp_compile.passes.split_forward import split_forward_pass
-from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
-from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
 
 #: Everything that is done to a training graph under ``split="forward"``, in order.
 FORWARD_SPLIT: tuple[Pass, ...] = (
@@ -32,8 +32,8 @@ BACKWARD_SPLIT = (bucket_backward_pass, keep_sparse_parts_pass)
 
 #: What else of ours decides what a compiled backward does.
 _BESIDE_THE_PASSES = (
-    "ddp_compile.backward_pieces",
-    "ddp_compile.bucket_ready",
+    "ddp_compile.compile.backward_pieces",
+    "ddp_compile.graph_ops",
     "ddp_compile.torch_internals.backward_compile",
 )
 
@@ -44,7 +44,7 @@ def pipelines_version() -> str:
 
     Compiled code that lies in a cache from before such a change is not taken for that of today.
     """
-    names = [f"{passes.__name__}.{found.name}" for found in pkgutil.iter_modules(passes.__path__)]
+    names = [found.name for found in pkgutil.walk_packages(passes.__path__, f"{passes.__name__}.")]
     return digest_of_sources([*names, *_BESIDE_THE_PASSES])
 
 

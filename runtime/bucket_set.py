@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.bucket_plan import BucketPlan, Layout
 from ddp_compile.errors import RanksDifferError, ReductionError
-from ddp_compile.plan_builder import PlanBuilder
-from ddp_compile.runtime import refusals
-from ddp_compile.runtime.agreement import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
-from ddp_compile.runtime.bucket_buffer import BucketBuffer
-from ddp_compile.runtime.progress import Progress
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan, Layout
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class BucketSet:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan.
         process_group: The ranks that agree on it.
-        gradient_as_bucket_view: See `BucketBuffer`.
-        progress: What is told of ranks that did not come.
+        gradient_as_bucket_view: See `Bucket`.
+        monitor: What is told of ranks that did not come.
         first_is_typical: Whether gradients will come in later rounds as they come in the first.
     """
 
@@ -37,18 +37,19 @@ class BucketSet:
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
         gradient_as_bucket_view: bool,
-        progress: Progress,
+        monitor: DesyncMonitor,
         first_is_typical: bool,
     ) -> None:
-        self.buckets: tuple[BucketBuffer, ...] = ()  #: in plan order; none until the plan is sealed
-        self.of_parameter: list[BucketBuffer] = []  #: by parameter number
-        self._parameters = tuple(parameters)
+        self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
+        self.of_parameter: list[Bucket] = []  #: by parameter number
+        self.of_param_indices: dict[tuple[int, ...], Bucket] = {}
+        self.parameters = tuple(parameters)  #: in registration order; they are spoken of by their number
         self._builder = builder
         self._process_group = process_group
         self._gradient_as_bucket_view = gradient_as_bucket_view
-        self._progress = progress
+        self._monitor = monitor
         self._first_is_typical = first_is_typical
-        # Parameter numbers in the order of their last gradients in the first round; None when it has been made use of.
+        # Parameter numbers in the order of their last gradients in the first iteration; None once it has been used.
         self._arrival_order: dict[int, None] | None = {}
 
     @property
@@ -66,7 +67,7 @@ class BucketSet:
             RanksDifferError: The ranks reduce in different ways.
             ReductionError: Another rank did not come.
         """
-        device = self._parameters[0].device
+        device = self.parameters[0].device
         try:
             verify_algorithms_agree(algorithm, self._process_group, device)
             plan = agree_on_plan(self._builder.propose(), self._process_group, device)
@@ -90,9 +91,9 @@ class BucketSet:
             self._arrival_order[index] = None
 
     def rebuild_once(self) -> None:
-        """Pack the eager tail as its gradients came on rank 0 in the first round; nothing to do without one.
+        """Pack the eager tail as its gradients came on rank 0 in the first iteration; nothing to do without one.
 
-        To be called after that round and before a forward: the old buffers are gone when its activations are there.
+        To be called after that iteration and before a forward: the old buffers are gone when its activations are there.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -108,7 +109,7 @@ class BucketSet:
         before, old_buckets = self.plan, self.buckets
         proposed = self._builder.reorder_tail(tuple(order))
         try:
-            plan = plan_of_rank_0(proposed, self._process_group, self._parameters[0].device)
+            plan = plan_of_rank_0(proposed, self._process_group, self.parameters[0].device)
         except RuntimeError as error:
             raise self._no_plan(error) from error
         self._install(plan)
@@ -122,15 +123,15 @@ class BucketSet:
         log.info("rank %d: plan %s follows %s, %d buckets", rank, plan.digest, before.digest, len(plan.buckets))
 
     def lay_out_as(self, layout: Layout) -> None:
-        """Give every bucket, and those that are still to come, another layout, between two rounds."""
+        """Give every bucket, and those that are still to come, another layout, between two iterations."""
         self._builder.lay_out_as(layout)
         if self.plan is not None:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)
 
     def _no_plan(self, error: RuntimeError) -> ReductionError:
-        failure = refusals.no_plan_to_agree_on(self._process_group.rank(), self._builder.propose(), error)
-        return self._progress.report_failure(failure)
+        failure = error_messages.no_plan_to_agree_on(self._process_group.rank(), self._builder.propose(), error)
+        return self._monitor.report_failure(failure)
 
     def _install(self, plan: BucketPlan) -> None:
         """Reduce by another plan from now on. Buckets that it has in common with the one before are kept."""
@@ -140,9 +141,10 @@ class BucketSet:
         for spec in plan.buckets:
             bucket = present.get((spec.gradients, spec.layout))
             if bucket is None:
-                parameters = [self._parameters[gradient.index] for gradient in spec.gradients]
-                bucket = BucketBuffer(spec, parameters, self._gradient_as_bucket_view, self._process_group.rank())
+                parameters = [self.parameters[gradient.index] for gradient in spec.gradients]
+                bucket = Bucket(spec, parameters, self._gradient_as_bucket_view, self._process_group.rank())
             bucket.spec = spec
             buckets.append(bucket)
         self.buckets = tuple(buckets)
-        self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self._parameters))]
+        self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
+        self.of_param_indices = {bucket.param_indices: bucket for bucket in buckets}

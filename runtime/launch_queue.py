@@ -1,19 +1,22 @@
-"""Where complete buckets wait for their turn: they leave in plan order, and are waited for at the end."""
+"""From the last gradient of a bucket to its result: flattened, launched in plan order, waited for, handed over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import refusals
+from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
-from ddp_compile.runtime.bucket_buffer import BucketBuffer, BucketState
+from ddp_compile.runtime.arrivals.policies import AllRequired
+from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.bucket_iteration import BucketState
 from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.progress import Progress
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 
 class LaunchQueue:
@@ -22,10 +25,12 @@ class LaunchQueue:
     Args:
         bucket_set: The buckets.
         process_group: The ranks to average over.
-        progress: What the ranks tell each other about it.
-        algorithm: How a bucket is reduced; another one may take its place between two rounds.
+        monitor: What the ranks tell each other about it.
+        algorithm: How a bucket is reduced; another one may take its place between two iterations.
+        policy: Which gradients an iteration waits for.
+        undefined: Which parameters have arrived without a gradient.
 
-    Every rank launches the same buckets in the same order, whatever order they are completed in: a collective finds its
+    Every rank launches the same buckets in the same order, whatever order they become ready in: a collective finds its
     counterpart on another rank by its place in the sequence alone.
     """
 
@@ -33,16 +38,22 @@ class LaunchQueue:
         self,
         bucket_set: BucketSet,
         process_group: dist.ProcessGroup,
-        progress: Progress,
+        monitor: DesyncMonitor,
         algorithm: CommAlgorithm,
+        policy: AllRequired,
+        undefined: UndefinedGradients,
     ) -> None:
         self._set = bucket_set
         self.algorithm = algorithm
-        self._progress = progress
+        self._policy = policy
+        self._undefined = undefined
+        #: Called when no bucket of the iteration is left to launch.
+        self.on_all_launched: Callable[[], None] = _nothing
+        self._monitor = monitor
         self._process_group = process_group
         self._rank = process_group.rank()
-        self._num_gone = 0  # launched, or passed over
-        self.has_sent = False  #: whether anything has left in this round
+        self._num_launched = 0  # or passed over
+        self.has_launched = False  #: whether anything has been sent in this iteration
 
     @property
     def sends(self) -> bool:
@@ -55,62 +66,132 @@ class LaunchQueue:
         return 1.0 / self._process_group.size() if self.algorithm.traits.prescale else 1.0
 
     @property
-    def all_gone(self) -> bool:
-        """Whether every bucket of the round has left, or will not leave in it."""
-        return self._num_gone == len(self._set.buckets)
+    def all_launched(self) -> bool:
+        """Whether every bucket of the iteration has been launched, or will not be in it."""
+        return self._num_launched == len(self._set.buckets)
 
     @property
-    def still_here(self) -> Sequence[BucketBuffer]:
-        """The buckets that have not left, in plan order."""
-        return self._set.buckets[self._num_gone :]
+    def not_launched(self) -> Sequence[Bucket]:
+        """The buckets that have not been launched, in plan order."""
+        return self._set.buckets[self._num_launched :]
 
-    def complete(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
-        """Bring a bucket's gradients into its flat buffer; `launch_ready` lets it leave.
+    @property
+    def missing(self) -> list[int]:
+        """The parameters that buckets wait for, in plan order."""
+        return [
+            index for bucket in self._set.buckets if bucket.is_pending for index in sorted(bucket.iteration.pending)
+        ]
+
+    # A bucket becomes ready.
+
+    def complete(self, bucket: Bucket) -> None:
+        """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
+        bucket.iteration.pending.clear()
+        gradients = bucket.contributions(self.sends, self._undefined)
+        if bucket.may_launch_early and self.algorithm.traits.replayable:
+            # It may have been launched early, and too early, on another rank. What is sent will be written over, or is
+            # not ``.grad`` any more. Not the gradients themselves, which would look as if somebody else held them.
+            bucket.iteration.own = [g.clone() if bucket.holds(g) else g.detach() for g in gradients]
+        self._flatten(bucket, gradients)
+        del gradients  # whoever else holds one is found by the number of references
+        self._launch_ready()
+        if self.sends and any(b.is_pending for b in self.not_launched):
+            # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.
+            bucket.point_gradients_at_views(bucket.iteration.unused)
+
+    def complete_with(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        """A bucket is ready with gradients that its parameters do not hold yet."""
+        bucket.iteration.unused.clear()
+        for index in bucket.param_indices:
+            self._policy.note(index)
+        self._flatten(bucket, gradients)
+        self._launch_ready()
+
+    def do_without(self, absent: Iterable[int]) -> None:
+        """Let buckets no longer wait for these parameters, which contribute what they hold, or zeros."""
+        for index in sorted(absent):
+            bucket = self._set.of_parameter[index]
+            if bucket.is_pending and index in bucket.iteration.pending:
+                bucket.iteration.unused.add(index)
+        for index in sorted(absent):
+            bucket = self._set.of_parameter[index]
+            if bucket.is_pending and index in bucket.iteration.pending and bucket.arrive(index):
+                self.complete(bucket)
+
+    def complete_without_the_missing(self, after_forward: bool) -> bool:
+        """At the end of a backward, complete the buckets that may be launched without the gradients they miss.
 
         Args:
-            bucket: A bucket all of whose gradients are there.
-            gradients: The gradients, in the order of ``bucket.spec.gradients``.
+            after_forward: Whether a synchronised forward has come before the backward.
+
+        Returns:
+            Whether the iteration is over: False if it has to wait for another backward.
         """
+        absent = self._policy.absent_at_the_end(frozenset(self.missing))
+        if absent is not None:
+            self.do_without(absent)
+            for bucket in self._set.buckets:
+                if bucket.is_pending:  # what came to it was not counted
+                    self.complete(bucket)
+            return True
+        if after_forward:
+            return False
+        self._complete_with_means()
+        return True
+
+    def _complete_with_means(self) -> None:
+        """Complete the iteration of a backward without a forward before it, of a regulariser for example.
+
+        Parameters that it did not reach hold the mean of the iteration before, and the mean of means is the mean. A
+        bucket with a parameter that holds none stays as it is: its gradients will be reduced in the next iteration.
+        """
+        for bucket in self.not_launched:
+            is_pending = bucket.is_pending
+            if is_pending and all(gradient is not None for gradient in bucket.gradients()):
+                self.complete(bucket)
+            self._launch_ready(skip=bucket.is_pending)
+
+    def _flatten(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         if self.sends:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
                 bucket.flatten(gradients, self._scale)
-        bucket.state = BucketState.READY
+        bucket.iteration.state = BucketState.READY
 
-    def launch_ready(self, skip: bool = False) -> bool:
-        """Launch what can leave in plan order.
+    # It is launched, when it is its turn.
+
+    def _launch_ready(self, skip: bool = False) -> None:
+        """Launch what is ready, in plan order.
 
         Args:
-            skip: The next bucket will not leave in this round; pass over it first.
-
-        Returns:
-            Whether the last bucket has gone now.
+            skip: The next bucket will not be launched in this iteration; pass over it first.
         """
-        gone_before = self._num_gone
+        before = self._num_launched
         if skip:
-            self._num_gone += 1
+            self._num_launched += 1
         try:
-            while not self.all_gone and (bucket := self._set.buckets[self._num_gone]).state is BucketState.READY:
+            while not self.all_launched and (bucket := self.not_launched[0]).state is BucketState.READY:
                 if self.sends:
                     self._launch(bucket, is_last=bucket is self._set.buckets[-1])
-                bucket.state = BucketState.LAUNCHED
-                self._num_gone += 1
+                bucket.iteration.state = BucketState.LAUNCHED
+                self._num_launched += 1
         except ReductionError as error:  # of an algorithm, which may wait for the bucket before
-            raise self._progress.report_failure(error) from error.__cause__
+            raise self._monitor.report_failure(error) from error.__cause__
         except RuntimeError as error:
-            failure = refusals.all_reduce_failed(self._rank, self.still_here[0].describe(), error)
-            raise self._progress.report_failure(failure) from error
-        return self.all_gone and self._num_gone > gone_before
+            failure = error_messages.reduction_failed(self._rank, self.not_launched[0].describe(), error)
+            raise self._monitor.report_failure(failure) from error
+        if self.all_launched and self._num_launched > before:
+            self.on_all_launched()
 
-    def _launch(self, bucket: BucketBuffer, is_last: bool) -> None:
+    def _launch(self, bucket: Bucket, is_last: bool) -> None:
         assert self._set.plan is not None
-        self.has_sent = True
+        self.has_launched = True
         if is_last:
-            self._progress.last_bucket_leaves(self._set.plan, self.algorithm.name)
+            self._monitor.last_bucket_is_launched(self._set.plan, self.algorithm.name)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
             bucket.reduction_begins(self.algorithm.launch(bucket, is_last))
 
-    def send_again(self, bucket: BucketBuffer, gradients: Sequence[Tensor]) -> None:
-        """Reduce a bucket that has left in this round once more; every rank does so, in the same order.
+    def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        """Reduce a bucket that has been launched in this iteration once more; every rank does so, in the same order.
 
         Args:
             bucket: It has been waited for. The algorithm is replayable.
@@ -118,6 +199,39 @@ class LaunchQueue:
         """
         bucket.flatten(gradients, self._scale)
         bucket.reduction_begins(self.algorithm.launch(bucket, is_last=False))
+
+    # It is reduced.
+
+    def drain(self) -> None:
+        """Return when nothing that was launched will start another collective; before anything else is sent.
+
+        Raises:
+            ReductionError: What was launched has failed.
+        """
+        try:
+            self.algorithm.drain()
+        except ReductionError as error:
+            raise self._monitor.report_failure(error) from error.__cause__
+
+    def wait(self) -> None:
+        """Wait for what has been launched.
+
+        Raises:
+            ReductionError: A reduction failed or timed out.
+        """
+        self.drain()
+        under_way = [bucket for bucket in self._set.buckets if bucket.is_under_way]
+        if under_way:
+            self._monitor.buckets_are_awaited()
+        for bucket in under_way:
+            try:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
+                    bucket.wait()
+            except ReductionError as error:  # the algorithm's own
+                raise self._monitor.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
+            except RuntimeError as error:
+                failure = error_messages.reduction_failed(self._rank, bucket.describe(), error)
+                raise self._monitor.report_failure(failure, f", bucket {bucket.spec.index}") from error
 
     def finish(self, untouched: Set[int]) -> None:
         """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
@@ -129,50 +243,25 @@ class LaunchQueue:
             ReductionError: A reduction failed or timed out.
             RanksDifferError: The ranks have found that they are out of step.
         """
-        launched = (
-            [bucket for bucket in self._set.buckets if bucket.state is BucketState.LAUNCHED] if self.sends else []
-        )
+        launched = [bucket for bucket in self._set.buckets if bucket.iteration.work is not None]
         for bucket in launched:
             bucket.point_gradients_at_views(untouched)
         self.wait()
-        self._progress.compare()
+        self._monitor.compare()
         for bucket in launched:
             bucket.hand_over(untouched)
+        if not self.sends:  # what DistributedDataParallel makes of the mean of one rank
+            undefined = self._undefined.indices - untouched
+            for index in undefined:
+                self._set.of_parameter[index].fill_with_zeros(undefined)
 
-    def drain(self) -> None:
-        """Return when nothing that was launched will start another collective; before anything else is sent.
-
-        Raises:
-            ReductionError: What was launched has failed.
-        """
-        try:
-            self.algorithm.drain()
-        except ReductionError as error:
-            raise self._progress.report_failure(error) from error.__cause__
-
-    def wait(self) -> None:
-        """Wait for what has been launched.
-
-        Raises:
-            ReductionError: A reduction failed or timed out.
-        """
-        self.drain()
-        under_way = [bucket for bucket in self._set.buckets if bucket.is_under_way]
-        if under_way:
-            self._progress.buckets_are_awaited()
-        for bucket in under_way:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_wait"):
-                    bucket.wait()
-            except ReductionError as error:  # the algorithm's own
-                raise self._progress.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
-            except RuntimeError as error:
-                failure = refusals.all_reduce_failed(self._rank, bucket.describe(), error)
-                raise self._progress.report_failure(failure, f", bucket {bucket.spec.index}") from error
-
-    def reset(self) -> None:
-        """Be ready for the next round."""
+    def begin_iteration(self) -> None:
+        """Forget the iteration that has ended."""
         for bucket in self._set.buckets:
-            bucket.reset()
-        self._num_gone = 0
-        self.has_sent = False
+            bucket.begin_iteration()
+        self._num_launched = 0
+        self.has_launched = False
+
+
+def _nothing() -> None:
+    return None

@@ -9,11 +9,13 @@ from typing import NamedTuple
 class State(Enum):
     """What the reducer makes of the next gradient."""
 
-    ARMED = auto()  #: it starts a round
+    ARMED = auto()  #: it starts an iteration
     LOCAL = auto()  #: it stays on this rank
-    REDUCING = auto()  #: it belongs to the round that has started
+    REDUCING = auto()  #: it belongs to the iteration that has started
     INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
-    FAILED = auto()  #: a backward has raised in the middle of a round: this rank may be out of step with the others
+    FAILED = (
+        auto()
+    )  #: a backward has raised in the middle of an iteration: this rank may be out of step with the others
 
 
 class Event(Enum):
@@ -23,7 +25,9 @@ class Event(Enum):
     LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
     LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
-    ROUND_ENDS = auto()  #: every bucket has been handed over, or the round is given up; all is ready for the next one
+    ITERATION_ENDS = (
+        auto()
+    )  #: every bucket has been handed over, or the iteration is given up; all is ready for the next one
 
 
 class Phase(NamedTuple):
@@ -31,7 +35,7 @@ class Phase(NamedTuple):
 
     Args:
         state: See `State`.
-        after_forward: Whether a forward has come since the last round whose backward is to be reduced. A backward
+        after_forward: Whether a forward has come since the last iteration whose backward is to be reduced. A backward
             without one, of a regulariser for example, may reach a part of the parameters only.
     """
 
@@ -55,7 +59,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
         reducing, failed = before._replace(state=State.REDUCING), before._replace(state=State.FAILED)
         table |= {
             (before, Event.GRADIENT): reducing,
-            (reducing, Event.ROUND_ENDS): armed,
+            (reducing, Event.ITERATION_ENDS): armed,
             # The backward before has raised: nothing was reset.
             (reducing, Event.FORWARD): failed,
             (reducing, Event.LOCAL_FORWARD): failed,
@@ -68,13 +72,13 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
     table |= {
         (reducing, Event.LEFT_OUT): incomplete,
         (incomplete, Event.GRADIENT): reducing,
-        (incomplete, Event.ROUND_ENDS): armed,
+        (incomplete, Event.ITERATION_ENDS): armed,
     }
     return table
 
 
 #: Every change there is. A forward while gradients are missing is refused, and gives the round up first; a gradient
-#: after a forward inside ``no_sync``, and a further one of a round, change nothing.
+#: after a forward inside ``no_sync``, and a further one of an iteration, change nothing.
 TABLE = _table()
 
 

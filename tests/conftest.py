@@ -63,8 +63,8 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
 def split(request: pytest.FixtureRequest) -> str:
     """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart.
 
-    In CI the backward split, whose first rounds leave buckets to their hooks, as the forward split always does. What
-    the cuts themselves can get wrong has both there: those tests name them.
+    In CI the backward split, whose first iterations leave buckets to their hooks, as the forward split always does.
+    What the cuts themselves can get wrong has both there: those tests name them.
     """
     way: str = request.param
     return way

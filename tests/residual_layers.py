@@ -1,4 +1,4 @@
-"""A model of six equal layers, for tests that count how many of six buckets leave early."""
+"""A model of six equal layers, for tests that count how many of six buckets are launched early."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending
-from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.runtime.bucket import Bucket
 
 
 class AllReduce(CommAlgorithm):
@@ -23,7 +23,7 @@ class AllReduce(CommAlgorithm):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
 
-    def launch(self, bucket: BucketBuffer, is_last: bool) -> Pending:
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         # What dist.all_reduce calls; with many small gradients its checks are seen in the time of a step.
         return self._process_group.allreduce([bucket.flat])
 

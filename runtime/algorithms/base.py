@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.bucket_plan import Layout
+from ddp_compile.plan.spec import Layout
 
 if TYPE_CHECKING:
-    from ddp_compile.runtime.bucket_buffer import BucketBuffer
+    from ddp_compile.runtime.bucket import Bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class CommAlgorithm(ABC):
     gives_way_to_comm_hook: bool = False
 
     @abstractmethod
-    def launch(self, bucket: BucketBuffer, is_last: bool) -> Pending:
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start to reduce a bucket.
 
         Args:

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.runtime.bucket import Bucket
 
 #: Hooks of torch that start all their communication before they return; ours say so by `starts_at_once`.
 _START_AT_ONCE: frozenset[object] = frozenset(
@@ -64,8 +64,8 @@ class GradBucket:
     """One bucket as a comm hook sees it: the methods of ``torch.distributed.GradBucket``, which only C++ can make.
 
     Args:
-        index: Position in the plan, the same in every step; 0 leaves first.
-        is_last: Whether no bucket leaves after it.
+        index: Position in the plan, the same in every step; 0 is launched first.
+        is_last: Whether no bucket is launched after it.
         buffer: The gradients of this rank, shape (n,), without gaps; or one sparse gradient of its parameter's shape.
         parameters: The parameters, in the order of their gradients in ``buffer``.
 
@@ -196,7 +196,7 @@ class CommHook(CommAlgorithm):
         self._starts_at_once = _starts_at_once(function)
         self._running: HookWork | None = None
 
-    def launch(self, bucket: BucketBuffer, is_last: bool) -> Pending:
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Call the hook with one bucket.
 
         Raises:

@@ -15,8 +15,8 @@ from fuzz.verdict import BOTH_RAISE, CASES_IN_A_CALL, FAILED, PASSED, TORCHS_OWN
 from rank_pool import RankPool
 from torch import fx
 
-from ddp_compile.backend import TrainingBackend
-from ddp_compile.runtime.bucket_buffer import BucketBuffer
+from ddp_compile.compile.backend import TrainingBackend
+from ddp_compile.runtime.bucket import Bucket
 
 Ranks = Callable[[int], RankPool]
 
@@ -54,12 +54,12 @@ def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator
         setattr(owner, name, original)
 
 
-def scale_wrongly(flatten: Any, buffer: BucketBuffer, gradients: Any, scale: float) -> None:
+def scale_wrongly(flatten: Any, buffer: Bucket, gradients: Any, scale: float) -> None:
     flatten(buffer, gradients, scale * 1.001)
 
 
 def judge_with_wrong_scale(recipes: Sequence[Recipe]) -> list[Verdict]:
-    with replaced(BucketBuffer, "flatten", scale_wrongly):
+    with replaced(Bucket, "flatten", scale_wrongly):
         return judge_all(recipes)
 
 

@@ -41,8 +41,8 @@ OUTCOMES = (PASSED, BOTH_RAISE, GOES_ON, TORCHS_OWN, REFUSED, FAILED)
 
 #: Errors that ddp_compile documents where DistributedDataParallel goes on, by what their message has to contain.
 DOCUMENTED_REFUSALS: dict[str, str] = {
-    "the buckets cannot be sent again, because the comm hook": "a hook that changes gradients comes later",
-    "the buckets cannot be sent again, because static_graph": "the same, with gradients that have moved",
+    "the buckets cannot be launched again, because the comm hook": "a hook that changes gradients comes later",
+    "the buckets cannot be launched again, because static_graph": "the same, with gradients that have moved",
 }
 
 

@@ -181,9 +181,9 @@ bucket   MiB  cap MiB  dtype    device  gradients  from             to          
      5  0.00     0.00  float32  cpu             1  layers.0.weight  layers.0.weight  0
 6 buckets, 6 gradients, 0.00 MiB, generation 0, plan <digest>
 graph 0: 6 buckets, 3 partitions
-  at linear_2: bucket 0 leaves with bucket 1: one node computes with gradients of both
-  at linear_1: bucket 2 leaves with bucket 3: one node computes with gradients of both
-  at linear: bucket 4 leaves with bucket 5: one node computes with gradients of both""",
+  at linear_2: bucket 0 is launched with bucket 1: one node computes with gradients of both
+  at linear_1: bucket 2 is launched with bucket 3: one node computes with gradients of both
+  at linear: bucket 4 is launched with bucket 5: one node computes with gradients of both""",
     )
 
 

@@ -202,7 +202,7 @@ class UsedTwice(Mlp):
 
 
 class FrameUsedTwice(Mlp):
-    """One compiled frame that the model calls twice, so that its graph offers each bucket twice in a backward."""
+    """One compiled frame that the model calls twice, so that its graph computes each bucket twice in a backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()

@@ -9,17 +9,17 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddp_compile.runtime.group_store import GroupStore
-from ddp_compile.runtime.progress import post_uncaught_error
-from ddp_compile.runtime.standing import Standings
+from ddp_compile.runtime.desync.group_store import GroupStore
+from ddp_compile.runtime.desync.monitor import post_uncaught_error
+from ddp_compile.runtime.desync.rank_status import RankStatuses
 
 
 def train(_rank: int, port: int) -> None:
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, get_group_store=lambda: shared)
-    standings = Standings(GroupStore(group, "test/"), 0, 2)
-    post_uncaught_error(standings)
-    standings.note("backward of round", 3)
+    statuses = RankStatuses(GroupStore(group, "test/"), 0, 2)
+    post_uncaught_error(statuses)
+    statuses.note("backward of iteration", 3)
     raise ValueError("a hook refused the gradient")
 
 

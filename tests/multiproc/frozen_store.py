@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_compile.runtime.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
 
 
 def start_server() -> tuple[int, int]:

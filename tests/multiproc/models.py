@@ -124,14 +124,14 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()
 
 
-def assert_buckets_leave_early(model: Any) -> None:
+def assert_buckets_launched_early(model: Any) -> None:
     """Cut graphs or handed over inside whole ones, as the model's ``split`` says; ask when it has trained."""
     state = model._ddp_compile_state
     reports = [report for report in state.backend.reports if report.num_buckets > 1]
     assert state.compiler.failures == []
     assert reports, state.backend.reports
     if state.config.split == "backward":
-        assert all(report.launches_inside for report in reports)
-        assert state.reducer._early._allowed
+        assert all(report.launches_in_backward for report in reports)
+        assert state.reducer.early_buckets
     else:
         assert all(report.num_partitions > 1 for report in reports)

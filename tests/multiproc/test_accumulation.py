@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_buckets_leave_early, loss_of, relative_difference
+from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +49,7 @@ def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
             worst = max(worst, relative_difference(p.grad, q.grad))
         for optimizer in optimizers:
             optimizer.step()
-    assert_buckets_leave_early(model)
+    assert_buckets_launched_early(model)
     return worst
 
 

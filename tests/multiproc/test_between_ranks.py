@@ -15,7 +15,7 @@ from rank_pool import RankPool
 from torch import nn
 
 from ddp_compile import RanksDifferError, ReductionError, ddp_compile
-from ddp_compile.runtime import agreement
+from ddp_compile.runtime import collectives
 
 Ranks = Callable[[int], RankPool]
 
@@ -287,18 +287,18 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
     lines = [f"parameter {i}: float32[4]" for i in range(num_lines)]
     if dist.get_rank() == 1:
         lines[num_lines // 2] = "x" * 10**5
-    agreement.dist = SimpleNamespace(**{**vars(dist), "all_gather": counting})
+    collectives.dist = SimpleNamespace(**{**vars(dist), "all_gather": counting})
     try:
         for check, what in (
-            (agreement.verify_modules_agree, lines),
-            (agreement.verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
+            (collectives.verify_modules_agree, lines),
+            (collectives.verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
         ):
             try:
                 check(what, group, device)
             except RanksDifferError as error:
                 said.append(str(error))
     finally:
-        agreement.dist = dist
+        collectives.dist = dist
     return gathered, said
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_buckets_leave_early, loss_of, relative_difference
+from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -136,7 +136,7 @@ def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
     torch.manual_seed(100 + dist.get_rank())
     worst = train(model, reference)
     assert len(model.bucket_plan.buckets) == NUM_LAYERS
-    assert_buckets_leave_early(model)
+    assert_buckets_launched_early(model)
     return worst
 
 

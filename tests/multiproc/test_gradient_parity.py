@@ -13,7 +13,7 @@ from models import (
     ALL_CASES,
     CASES,
     ROWS_PER_RANK,
-    assert_buckets_leave_early,
+    assert_buckets_launched_early,
     global_batch,
     loss_of,
     make_model,
@@ -55,7 +55,7 @@ def train_three_ways(case: str, backend: str, cap_mb: float, split: str) -> dict
             worst["ddp"] = max(worst["ddp"], relative_difference(ours.float(), theirs.float()))
         for optimizer in optimizers:
             optimizer.step()
-    assert_buckets_leave_early(model)
+    assert_buckets_launched_early(model)
     return worst
 
 

@@ -197,7 +197,7 @@ USERS: dict[str, type[User]] = {
 
 
 class WithEagerTail(Mlp):
-    """One layer that no graph shows, whose bucket is packed anew after the first round."""
+    """One layer that no graph shows, whose bucket is packed anew after the first iteration."""
 
     @torch.compiler.disable
     def tail(self, x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class MayRaise(Mlp):
         return x
 
 
-def raise_behind_the_first_offer() -> str:
+def raise_behind_the_first_launch() -> str:
     global asked_to_raise
     model = ddp_compile(MayRaise(WIDTH, 4), bucket_cap_mb=CAP_MB, backend="aot_eager")
     x = torch.ones(6, WIDTH)
@@ -149,6 +149,6 @@ def raise_behind_the_first_offer() -> str:
     return str(refused.value)
 
 
-def test_an_exception_behind_the_first_offer_is_refused_the_next_forward(ranks: Ranks) -> None:
-    for said in ranks(2).run(raise_behind_the_first_offer):
+def test_an_exception_behind_the_first_launch_is_refused_the_next_forward(ranks: Ranks) -> None:
+    for said in ranks(2).run(raise_behind_the_first_launch):
         assert "the last backward raised after its reduction had started" in said

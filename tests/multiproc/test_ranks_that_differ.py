@@ -70,7 +70,7 @@ def call_backward_twice(culprit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "difference", "round_number"),
+    ("scenario", "difference", "iteration_number"),
     [
         (leave_a_backward_out, "training forwards without a backward", 2),
         (forward_once_more, "training forwards without a backward", 2),
@@ -78,11 +78,11 @@ def call_backward_twice(culprit: int) -> None:
     ],
 )
 def test_every_rank_raises_at_the_next_agreement_point(
-    scenario: Callable[[int], None], difference: str, round_number: int, ranks: Ranks
+    scenario: Callable[[int], None], difference: str, iteration_number: int, ranks: Ranks
 ) -> None:
     for rank, failure in enumerate(ranks(2).run_expecting_failures(scenario, 1)):
         assert failure.kind == "RanksDifferError"
-        assert failure.message.startswith(f"rank {rank}: at the end of round {round_number} ")
+        assert failure.message.startswith(f"rank {rank}: at the end of iteration {iteration_number} ")
         assert f"{difference}: 0 on rank 0, 1 on rank 1." in failure.message
 
 
@@ -151,14 +151,14 @@ def difference_to_the_mean_of(plain: nn.Module, model: nn.Module) -> float:
 
 
 def train_beside(only_rank_1: Callable[[nn.Module], Tensor | None]) -> float:
-    """The largest difference to the mean in five rounds."""
+    """The largest difference to the mean in five iterations."""
     model = make_model(dynamic=False, backend="aot_eager")
     worst = 0.0
-    for round_number in range(5):
+    for iteration_number in range(5):
         model.zero_grad()
         plain = copy.deepcopy(model)
         for each in (plain, model):
-            torch.manual_seed(10 * round_number + dist.get_rank())
+            torch.manual_seed(10 * iteration_number + dist.get_rank())
             loss = only_rank_1(each) if dist.get_rank() == 1 else None
             (loss_of(each(some_rows())) if loss is None else loss).backward()
         worst = max(worst, difference_to_the_mean_of(plain, model))
@@ -218,18 +218,18 @@ def test_parameters_that_one_rank_shares_are_refused_on_every_rank(ranks: Ranks)
 # Comm hooks
 
 
-def register_different_hooks(rounds_before: int) -> None:
+def register_different_hooks(iterations_before: int) -> None:
     model = make_model()
-    for _ in range(rounds_before):
+    for _ in range(iterations_before):
         loss_of(model(some_rows())).backward()
     hook = default_hooks.fp16_compress_hook if dist.get_rank() else default_hooks.allreduce_hook
     model.register_comm_hook(None, hook)
     loss_of(model(some_rows())).backward()
 
 
-@pytest.mark.parametrize("rounds_before", [0, 1])
-def test_different_comm_hooks_are_refused_on_every_rank(rounds_before: int, ranks: Ranks) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(register_different_hooks, rounds_before)):
+@pytest.mark.parametrize("iterations_before", [0, 1])
+def test_different_comm_hooks_are_refused_on_every_rank(iterations_before: int, ranks: Ranks) -> None:
+    for rank, failure in enumerate(ranks(2).run_expecting_failures(register_different_hooks, iterations_before)):
         assert failure.kind == "RanksDifferError"
         assert failure.message.startswith(f"rank {rank}: ")
         assert "comm hook allreduce_hook on rank 0, comm hook fp16_compress_hook on rank 1" in failure.message
@@ -240,9 +240,9 @@ class HookObject:
         return default_hooks.allreduce_hook(None, bucket)
 
 
-def register_hook_objects(rounds_before: int) -> float:
+def register_hook_objects(iterations_before: int) -> float:
     model = make_model()
-    for _ in range(rounds_before):
+    for _ in range(iterations_before):
         loss_of(model(some_rows())).backward()
     padding = [object() for _ in range(1000 * dist.get_rank())]  # so that the ranks' objects have other addresses
     model.register_comm_hook(padding, HookObject())
@@ -253,9 +253,9 @@ def register_hook_objects(rounds_before: int) -> float:
     return difference_to_the_mean_of(plain, model)
 
 
-@pytest.mark.parametrize("rounds_before", [0, 1])
-def test_hooks_that_are_objects_of_one_class_are_equal(rounds_before: int, ranks: Ranks) -> None:
-    assert max(ranks(2).run(register_hook_objects, rounds_before)) < 1e-6
+@pytest.mark.parametrize("iterations_before", [0, 1])
+def test_hooks_that_are_objects_of_one_class_are_equal(iterations_before: int, ranks: Ranks) -> None:
+    assert max(ranks(2).run(register_hook_objects, iterations_before)) < 1e-6
 
 
 # Ranks that others wait for in vain
@@ -389,12 +389,12 @@ def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
             "training forward 2, broadcast of buffers: failed",
             "ReductionError",
         ),
-        (stop_early, "round 2 is over", "nothing"),
-        (step_once_in_no_sync, "round 2 is over", "nothing"),
+        (stop_early, "iteration 2 is over", "nothing"),
+        (step_once_in_no_sync, "iteration 2 is over", "nothing"),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
-        (raise_in_backward, "backward of round 2", "ValueError"),
+        (raise_in_backward, "backward of iteration 2", "ValueError"),
         (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
-        (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before round 2", "RanksDifferError"),
+        (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before iteration 2", "RanksDifferError"),
     ],
 )
 def test_a_rank_that_waits_in_vain_says_where_the_others_stand(

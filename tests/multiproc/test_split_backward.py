@@ -17,7 +17,7 @@ from backward_patterns import (
 )
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
@@ -41,15 +41,15 @@ class Trained(NamedTuple):
 
 def count_early(model: nn.Module) -> list[int]:
     """A list to which the number of each bucket is appended that leaves inside a backward."""
-    early = model._ddp_compile_state.reducer._early
-    left, contributions = [], early.contributions
+    queue = model._ddp_compile_state.reducer._queue
+    launched, complete_with = [], queue.complete_with
 
-    def counted(bucket: Any, moved: Any) -> list[Tensor]:
-        left.append(bucket.spec.index)
-        return contributions(bucket, moved)
+    def counted(bucket: Any, gradients: Any) -> None:
+        launched.append(bucket.spec.index)
+        complete_with(bucket, gradients)
 
-    early.contributions = counted
-    return left
+    queue.complete_with = counted
+    return launched
 
 
 def train(pattern: str, backend: str, **settings: Any) -> Trained:
@@ -83,9 +83,9 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_gradients_are_exact_and_buckets_leave_early(pattern: str, ranks: Ranks) -> None:
+def test_gradients_are_exact_and_buckets_are_launched_early(pattern: str, ranks: Ranks) -> None:
     for trained in ranks(2).run(train, pattern, "aot_eager"):
-        # A sum of the round before and of this one rounds otherwise than the sum of both.
+        # A sum of the iteration before and of this one rounds otherwise than the sum of both.
         assert trained.worst <= (0.0 if PATTERNS[pattern].is_ddps else 1e-6)
         assert trained.num_early == PATTERNS[pattern].num_early
 

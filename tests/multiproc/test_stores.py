@@ -39,16 +39,16 @@ def train_on_a_tcp_store() -> tuple[int, list[str]]:
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
     for _ in range(20):
         loss_of(model(torch.randn(4, 8))).backward()
-    progress = model._ddp_compile_state.progress
+    monitor = model._ddp_compile_state.monitor
     dist.barrier()
-    counters = progress._store._store._underlying_non_prefix_store.list_keys()
+    counters = monitor._store._store._underlying_non_prefix_store.list_keys()
     dist.barrier()
-    return progress._points.round_number, [key for key in counters if "/agreement/" in key]
+    return monitor._points.iteration_number, [key for key in counters if "/agreement/" in key]
 
 
 def test_agreement_points_leave_one_counter_behind(ranks: Ranks) -> None:
-    for round_number, counters in ranks(2).run(train_on_a_tcp_store):
-        assert round_number == 21
+    for iteration_number, counters in ranks(2).run(train_on_a_tcp_store):
+        assert iteration_number == 21
         assert len(counters) == 1
 
 
@@ -88,8 +88,8 @@ def test_what_ends_a_process_in_its_backward_is_told_to_the_others(way: str) -> 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     ended = run_script("ends_in_backward.py", way, str(store.port))
     assert "a hook refused the gradient" in ended.stderr
-    standing = store.get("test/standing/0").decode()
-    assert standing.endswith("backward of round 3: raised ValueError: a hook refused the gradient")
+    rank_status = store.get("test/rank_status/0").decode()
+    assert rank_status.endswith("backward of iteration 3: raised ValueError: a hook refused the gradient")
 
 
 def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:

@@ -211,7 +211,7 @@ def backward_branch_by_branch() -> list[float]:
             (mean,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
             dist.all_reduce(mean)
             loss.backward()
-            # Each branch is averaged when its own backward returns, though the round is not over after the first one.
+            # Each branch is averaged when its own backward returns, though the first one does not end the iteration.
             differences.append(relative_difference(layer.weight.grad, mean / dist.get_world_size()))
     return differences
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_buckets_leave_early, relative_difference
+from models import assert_buckets_launched_early, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, back
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
-    assert_buckets_leave_early(ours)
+    assert_buckets_launched_early(ours)
     return worst, [p.grad is None for p in ours.branches[3].parameters()]
 
 
@@ -172,7 +172,7 @@ def test_a_gradient_that_nobody_adds_to_keeps_every_bit(ranks: Ranks, world_size
 
 
 def used_in_no_sync_only() -> float:
-    """Used by one rank, in a micro-batch that is not reduced: the round after it has to send it all the same."""
+    """Used by one rank, in a micro-batch that is not reduced: the iteration after it has to send it all the same."""
     ours, theirs = pair()
     worst = 0.0
     torch.manual_seed(100 + dist.get_rank())
@@ -289,4 +289,4 @@ def test_a_gradient_from_outside_is_exact_or_named(ranks: Ranks) -> None:
             assert result < 1e-6
         else:
             assert result.kind == "GradientArrivalError"
-            assert "branches.3.0.weight got a gradient after its bucket had left without one" in result.message
+            assert "branches.3.0.weight got a gradient after its bucket had been launched without one" in result.message

@@ -31,7 +31,7 @@ class Layers(nn.Module):
 
 
 def train(num_layers_a_bucket: int | None) -> tuple[int, bool]:
-    """How many buckets may leave early, and whether the gradients are right. None stands for plain torch.compile."""
+    """How many buckets may be launched early, and whether gradients are right. None stands for plain torch.compile."""
     torch.manual_seed(0)
     module, reference = Layers(), Layers()
     reference.load_state_dict(module.state_dict())
@@ -51,7 +51,7 @@ def train(num_layers_a_bucket: int | None) -> tuple[int, bool]:
         if each is call:
             ours = [p.grad.clone() for p in module.parameters()]
     right = all(torch.allclose(a, p.grad, rtol=1e-4) for a, p in zip(ours, reference.parameters(), strict=True))
-    return 0 if num_layers_a_bucket is None else len(call._ddp_compile_state.reducer._early._allowed), right
+    return 0 if num_layers_a_bucket is None else len(call._ddp_compile_state.reducer.early_buckets), right
 
 
 def main(store: str, wanted: list[int | None]) -> None:

@@ -108,7 +108,7 @@ def test_every_failure_is_named_and_the_ways_out_only_once(warnings_of_ours: Cal
 
 
 def test_the_whole_error_is_logged_for_those_who_ask(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="ddp_compile.graph_compiler")
+    caplog.set_level(logging.DEBUG, logger="ddp_compile.compile.graph_compiler")
     assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError("first\nsecond"), numbers=(1,))))
     (whole,) = [record for record in caplog.records if record.exc_info]
     assert str(whole.exc_info[1]) == "first\nsecond"
@@ -221,7 +221,7 @@ def test_a_backward_that_hands_buckets_over_does_so_when_it_runs_eagerly(
     assert warning.startswith(
         "rank 0: the backward of graph 0 (0.weight, 0.bias, ..., 2.bias) did not compile and runs"
     )
-    assert len(model._ddp_compile_state.reducer._early._allowed) == 2
+    assert len(model._ddp_compile_state.reducer.early_buckets) == 2
 
 
 class CheckpointedDropout(nn.Module):

@@ -59,7 +59,7 @@ def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(logged: tupl
 
 def test_passes_log_says_what_was_cut_and_where(logged: tuple[str, str]) -> None:
     printed, _ = logged
-    assert "cut before" in printed and "so that bucket 0 leaves early" in printed
+    assert "cut before" in printed and "so that bucket 0 is launched early" in printed
     assert "split_forward changed 2" in printed
 
 

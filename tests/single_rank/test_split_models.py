@@ -165,9 +165,9 @@ def test_a_split_model_trains_as_the_eager_one(name: str, split: str, single_ran
         assert_trains_alike(model, reference, inputs, tolerance=1e-2 if "autocast" in name else 1e-6)
     reports = model._ddp_compile_state.backend.reports
     if split == "backward":
-        assert all(report.launches_inside for report in reports if report.num_buckets)
+        assert all(report.launches_in_backward for report in reports if report.num_buckets)
         assert all(report.num_partitions == 1 for report in reports)
-        assert model._ddp_compile_state.reducer._early._allowed
+        assert model._ddp_compile_state.reducer.early_buckets
     else:
         assert sum(report.num_partitions for report in reports) >= least_partitions, model.explain()
 
@@ -196,7 +196,7 @@ def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: 
     assert_trains_alike(model, reference, inputs, tolerance=1e-5, steps=3)
     assert model._ddp_compile_state.compiler.failures == []
     if split == "backward":
-        assert model._ddp_compile_state.reducer._early._allowed
+        assert model._ddp_compile_state.reducer.early_buckets
 
 
 def test_a_model_without_a_cut_says_so_in_explain(single_rank_group: None) -> None:

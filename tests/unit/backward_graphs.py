@@ -10,8 +10,8 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddp_compile.bucket_plan import BucketSpec, GradientSpec
-from ddp_compile.passes.bucket_backward import BackwardContext
+from ddp_compile.passes.backward.bucket_backward import BackwardContext
+from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
 aten = torch.ops.aten
 bucket_ready = torch.ops.ddp_compile.bucket_ready.default

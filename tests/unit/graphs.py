@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ddp_compile.bucket_plan import BucketSpec, GradientSpec
 from ddp_compile.passes.pipeline import PassContext
+from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
 WIDTH = 4
 

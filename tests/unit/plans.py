@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec
-from ddp_compile.plan_builder import PlanBuilder
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
 
 
 def gradient(index: int, numel: int, dtype: str = "float32", device: str = "cpu", sparse: bool = False) -> GradientSpec:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ddp_compile.bucket_plan import BucketPlan
-from ddp_compile.runtime.agreement_points import AgreementPoints
-from ddp_compile.runtime.group_store import GroupStore
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.desync.agreement_points import AgreementPoints
+from ddp_compile.runtime.desync.group_store import GroupStore
 
 PLAN = BucketPlan(())
 
@@ -19,9 +19,9 @@ def store_of(store: Any, world_size: int = 2) -> GroupStore:
     return GroupStore(group, "test/")
 
 
-def run_round(points: AgreementPoints, after_forward: bool = True) -> None:
+def run_iteration(points: AgreementPoints, after_forward: bool = True) -> None:
     points.begins_after_forward = after_forward
-    points.last_bucket_leaves(PLAN, "none")
+    points.last_bucket_is_launched(PLAN, "none")
 
 
 def on_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:

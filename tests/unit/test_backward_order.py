@@ -7,7 +7,7 @@ import operator
 from backward_graphs import BackwardBuilder, aten
 from torch import fx
 
-from ddp_compile.passes.backward_order import Moved, base_of, bring_forward
+from ddp_compile.passes.backward.backward_order import Moved, base_of, bring_forward
 
 
 def names(graph: fx.Graph) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from backward_graphs import BackwardBuilder, aten, bucket_ready, calls, context
 from torch import fx
 
-from ddp_compile.bucket_plan import BucketSpec
-from ddp_compile.passes.bucket_backward import bucket_backward_pass
+from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
+from ddp_compile.plan.spec import BucketSpec
 
 
 def ready_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -164,7 +164,7 @@ def test_the_log_says_how_much_earlier_a_bucket_is_ready(caplog: pytest.LogCaptu
     saved, tangent = build.input("saved"), build.input("tangent")
     passed_on = build.call(aten.mm.default, tangent, saved)
     weight = build.call(aten.mm.default, saved, tangent)
-    with caplog.at_level(logging.INFO, logger="ddp_compile.passes.bucket_backward"):
+    with caplog.at_level(logging.INFO, logger="ddp_compile.passes.backward.bucket_backward"):
         gm = build.output(weight, build.call(aten.mm.default, passed_on, saved))
         gm, _, _ = bucket_backward_pass(gm, context([0], [1]))
     assert calls(gm) == ["mm_1", "ready [0]", "mm", "mm_2"]

@@ -16,7 +16,7 @@ from ddp_compile import kernels
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def round_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
+def iteration_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
     out = torch.full_like(values, 7.0)
     asked.decompress(asked.compress(values, num_chunks), out)
     return out
@@ -25,7 +25,7 @@ def round_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
 @pytest.mark.parametrize("exponent", [*range(-38, 38, 4), 38])
 def test_the_error_is_half_a_step_at_every_scale(asked: Asked, exponent: int) -> None:
     values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 2 - 1) * 10.0**exponent
-    error = (round_trip(asked, values).double() - values.double()).abs()
+    error = (iteration_trip(asked, values).double() - values.double()).abs()
     step = (values.max().double() - values.min().double()) / 255
     rounding = values.double().abs() * 2.0**-24 + 1.5e-45
     assert (error <= step / 2 * (1 + 1e-9) + rounding).all()
@@ -34,16 +34,16 @@ def test_the_error_is_half_a_step_at_every_scale(asked: Asked, exponent: int) ->
 def test_the_largest_range_does_not_overflow(asked: Asked) -> None:
     values = torch.tensor([-3e38, 3e38, 0.0, 1e38])
     step = 6e38 / 255
-    assert ((round_trip(asked, values).double() - values.double()).abs() <= step / 2 * 1.000001).all()
+    assert ((iteration_trip(asked, values).double() - values.double()).abs() <= step / 2 * 1.000001).all()
 
 
-def test_what_wrapped_round_in_the_origin_is_clamped(asked: Asked) -> None:
-    assert round_trip(asked, torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
+def test_what_wrapped_iteration_in_the_origin_is_clamped(asked: Asked) -> None:
+    assert iteration_trip(asked, torch.tensor([1.5, -253.5, 0.0])).tolist() == [1.5, -253.5, 0.5]
 
 
 @pytest.mark.parametrize("constant", [0.0, -0.0, 1e30, -3.4e38, 1e-45, 1.0])
 def test_a_constant_comes_back_exactly(asked: Asked, constant: float) -> None:
-    assert round_trip(asked, torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
+    assert iteration_trip(asked, torch.full((37,), constant)).tolist() == [torch.tensor(constant).item()] * 37
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -51,7 +51,7 @@ def test_a_constant_comes_back_exactly(asked: Asked, constant: float) -> None:
 def test_a_chunk_with_a_bad_value_becomes_nan_and_no_other_chunk_does(asked: Asked, bad: float, position: int) -> None:
     values = torch.linspace(0, 1, 201)
     values[67 + position] = bad
-    out = round_trip(asked, values, num_chunks=3)
+    out = iteration_trip(asked, values, num_chunks=3)
     assert out[67:134].isnan().all()
     assert out[:67].isfinite().all() and out[134:].isfinite().all()
 
@@ -63,7 +63,7 @@ def test_the_last_chunks_may_be_short_or_empty(asked: Asked) -> None:
     headers = rows[:, :8].contiguous().view(torch.float32)
     assert headers.tolist() == [[1, 2], [3, 4], [5, 5], [0, 0]]
     assert rows[:, 8:].tolist() == [[0, 255] + [0] * 6, [0, 255] + [0] * 6, [0] * 8, [0] * 8]
-    assert round_trip(asked, values, num_chunks=4).tolist() == values.tolist()
+    assert iteration_trip(asked, values, num_chunks=4).tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile.passes.cut_constraints import HeldCuts, find_held_cuts, mode_regions
-from ddp_compile.passes.graph_nodes import written_arguments
+from ddp_compile.passes.analysis.cut_constraints import HeldCuts, find_held_cuts, mode_regions
+from ddp_compile.passes.analysis.graph_nodes import written_arguments
 
 
 def held_at(gm: fx.GraphModule) -> set[int]:

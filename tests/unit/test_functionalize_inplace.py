@@ -9,8 +9,8 @@ import torch
 from graphs import capture
 from torch import Tensor, fx
 
-from ddp_compile.passes.cut_constraints import find_held_cuts
-from ddp_compile.passes.functionalize_inplace import functionalize_inplace_pass
+from ddp_compile.passes.analysis.cut_constraints import find_held_cuts
+from ddp_compile.passes.forward.functionalize_inplace import functionalize_inplace_pass
 from ddp_compile.passes.pipeline import PassContext
 
 CONTEXT = PassContext(parameter_of={}, buckets=(), graph_name="graph 0")

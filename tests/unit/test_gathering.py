@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from store_ranks import on_threads, run_round, store_of
+from store_ranks import on_threads, run_iteration, store_of
 
-from ddp_compile.runtime import gathering, standing
-from ddp_compile.runtime.agreement_points import AgreementPoints
-from ddp_compile.runtime.gathering import Gathering
-from ddp_compile.runtime.group_store import GroupStore
-from ddp_compile.runtime.standing import Standings
+from ddp_compile.runtime.desync import gathering, rank_status
+from ddp_compile.runtime.desync.agreement_points import AgreementPoints
+from ddp_compile.runtime.desync.gathering import Gathering
+from ddp_compile.runtime.desync.group_store import GroupStore
+from ddp_compile.runtime.desync.rank_status import RankStatuses
 
 
 class CountingStore:
@@ -52,29 +52,31 @@ def asked() -> Iterator[tuple[list[GroupStore], list[int]]]:
 
 def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(asked: Any) -> None:
     stores, counts = asked
-    ranks = [Standings(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
+    ranks = [RankStatuses(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
     for number in range(2):
         counts.clear()
-        for rank, standings in enumerate(ranks):
-            standings.note("waiting for the buckets of round", 7 + number)
-            standings.fail(f", bucket {rank % 2}: failed")
-        tables = on_threads([standings.report for standings in ranks])
+        for rank, statuses in enumerate(ranks):
+            statuses.note("waiting for the buckets of iteration", 7 + number)
+            statuses.fail(f", bucket {rank % 2}: failed")
+        tables = on_threads([statuses.report for statuses in ranks])
         for table in tables:
             rows = table.splitlines()[2:]
-            assert [row.split("round ")[1] for row in rows] == [f"{7 + number}, bucket {i}: failed" for i in range(2)]
+            assert [row.split("iteration ")[1] for row in rows] == [
+                f"{7 + number}, bucket {i}: failed" for i in range(2)
+            ]
             assert all(row.split("  ")[1].count(",") == NUM_RANKS // 2 - 1 for row in rows)
         assert sum(counts) < 60 * NUM_RANKS  # and not NUM_RANKS**2, a few times
 
 
-def test_records_of_many_ranks_that_differ_take_questions_in_proportion_to_the_ranks(asked: Any) -> None:
+def test_fingerprints_of_many_ranks_that_differ_take_questions_in_proportion_to_the_ranks(asked: Any) -> None:
     stores, counts = asked
     ranks = [AgreementPoints(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
     for rank, points in enumerate(ranks):
-        run_round(points, after_forward=rank != 3)
+        run_iteration(points, after_forward=rank != 3)
     counts.clear()
     errors = on_threads([points.compare for points in ranks])
     for rank, error in enumerate(errors):
-        assert str(error).startswith(f"rank {rank}: at the end of round 1 ")
+        assert str(error).startswith(f"rank {rank}: at the end of iteration 1 ")
         assert "1 on rank 3, 0 on ranks 0-2, 4-127" in str(error)
     assert sum(counts) < 60 * NUM_RANKS
 
@@ -116,11 +118,11 @@ def test_a_summary_that_is_too_long_is_cut_off() -> None:
 
 def test_who_holds_the_store_stays_until_the_others_have_read() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    owner, other = (Standings(store_of(dist.PrefixStore("g", server)), rank, 2) for rank in range(2))
+    owner, other = (RankStatuses(store_of(dist.PrefixStore("g", server)), rank, 2) for rank in range(2))
     other._store.ends_here = False
     assert owner._store.ends_here
-    for standings in (owner, other):
-        standings.fail(": failed")
+    for statuses in (owner, other):
+        statuses.fail(": failed")
     read_at: list[float] = []
 
     def report_late() -> None:
@@ -137,10 +139,10 @@ def test_who_holds_the_store_stays_until_the_others_have_read() -> None:
 
 
 def test_who_holds_the_store_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing, "WAIT_FOR_OTHERS_S", 0.1)
-    monkeypatch.setattr(standing, "OWNER_STAYS_S", 0.4)
+    monkeypatch.setattr(rank_status, "WAIT_FOR_OTHERS_S", 0.1)
+    monkeypatch.setattr(rank_status, "OWNER_STAYS_S", 0.4)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    owner = Standings(store_of(server), 0, 2)
+    owner = RankStatuses(store_of(server), 0, 2)
     owner.fail(": failed")
     started = time.monotonic()
     assert "never heard of" in owner.report()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from graphs import GraphBuilder, chain
 from torch import fx, nn
 
-from ddp_compile.passes.grad_ready_order import grad_ready_order
+from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 
 
 def order(gm: fx.GraphModule, parameter_of: dict[str, int]) -> list[tuple[int, str]]:

@@ -123,7 +123,7 @@ def test_passes_and_runtime_never_import_each_other(layer: str, other: str) -> N
 
 @pytest.mark.parametrize(
     "module",
-    ["ddp_compile.bucket_plan", "ddp_compile.bucket_ready", "ddp_compile.config", "ddp_compile.errors", INTERNALS],
+    ["ddp_compile.plan.spec", "ddp_compile.graph_ops", "ddp_compile.config", "ddp_compile.errors", INTERNALS],
 )
 def test_the_lowest_layer_imports_nothing_of_ours(module: str) -> None:
     assert {
@@ -132,7 +132,7 @@ def test_the_lowest_layer_imports_nothing_of_ours(module: str) -> None:
 
 
 def test_the_bucket_plan_needs_only_the_standard_library_and_torch_without_its_distributed_part() -> None:
-    tree = TREES["ddp_compile.bucket_plan"]
+    tree = TREES["ddp_compile.plan.spec"]
     roots = {name.split(".")[0] for name in imported_names(tree)}
     assert roots <= {*sys.stdlib_module_names, "torch"}
     assert [name for name in torch_names(tree) if name.startswith("torch.distributed")] == []
@@ -157,9 +157,8 @@ def test_only_the_command_line_imports_the_harness() -> None:
 @pytest.mark.parametrize("layer", ["ddp_compile.passes", "ddp_compile.runtime"])
 def test_passes_and_runtime_import_nothing_from_above(layer: str) -> None:
     allowed = (
-        "ddp_compile.bucket_plan",
-        "ddp_compile.plan_builder",
-        "ddp_compile.bucket_ready",
+        "ddp_compile.plan",
+        "ddp_compile.graph_ops",
         "ddp_compile.errors",
         "ddp_compile.config",
         INTERNALS,
@@ -172,7 +171,7 @@ def test_passes_and_runtime_import_nothing_from_above(layer: str) -> None:
 
 
 def test_graph_dumps_know_no_pass_and_passes_know_no_dumps() -> None:
-    assert reaches(imports_of_ours("ddp_compile.graph_dump"), "ddp_compile.passes") == set()
+    assert reaches(imports_of_ours("ddp_compile.compile.graph_dump"), "ddp_compile.passes") == set()
 
 
 @pytest.mark.parametrize("module", sorted(set(TREES) - set(below(INTERNALS)) - PRIVATE_BY_PURPOSE))
@@ -200,3 +199,19 @@ def test_every_allowed_private_name_is_still_used() -> None:
 )
 def test_the_guard_sees_private_names(source: str, expected: set[str]) -> None:
     assert private_torch_names(ast.parse(source)) == expected
+
+
+def writes_of_grad(tree: ast.Module) -> int:
+    targets = [
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete)
+        for target in (node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target])
+    ]
+    return sum(isinstance(t, ast.Attribute) and t.attr == "grad" for target in targets for t in ast.walk(target))
+
+
+def test_the_bucket_alone_writes_gradients() -> None:
+    writers = {module for module in below("ddp_compile.runtime") if writes_of_grad(TREES[module])}
+    assert writers == {"ddp_compile.runtime.bucket"}
+    assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3

@@ -26,8 +26,8 @@ def test_every_phase_can_be_reached_and_left() -> None:
 def test_every_phase_knows_what_comes_next() -> None:
     for phase in set(TABLE.values()):
         known = {event for before, event in TABLE if before == phase}
-        # Gradients of a forward inside no_sync, and further ones of a round, change nothing; a forward while some are
-        # missing is refused before.
+        # Gradients of a forward inside no_sync, and further ones of an iteration, change nothing; a forward while
+        # some are missing is refused before.
         assert Event.GRADIENT in known or phase.state in (State.LOCAL, State.REDUCING)
         assert {Event.FORWARD, Event.LOCAL_FORWARD} <= known or phase.state is State.INCOMPLETE
 

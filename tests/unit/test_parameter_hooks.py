@@ -8,40 +8,51 @@ import weakref
 import torch
 from torch.nn import Parameter
 
-from ddp_compile.runtime.accumulators import Accumulators
-from ddp_compile.runtime.parameter_hooks import ParameterHooks
+from ddp_compile.plan.spec import BucketSpec, GradientSpec
+from ddp_compile.runtime.arrivals.accumulators import Accumulators
+from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
+from ddp_compile.runtime.bucket import Bucket
 
 BEHIND = -10  #: that the listener hears when all hooks have run
 
 
+def bucket_of(params: list[Parameter], *param_indices: int) -> Bucket:
+    spec = BucketSpec(0, tuple(GradientSpec(i, f"p{i}", 2, "float32", "cpu") for i in param_indices), 1)
+    return Bucket(spec, [params[i] for i in param_indices], gradient_as_bucket_view=True, rank=0)
+
+
 class Listener:
-    """Strikes a gradient off what is missing, as the reducer does."""
+    """Counts a gradient as arrived, as the reducer does."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
         self.hooks: ParameterHooks | None = None
-        self.missing: dict[int, set[int]] = {}
+        self.bucket_of: dict[int, Bucket] = {}
 
     def hooks_have_run(self) -> None:
         self.heard.append(BEHIND)
 
-    def gather(self, hooks: ParameterHooks, *buckets: tuple[int, ...]) -> None:
+    @property
+    def missing(self) -> set[int]:
+        return set().union(*(bucket.iteration.pending for bucket in self.bucket_of.values()))
+
+    def batch(self, hooks: ParameterHooks, *buckets: Bucket) -> None:
         self.hooks = hooks
-        for members in buckets:
-            missing = set(members)
-            self.missing.update(dict.fromkeys(members, missing))
-            hooks.gather(members, missing)
+        for bucket in buckets:
+            bucket.begin_iteration()
+            self.bucket_of.update(dict.fromkeys(bucket.param_indices, bucket))
+            hooks.batch(bucket)
 
     def mark_parameter_ready(self, index: int) -> None:
         self.heard.append(index)
         if self.hooks is not None:
-            self.hooks.settle(index)
-            self.missing[index].discard(index)
-            if not self.missing[index]:
+            self.hooks.flush(index)
+            if self.bucket_of[index].arrive(index):
                 self.hooks.note_last(index)
 
 
-BUCKETS = ((3, 4, 5), (2, 1, 0))
+def two_buckets(params: list[Parameter]) -> tuple[Bucket, Bucket]:
+    return bucket_of(params, 3, 4, 5), bucket_of(params, 2, 1, 0)
 
 
 def parameters(count: int) -> list[Parameter]:
@@ -56,7 +67,7 @@ def backward(used: list[Parameter]) -> None:
     x.sum().backward()
 
 
-def test_at_first_every_gradient_is_told() -> None:
+def test_at_first_every_gradient_is_notified() -> None:
     listener, params = Listener(), parameters(4)
     hooks = ParameterHooks(params, Accumulators(params), listener)
     backward(params)
@@ -66,110 +77,111 @@ def test_at_first_every_gradient_is_told() -> None:
     assert len(listener.heard) == 4
 
 
-def test_gathering_tells_of_the_one_that_came_last_the_time_before() -> None:
+def test_batching_tells_of_the_one_that_came_last_the_time_before() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.gather(hooks, *BUCKETS)
+    buckets = two_buckets(params)
+    listener.batch(hooks, *buckets)
     backward(params)
     # Of (3, 4, 5) number 5 is expected to be last at first: the order has changed, and 4 and 3 tell of themselves.
     assert listener.heard == [5, 4, 3, 0]
-    assert not any(listener.missing.values())
+    assert not listener.missing
     for _ in range(2):
-        hooks.tell_of_each()
+        hooks.notify_of_each()
         listener.heard.clear()
-        listener.gather(hooks, *BUCKETS)
+        listener.batch(hooks, *buckets)
         backward(params)
         assert listener.heard == [3, 0]
-        assert not any(listener.missing.values())
+        assert not listener.missing
 
 
 def test_one_that_comes_first_is_not_expected_last() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    hooks.gather((0, 1, 2), {0, 1, 2}, arriving=(2,))
+    hooks.batch(bucket_of(params, 0, 1, 2), arriving=(2,))
     backward(params)
     assert listener.heard == [2, 1, 0]
 
 
-def test_what_was_gathered_is_struck_off_when_a_backward_ends_without_the_last() -> None:
+def test_what_was_batched_is_struck_off_when_a_backward_ends_without_the_last() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.gather(hooks, *BUCKETS)
+    listener.batch(hooks, *two_buckets(params))
     backward([params[1], params[2]])
-    assert listener.heard == [] and listener.missing[0] == {0, 1, 2}
-    hooks.settle_all()
-    assert listener.heard == [] and listener.missing[0] == {0} and listener.missing[3] == {3, 4, 5}
+    assert listener.heard == [] and listener.missing == {0, 1, 2, 3, 4, 5}
+    hooks.flush_all()
+    assert listener.heard == [] and listener.missing == {0, 3, 4, 5}
     backward(params[:2])
     assert listener.heard == [1, 0]  # each tells of itself again
 
 
-def test_a_gradient_that_comes_twice_is_told_of() -> None:
+def test_a_gradient_that_comes_twice_is_notified_of() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.gather(hooks, *BUCKETS)
+    listener.batch(hooks, *two_buckets(params))
     backward([params[2]])
     backward([params[2]])
     assert listener.heard == []
     backward([params[0]])
-    assert listener.heard == [0, 2] and listener.missing[0] == {1}
+    assert listener.heard == [0, 2] and listener.missing == {1, 3, 4, 5}
 
 
-def test_a_gradient_that_comes_after_the_last_is_told_of_when_the_backward_ends() -> None:
+def test_a_gradient_that_comes_after_the_last_is_notified_of_when_the_backward_ends() -> None:
     listener, params = Listener(), parameters(6)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    listener.gather(hooks, *BUCKETS)
+    listener.batch(hooks, *two_buckets(params))
     backward(params[:3])
     backward([params[1]])
     assert listener.heard == [0]
-    hooks.settle_all()
+    hooks.flush_all()
     assert listener.heard == [0, 1]
 
 
-def test_nobody_is_told_of_what_nobody_waits_for() -> None:
+def test_nobody_is_notified_of_what_nobody_waits_for() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    missing = {0, 1, 2}
-    hooks.gather((2, 1, 0), missing, tell_of_last=False)
+    bucket = bucket_of(params, 2, 1, 0)
+    hooks.batch(bucket, notify_of_last=False)
     backward(params)
-    hooks.settle_all()
-    assert listener.heard == [] and not missing
+    hooks.flush_all()
+    assert listener.heard == [] and not bucket.iteration.pending
 
 
-def test_gathering_what_is_gathered_loses_nothing() -> None:
+def test_batching_what_is_batched_loses_nothing() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    missing = {0, 1, 2}
+    bucket = bucket_of(params, 2, 1, 0)
     for part in params[1:]:
-        hooks.gather((2, 1, 0), missing)
+        hooks.batch(bucket)
         backward([part])
-    hooks.settle_all()
-    assert missing == {0}
+    hooks.flush_all()
+    assert bucket.iteration.pending == {0}
 
 
-def test_after_gathering_every_gradient_is_told_again() -> None:
+def test_after_batching_every_gradient_is_notified_again() -> None:
     listener, params = Listener(), parameters(3)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    missing = {0, 1, 2}
-    hooks.gather((2, 1, 0), missing)
-    hooks.tell_of_each()
+    bucket = bucket_of(params, 2, 1, 0)
+    hooks.batch(bucket)
+    hooks.notify_of_each()
     backward(params)
     assert listener.heard == [2, 1, 0]
-    assert missing == {0, 1, 2}
+    assert bucket.iteration.pending == {0, 1, 2}
 
 
-def test_the_listener_is_told_when_all_other_hooks_have_run() -> None:
+def test_the_listener_is_notified_when_all_other_hooks_have_run() -> None:
     listener, params = Listener(), parameters(2)
     accumulators = Accumulators(params)
     hooks = ParameterHooks(params, accumulators, listener)
     node = torch.autograd.graph.get_gradient_edge(params[1]).node
     node.register_hook(lambda *_: listener.heard.append(-1))
-    hooks.tell_behind(1)
+    hooks.notify_behind(1)
     params[1].register_post_accumulate_grad_hook(lambda _: listener.heard.append(-2))
     node.register_hook(lambda *_: listener.heard.append(-3))
     backward(params)
     assert listener.heard == [1, -2, -1, BEHIND, -3, 0]
     listener.heard.clear()
-    hooks.tell_behind(1)  # others that were registered since then go before it
+    hooks.notify_behind(1)  # others that were registered since then go before it
     backward(params)
     assert listener.heard == [1, -2, -1, -3, BEHIND, 0]
     hooks.remove()
@@ -180,7 +192,7 @@ def test_the_listener_is_told_when_all_other_hooks_have_run() -> None:
 def test_hooks_keep_neither_the_listener_nor_a_cycle_alive() -> None:
     listener, params = Listener(), parameters(2)
     hooks = ParameterHooks(params, Accumulators(params), listener)
-    hooks.gather((1, 0), {0, 1})
+    hooks.batch(bucket_of(params, 1, 0))
     alive = weakref.ref(listener)
     of_parameter = weakref.ref(params[0])
     gc.disable()

@@ -11,8 +11,8 @@ from graphs import GraphBuilder, capture, find
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile.passes.cut_constraints import find_held_cuts
-from ddp_compile.passes.partition_graph import partition_graph
+from ddp_compile.passes.analysis.cut_constraints import find_held_cuts
+from ddp_compile.passes.forward.partition_graph import partition_graph
 
 
 def allowed_cuts(gm: fx.GraphModule) -> list[int]:

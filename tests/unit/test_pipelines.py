@@ -38,5 +38,5 @@ def test_every_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     pipelines_version.__wrapped__()
     for run_pass in (*pipelines.FORWARD_SPLIT, *pipelines.BACKWARD_SPLIT):
         assert run_pass.__module__ in asked
-    assert {"ddp_compile.passes.graph_nodes", "ddp_compile.torch_internals.backward_compile"} <= set(asked)
+    assert {"ddp_compile.passes.analysis.graph_nodes", "ddp_compile.torch_internals.backward_compile"} <= set(asked)
     assert len(asked) == len(set(asked))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from plans import gradients, members, plan_in_frames, random_gradients
 
-from ddp_compile import plan_builder
-from ddp_compile.bucket_plan import BucketPlan, BucketSpec, GradientSpec, Layout, pack, plan_buckets
-from ddp_compile.plan_builder import PlanBuilder
+from ddp_compile.plan import builder as plan_builder
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, pack, plan_buckets
 
 
 def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registration_order() -> None:

@@ -9,7 +9,7 @@ import torch
 from graphs import GraphBuilder, context
 from torch import fx
 
-from ddp_compile.passes.sink_parameter_views import sink_parameter_views_pass
+from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
 
 
 def sink(build: GraphBuilder, gm: fx.GraphModule) -> tuple[list[str], int]:

@@ -10,8 +10,8 @@ import torch
 from graphs import GraphBuilder, chain, context
 from torch import fx
 
+from ddp_compile.passes.forward.split_forward import split_forward_pass
 from ddp_compile.passes.pipeline import Declined
-from ddp_compile.passes.split_forward import split_forward_pass
 
 
 def partitions(gm: fx.GraphModule) -> list[list[str]]:
@@ -74,7 +74,7 @@ def test_two_buckets_that_meet_in_one_node_leave_together() -> None:
     result = split_forward_pass(gm, context(build.parameter_of, [1], [0]))
     assert result.gm is gm and result.num_changed == 0
     assert result.declined == (
-        Declined("addmm", "bucket 0 leaves with bucket 1: one node computes with gradients of both"),
+        Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both"),
     )
 
 
@@ -118,7 +118,7 @@ def test_a_cut_that_would_have_to_move_past_the_next_bucket_is_not_made_and_says
     result = split_forward_pass(gm, context(build.parameter_of, [1], [0]))
     assert result.gm is gm and result.num_changed == 0
     assert result.declined == (
-        Declined("matmul_1", "bucket 0 leaves with bucket 1: chunk, a tuple, cannot cross partitions"),
+        Declined("matmul_1", "bucket 0 is launched with bucket 1: chunk, a tuple, cannot cross partitions"),
     )
 
 
@@ -155,7 +155,7 @@ def test_two_cuts_that_move_to_one_place_make_one_cut() -> None:
     assert partitions(result.gm) == [["matmul"], ["chunk", "matmul_1", "matmul_2", "getitem", "add"]]
     assert result.num_changed == 2
     assert [d.reason for d in result.declined] == [
-        "bucket 0 leaves with bucket 1: chunk, a tuple, cannot cross partitions",
+        "bucket 0 is launched with bucket 1: chunk, a tuple, cannot cross partitions",
         "cut moved up to chunk: chunk, a tuple, cannot cross partitions",
     ]
 
@@ -176,7 +176,7 @@ def test_with_every_cut_or_none_a_graph_that_misses_one_stays_whole_and_says_why
     ctx = context(build.parameter_of, [2], [1], [0])
     result = split_forward_pass(gm, dataclasses.replace(ctx, every_cut_or_none=True))
     assert result.gm is gm and result.num_changed == 0
-    note = "bucket 0 leaves with bucket 1: chunk, a tuple, cannot cross partitions"
+    note = "bucket 0 is launched with bucket 1: chunk, a tuple, cannot cross partitions"
     assert Declined("matmul_2", note) in result.declined
     assert len(partitions(split_forward_pass(gm, ctx).gm)) == 2
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from graphs import GraphBuilder
 
-from ddp_compile.passes.cut_constraints import find_held_cuts
-from ddp_compile.passes.graph_nodes import _INPLACE_OPERATORS
+from ddp_compile.passes.analysis.cut_constraints import find_held_cuts
+from ddp_compile.passes.analysis.graph_nodes import _INPLACE_OPERATORS
+from ddp_compile.passes.forward.unalias_inplace_results import unalias_inplace_results_pass
 from ddp_compile.passes.pipeline import PassContext
-from ddp_compile.passes.unalias_inplace_results import unalias_inplace_results_pass
 
 CONTEXT = PassContext(parameter_of={}, buckets=(), graph_name="graph 0")
 

@@ -6,9 +6,9 @@ import torch
 from graphs import capture
 from torch import Tensor, fx
 
-from ddp_compile.passes.cut_constraints import find_held_cuts
+from ddp_compile.passes.analysis.cut_constraints import find_held_cuts
+from ddp_compile.passes.forward.unpack_sizes import unpack_sizes_pass
 from ddp_compile.passes.pipeline import PassContext
-from ddp_compile.passes.unpack_sizes import unpack_sizes_pass
 
 CONTEXT = PassContext(parameter_of={}, buckets=(), graph_name="graph 0")
 

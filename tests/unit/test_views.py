@@ -8,9 +8,9 @@ import torch
 from graphs import GraphBuilder, find
 from torch import fx
 
-from ddp_compile.passes.cut_constraints import find_held_cuts, mode_regions
-from ddp_compile.passes.partition_graph import partition_graph
-from ddp_compile.passes.views import ViewTrees
+from ddp_compile.passes.analysis.cut_constraints import find_held_cuts, mode_regions
+from ddp_compile.passes.analysis.views import ViewTrees
+from ddp_compile.passes.forward.partition_graph import partition_graph
 
 
 def partitions_of(stitched: fx.GraphModule) -> list[fx.GraphModule]:

@@ -1,0 +1,1 @@
+"""From a graph that Dynamo made to compiled code."""

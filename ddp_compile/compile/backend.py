@@ -1,0 +1,268 @@
+"""The Dynamo backend: for each graph, plan -> passes -> inner compiler."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from ddp_compile import torch_internals
+from ddp_compile.compile.backward_pieces import compile_whole_or_in_pieces
+from ddp_compile.compile.graph_compiler import GraphCompiler
+from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
+from ddp_compile.compile.partitions import compile_partitions
+from ddp_compile.config import SplitMode
+from ddp_compile.graph_ops import watch_parameters
+from ddp_compile.kernels.layout import is_non_overlapping_and_dense
+from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
+from ddp_compile.passes.analysis.graph_nodes import requires_grad
+from ddp_compile.passes.backward.bucket_backward import BackwardContext
+from ddp_compile.passes.forward.partition_graph import partition_names
+from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
+from ddp_compile.passes.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, pipelines_version
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketSpec, shorten_names
+from ddp_compile.torch_internals import BackwardEdit, BackwardPass
+
+log = logging.getLogger(__name__)
+
+
+class GraphReport(NamedTuple):
+    """What was done with one graph.
+
+    Args:
+        graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
+        num_buckets: Buckets that meet the graph.
+        num_partitions: Graphs that were compiled; 1 where nothing was cut.
+        declined: Cuts that were not made where the plan wanted them, and why; with ``launches_in_backward``, buckets
+            that the backward does not hand over. Not known of compiled code that was read from a cache.
+        launches_in_backward: Whether buckets are handed over inside the compiled backward.
+        not_cut: Why a graph that was to be cut in the forward was left whole: the cuts that were declined.
+    """
+
+    graph: int
+    num_buckets: int
+    num_partitions: int
+    declined: tuple[Declined, ...]
+    launches_in_backward: bool = False
+    not_cut: tuple[Declined, ...] = ()
+
+
+class TrainingBackend:
+    """Compiles the training graphs of one module.
+
+    Args:
+        compiler: Compiles each graph or partition.
+        builder: The module's plan, which every graph extends until it is sealed.
+        parameters: Index of each reduced parameter, by ``id`` of the parameter.
+        split: Where graphs are cut; ``"forward"`` cuts at bucket boundaries, ``"backward"`` leaves them whole and has
+            the backward hand buckets over, ``"auto"`` does that with graphs that cannot be cut for every bucket.
+        launches_in_backward: What `launches_in_backward` says.
+        reducer: Number by which a compiled backward finds the reducer.
+        moves_gradients: Whether gradients that such a backward has computed may move to the flat buffers at once.
+    """
+
+    def __init__(
+        self,
+        compiler: GraphCompiler,
+        builder: PlanBuilder,
+        parameters: Mapping[int, int],
+        split: SplitMode,
+        launches_in_backward: bool,
+        reducer: int,
+        moves_gradients: bool,
+    ) -> None:
+        self.compiler = compiler
+        self.builder = builder
+        self.parameters = parameters
+        self.split = split
+        self.reducer = reducer
+        self.reports: list[GraphReport] = []
+        self.launches_in_backward = launches_in_backward
+        self.moves_gradients = moves_gradients
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
+        ordinal = len(self.reports)
+        name = f"graph {ordinal}"
+        parameter_of = self._find_parameters(gm, example_inputs)
+        order = grad_ready_order(gm, parameter_of)
+        if not order or not _has_backward(gm):
+            log.info("%s: not split: no reduced parameter gets a gradient in it", name)
+            self.reports.append(GraphReport(ordinal, 0, 1, ()))
+            return self.compiler.compile(gm, example_inputs, name)
+        buckets = self.builder.add_frame([entry.parameter for entry in order])
+        table = format_graph_buckets(buckets, [entry.parameter for entry in order])
+        launches_in_backward = self._launches_in_backward(name)
+        if self.split == "backward" and launches_in_backward:
+            return self._compile_whole(gm, example_inputs, parameter_of, buckets, table)
+        ctx = PassContext(
+            parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_in_backward
+        )
+        passes = () if self.split == "none" else FORWARD_SPLIT
+        result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
+        num_partitions = max(1, len(partition_names(result.gm)))
+        if num_partitions == 1 < len(buckets) and launches_in_backward:
+            log.info(
+                "%s: left whole, since not every bucket could be launched early if it were cut in the forward", name
+            )
+            return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table, result.declined)
+        log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
+        self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
+        if num_partitions == 1:
+            return self.compiler.compile(result.gm, example_inputs, f"{name} {self._parameters_in(result.gm, ctx)}")
+
+        def compile_partition(gm: fx.GraphModule, inputs: Sequence[Any], partition: str) -> Callable[..., Any]:
+            return self.compiler.compile(gm, inputs, f"{partition} of {name} {self._parameters_in(gm, ctx)}")
+
+        return compile_partitions(result.gm, example_inputs, compile_partition)
+
+    def _compile_whole(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        parameter_of: Mapping[str, int],
+        buckets: Sequence[BucketSpec],
+        table: str,
+        not_cut: tuple[Declined, ...] = (),
+    ) -> Callable[..., Any]:
+        name = f"graph {len(self.reports)}"
+        parameter_of_input = _positions_of_parameters(gm, parameter_of)
+        ctx = BackwardContext(
+            parameter_of_input=parameter_of_input,
+            buckets=tuple(buckets),
+            reducer=self.reducer,
+            graph_name=name,
+            strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
+        )
+        dump = GraphDump(f"{name} backward", table)
+        place = len(self.reports)
+        report = GraphReport(place, len(ctx.buckets), 1, (), launches_in_backward=True, not_cut=not_cut)
+        self.reports.append(report)
+
+        def hand_buckets_over(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
+            result = run_pipeline(backward, ctx, [*BACKWARD_SPLIT, *of_the_compiler], [dump])
+            self.reports[place] = report._replace(declined=result.declined)
+
+        log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
+        compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
+        edit = BackwardEdit(hand_buckets_over, _cache_key(ctx), compile_edited)
+        named = f"{ctx.graph_name} {self._named(ctx.parameter_of_input.values())}"
+        compiled = self.compiler.compile(gm, example_inputs, named, edit)
+        param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
+        return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
+
+    def _launches_in_backward(self, name: str) -> bool:
+        """Whether the graph's backward can hand buckets over."""
+        if not self.launches_in_backward or not torch_internals.compiled_autograd_is_on():
+            return self.launches_in_backward
+        if self.split == "auto":
+            log.info("%s: not launched inside its backward, since compiled autograd compiles another one", name)
+            return False
+        raise ValueError(
+            "split='backward' cannot be used with compiled autograd (torch._dynamo.config.compiled_autograd=True),"
+            " which compiles another backward than the one that hands buckets over; turn it off, or pass"
+            " split='forward'"
+        )
+
+    def _parameters_in(self, gm: fx.GraphModule, ctx: PassContext) -> str:
+        return self._named(ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of)
+
+    def _named(self, parameters: Iterable[int]) -> str:
+        names = [self.builder.gradients[index].fqn for index in parameters]
+        return f"({shorten_names(names) or 'no parameters'})"
+
+    def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
+        """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
+        found = {}
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+            if isinstance(value, Tensor) and id(value) in self.parameters:
+                found[node.name] = self.parameters[id(value)]
+        for node in gm.graph.find_nodes(op="get_attr"):
+            value = operator.attrgetter(str(node.target))(gm)
+            if isinstance(value, Tensor) and id(value) in self.parameters:
+                found[node.name] = self.parameters[id(value)]
+        return found
+
+
+def _positions_of_parameters(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> dict[int, int]:
+    """Index of the reduced parameter at each position among the graph's inputs."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of}
+
+
+def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Strides of the reduced parameters that fill their memory without gaps, as their places in a flat buffer do."""
+    return {
+        index: example_inputs[position].stride()
+        for position, index in parameter_of_input.items()
+        if is_non_overlapping_and_dense(example_inputs[position])
+    }
+
+
+def _cache_key(ctx: BackwardContext) -> str:
+    """What the edited backward depends on beside the graph itself."""
+    buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
+    numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
+    described = [pipelines_version(), ctx.reducer, buckets, *numbers]
+    return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
+
+
+def _has_backward(gm: fx.GraphModule) -> bool:
+    """Whether a gradient can come back into the graph: a graph made under no_grad has no output that requires one."""
+    return any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
+
+
+def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
+    """Whether buckets may be launched inside compiled backwards; has to be the same on every rank.
+
+    Args:
+        split: What the user has asked for.
+        compiler: Compiles the graphs.
+
+    Raises:
+        ValueError: The backend's ``inner_compile`` is not callable.
+    """
+    if split not in ("auto", "backward"):
+        return False
+    can_edit = compiler.can_edit_backwards()
+    if split == "backward" and not can_edit:
+        log.warning(
+            "split='backward' needs a backend that is known to be built on AOTAutograd, which %s is not:"
+            " graphs are cut in the forward instead",
+            getattr(compiler.inner, "compiler_name", compiler.inner),
+        )
+    return can_edit
+
+
+class EvaluationBackend:
+    """Compiles the graphs of one module that no gradients come back through, or only in evaluation mode: whole.
+
+    Dynamo keeps every backend for good, so this one, like `TrainingBackend`, must not lead to the module.
+    """
+
+    def __init__(self, compiler: GraphCompiler) -> None:
+        self.compiler = compiler
+        self.num_graphs = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        name = f"evaluation graph {self.num_graphs}"
+        self.num_graphs += 1
+        return self.compiler.compile(gm, example_inputs, name)
+
+
+def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
+    """The graphs that hold several buckets and yet could not be cut anywhere."""
+    return [
+        report
+        for report in reports
+        if report.num_buckets > 1
+        and report.num_partitions == 1
+        and not (report.launches_in_backward and len(report.declined) < report.num_buckets)
+    ]

@@ -1,0 +1,97 @@
+"""Compiles a backward in pieces, for compilers that refuse graphs with operators they do not know."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from ddp_compile.compile.graph_compiler import must_be_raised
+from ddp_compile.graph_ops import OPERATORS
+from ddp_compile.passes.forward.partition_graph import partition_graph
+from ddp_compile.torch_internals import CompileBackward
+
+log = logging.getLogger(__name__)
+
+
+def compile_whole_or_in_pieces(
+    compile_backward: CompileBackward, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str
+) -> Callable[..., Any]:
+    """Compile a backward with `bucket_ready` operators in it; where that fails, compile what lies between them.
+
+    Args:
+        compile_backward: A backward compiler as AOTAutograd calls it.
+        gm: The backward graph; the compiler may change it.
+        example_inputs: One entry for each placeholder.
+        name: What the log calls it.
+
+    Returns:
+        What computes the backward.
+
+    Raises:
+        Exception: What the compiler raised for one of the pieces, or for the whole graph if that has none of the
+            operators, if it is a request to Dynamo, or if memory ran out.
+    """
+    untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    try:
+        return compile_backward(gm, example_inputs)
+    except Exception as error:
+        _keep_results_together(untouched.graph)
+        cuts = _cuts_around_operators(untouched)
+        if not cuts or must_be_raised(error):
+            raise
+        # Not the error itself: a log that keeps it keeps the frames of the backward pass that waits for this.
+        said = str(error)
+        log.warning("%s: not compiled with operators for buckets in it, so in pieces between them: %s", name, said)
+        return _compile_pieces(compile_backward, partition_graph(untouched, cuts), example_inputs)
+
+
+def _keep_results_together(graph: fx.Graph) -> None:
+    """Pick the results of a node apart right behind it, so that each crosses to another piece as a tensor."""
+    for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
+        node.args[0].append(node)
+
+
+def _cuts_around_operators(gm: fx.GraphModule) -> list[int]:
+    """Where runs of our operators, with what picks their results out, begin and end."""
+    nodes = list(gm.graph.nodes)
+    ours = [_is_ours(node) for node in nodes]
+    return [i for i in range(1, len(nodes)) if ours[i] != ours[i - 1]]
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return node.target in OPERATORS or any(argument.target in OPERATORS for argument in node.all_input_nodes)
+
+
+def _compile_pieces(
+    compile_backward: CompileBackward, stitched: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    inputs_of = dict(zip(stitched.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    for call in stitched.graph.find_nodes(op="call_module"):
+        name = str(call.target)
+        piece = stitched.get_submodule(name)
+        assert isinstance(piece, fx.GraphModule)
+        calls = [node for node in piece.graph.nodes if node.op == "call_function"]
+        if not calls or any(node.target in OPERATORS for node in calls):
+            continue
+        inputs = [inputs_of[node] if node in inputs_of else node.meta["val"] for node in call.args]
+        function = _unboxed(compile_backward(piece, inputs))
+        delattr(stitched, name)
+        setattr(stitched, name, function)
+
+    def run(arguments: list[Any]) -> Any:
+        # Takes what it is given out of the list, and drops every value after the last piece that uses it.
+        return fx.Interpreter(stitched).boxed_run(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _unboxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not getattr(function, "_boxed_call", False):
+        return function
+    return lambda *arguments: function(list(arguments))

@@ -1,0 +1,229 @@
+"""``ddp_compile(module)``: the module itself becomes data parallel and compiled, in place."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_compile.comm_hooks import builtin_hook
+from ddp_compile.compile.backend import GraphReport
+from ddp_compile.compile.settings import CompileSettings
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReplicationError
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.replicate_state import ReplicateState
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig
+from ddp_compile.runtime.algorithms.comm_hook import CommHook
+
+_STATE = "_ddp_compile_state"
+
+
+class ReplicatedModule(nn.Module):
+    """What ``ddp_compile`` adds to a module's class. Do not make one yourself: call ``ddp_compile(module)``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # ``type(model)(...)``, and slices of an nn.Sequential, mean the user's class.
+        return _original_class(cls)(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep a user's ``__init_subclass__``, a registry for example, from hearing of the class made here."""
+
+    @torch.compiler.disable(reason="ddp_compile arms its reducer before the compiled call")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _state_of(self).call(self, args, kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: backwards of forwards made inside are not reduced.
+
+        The first backward of a forward made outside reduces everything accumulated until then.
+        """
+        state = _state_of(self)
+        before, state.requires_sync = state.requires_sync, False
+        try:
+            yield
+        finally:
+            state.requires_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards of the forwards to come are reduced, as with DistributedDataParallel; `no_sync` clears it.
+
+        For loops that set it: ``model.require_backward_grad_sync = micro_step == last``.
+        """
+        return _state_of(self).requires_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        _state_of(self).requires_sync = bool(value)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
+
+        Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` and of `ddp_compile.comm_hooks` can be given, and
+        functions of your own. Register the same one on every rank, at any time but inside a backward. After the first
+        backward, registering waits for the other ranks to do so as well.
+
+        Args:
+            state: Passed to the hook with every bucket; for most hooks a process group, None being the default one.
+            hook: ``hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]``. It is called with each
+                bucket in plan order, outside of ``no_sync`` only, at world size 1 too. ``bucket.buffer()`` is the sum
+                of this rank's gradients, which nothing has been divided by, of shape (n,) and the gradients' dtype; for
+                an embedding with ``sparse=True``, its sparse gradient. The future holds the reduced gradients: the
+                buffer itself or another floating tensor of its shape. Or a ``torch.distributed.BuiltinCommHookType``,
+                which reduces over the module's own process group unless ``state`` is another.
+
+        Raises:
+            TypeError: The hook is not callable, or not with a state and a bucket.
+            ValueError: The annotation of the bucket or of the result is of another type.
+            RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
+            RanksDifferError: After the first backward, another rank registered another hook, or none in time.
+        """
+        reducer = _state_of(self).reducer
+        if (builtin := builtin_hook(hook)) is not None:
+            hook, state = builtin, reducer.process_group if state is None else state
+        reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
+
+    @property
+    def bucket_plan(self) -> BucketPlan:
+        """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""
+        builder = _state_of(self).builder
+        return builder.sealed or builder.propose()
+
+    def explain(self) -> str:
+        """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
+        state = _state_of(self)
+        failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
+        reports = [_format_report(report) for report in state.backend.reports]
+        return "\n".join([self.bucket_plan.format_table(), *reports, *_format_eager(self.bucket_plan), *failures])
+
+    def unwrap(self) -> nn.Module:
+        """Make the module what it was before ``ddp_compile``, and return it.
+
+        Parameters and gradients keep their values; nothing is reduced or compiled any more. After a backward that
+        raised in the middle of an iteration, gradients become None: some had been averaged, and others had not.
+        """
+        state = _state_of(self)
+        state.reducer.remove_hooks()
+        state.parameters.release()
+        delattr(self, _STATE)
+        self.__class__ = _original_class(type(self))
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the module's own; the prefixes of DistributedDataParallel and torch.compile are taken off first.
+
+        Raises:
+            ValueError: ``assign=True``, which would replace the parameters that are being reduced.
+        """
+        if kwargs.get("assign", False) or True in args[1:2]:
+            raise ValueError(
+                "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
+                " load before ddp_compile(module), or with assign=False"
+            )
+        return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), *args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        # DataParallel calls it for each of its devices, in threads.
+        raise ReplicationError(
+            "DataParallel cannot copy a module that ddp_compile has replicated; start one process for each device, with"
+            " torchrun, and train the module without DataParallel"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        plain = copy.deepcopy(_plain_shell(self), memo)
+        memo[id(self)] = plain
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The reduction of later protocols names the class of the object at hand, which is not the plain one.
+        return _plain_shell(self).__reduce_ex__(1)
+
+
+def replicate(
+    module: nn.Module,
+    process_group: dist.ProcessGroup,
+    config: ReplicateConfig,
+    algorithm: AlgorithmConfig,
+    compile_settings: CompileSettings,
+) -> None:
+    """Swap the module's class for one with our methods and give it its state."""
+    original: Any = type(module)
+    replicated = _replicated_class(original)
+    module.__dict__[_STATE] = ReplicateState(module, process_group, config, algorithm, compile_settings)
+    module.__class__ = replicated
+
+
+@functools.cache
+def _replicated_class(original: Any) -> type[nn.Module]:
+    # Libraries read these names off the class, and look modules up by them.
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_ddp_compile_original": original,
+    }
+    return type(original.__name__, (ReplicatedModule, original), names)
+
+
+def _original_class(replicated: Any) -> Any:
+    return replicated._ddp_compile_original
+
+
+def _state_of(module: nn.Module) -> ReplicateState:
+    return module.__dict__[_STATE]
+
+
+def _plain_shell(module: nn.Module) -> nn.Module:
+    """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
+    shell: nn.Module = object.__new__(_original_class(type(module)))
+    shell.__dict__.update({name: value for name, value in module.__dict__.items() if name != _STATE})
+    return shell
+
+
+def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """The same entries under the module's own names, where all of them stand under a prefix that it does not have."""
+    if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
+        return state_dict  # torch says what is wrong with it
+    own = module.state_dict().keys()
+    stripped: Any = OrderedDict(state_dict)
+    # Versions of the modules that wrote the entries, by which they migrate old ones; kept beside the entries.
+    metadata = getattr(state_dict, "_metadata", None)
+    while stripped and own.isdisjoint(stripped):
+        prefix = next((p for p in ("module", "_orig_mod") if all(key.startswith(f"{p}.") for key in stripped)), None)
+        if prefix is None:
+            break
+        stripped = OrderedDict((key.removeprefix(f"{prefix}."), value) for key, value in stripped.items())
+        if metadata is not None:
+            below = {key: value for key, value in metadata.items() if key.split(".")[0] == prefix}
+            metadata = OrderedDict((key.removeprefix(prefix).lstrip("."), value) for key, value in below.items())
+    if own.isdisjoint(stripped):
+        return state_dict  # of another module: errors shall have the names that it has in the checkpoint
+    if metadata is not None:
+        stripped._metadata = metadata
+    return stripped
+
+
+def _format_report(report: GraphReport) -> str:
+    how = "launched inside its backward" if report.launches_in_backward else f"{report.num_partitions} partitions"
+    lines = [f"graph {report.graph}: {report.num_buckets} buckets, {how}"]
+    lines += [f"  not cut in the forward at {declined.node}: {declined.reason}" for declined in report.not_cut]
+    return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])
+
+
+def _format_eager(plan: BucketPlan) -> list[str]:
+    num_eager = sum(bucket.frame is None for bucket in plan.buckets)
+    if num_eager in (0, len(plan.buckets)):  # where nothing is compiled yet, the table says all
+        return []
+    return [
+        f"{num_eager} buckets of {len(plan.buckets)} are in no graph, since Dynamo does not compile the code that uses"
+        ' them (TORCH_LOGS="graph_breaks" says why); they are launched by their hooks, as the gradients come'
+    ]

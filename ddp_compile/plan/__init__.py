@@ -1,0 +1,1 @@
+"""The bucket plan: data and arithmetic."""

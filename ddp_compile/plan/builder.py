@@ -1,0 +1,125 @@
+"""The plan of one module while it is made: frame by frame, sealed, and with its tail packed anew once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, check_caps, pack, renumbered
+
+
+class _Place(NamedTuple):
+    """Where a bucket of a compiled frame stands.
+
+    Args:
+        frame: Ordinal of its frame.
+        position: Among the frame's buckets.
+        from_end: Buckets of frames from this one on, to the last bucket of the first frame.
+    """
+
+    frame: int
+    position: int
+    from_end: int
+
+
+class PlanBuilder:
+    """Collects the plan of one module frame by frame, as Dynamo traces, compiles and runs them.
+
+    Args:
+        gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
+        caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
+        layout: See `BucketSpec`.
+
+    Raises:
+        ValueError: As `plan_buckets`.
+    """
+
+    def __init__(self, gradients: Sequence[GradientSpec], caps_bytes: Sequence[int], layout: Layout = "padded") -> None:
+        check_caps(caps_bytes, layout)
+        assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
+        self.gradients = tuple(gradients)
+        self.caps_bytes = tuple(caps_bytes)
+        self.layout = layout
+        self.sealed: BucketPlan | None = None
+        self._frames: list[list[BucketSpec]] = []
+        self._num_buckets = 0  # of all frames
+        self._place_of: dict[int, _Place] = {}
+
+    def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
+        """Take in one frame and say which buckets meet it.
+
+        Args:
+            ready_order: Indices of the frame's parameters in gradient-ready order.
+
+        Returns:
+            Every bucket that holds a parameter of the frame, in launch order. Until the plan is sealed, parameters that
+            no earlier frame has shown are packed here; later ones stay in the bucket that the sealed plan gives them.
+        """
+        if self.sealed is not None:
+            indices = {self.sealed.bucket_of_parameter[i] for i in ready_order}
+            return [self.sealed.buckets[index] for index in sorted(indices)]
+        fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
+        # A frame compiled again brings nothing new and adds no frame, so compiling twice changes nothing.
+        if fresh:
+            self._pack_frame(fresh)
+        # Only what meets the frame is looked at: a model may have a hundred frames of many small parameters.
+        found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
+        return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
+
+    def _pack_frame(self, gradients: Sequence[GradientSpec]) -> None:
+        frame = len(self._frames)
+        buckets = pack(gradients, self.caps_bytes, self.layout, frame=frame)
+        self._frames.append(buckets)
+        self._num_buckets += len(buckets)
+        for position, bucket in enumerate(buckets):
+            place = _Place(frame, position, self._num_buckets - position)
+            self._place_of.update((gradient.index, place) for gradient in bucket.gradients)
+
+    def _index_of(self, place: _Place) -> int:
+        """What `propose` would number a bucket by now: every new frame goes before those that there are."""
+        return self._num_buckets - place.from_end
+
+    def propose(self) -> BucketPlan:
+        """The plan as this rank sees it.
+
+        The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
+        What no frame showed is the eager tail: reverse registration order, after all frames.
+        """
+        tail = [gradient for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
+        compiled = [bucket for frame in reversed(self._frames) for bucket in frame]
+        return BucketPlan(renumbered(compiled + pack(tail, self.caps_bytes, self.layout, frame=None)))
+
+    def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
+        """The sealed plan's next generation: the eager tail packed as its gradients came, each bucket in its place.
+
+        Args:
+            arrival_order: Parameter numbers in the order of their gradients in one iteration.
+
+        Returns:
+            A plan with the same buckets for compiled frames, and buckets in the order of their last gradients.
+            Parameters that got no gradient come last.
+        """
+        assert self.sealed is not None
+        # A dict keeps the place of a key that it has.
+        order = dict.fromkeys([*arrival_order, *self.sealed.bucket_of_parameter])
+        place = {index: i for i, index in enumerate(order)}
+        compiled = [bucket for bucket in self.sealed.buckets if bucket.frame is not None]
+        in_tail = {g.index for bucket in self.sealed.buckets if bucket.frame is None for g in bucket.gradients}
+        tail = [self.gradients[index] for index in order if index in in_tail]
+        buckets = [*compiled, *pack(tail, self.caps_bytes, self.layout, frame=None)]
+        buckets.sort(key=lambda bucket: max(place[gradient.index] for gradient in bucket.gradients))
+        return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
+
+    def lay_out_as(self, layout: Layout) -> None:
+        """Give every bucket another layout, those of a sealed plan as well; the gradients in it stay the same."""
+        self.layout = layout
+        self._frames = [[replace(bucket, layout=layout) for bucket in frame] for frame in self._frames]
+        if self.sealed is not None:
+            buckets = tuple(replace(bucket, layout=layout) for bucket in self.sealed.buckets)
+            self.sealed = replace(self.sealed, buckets=buckets)
+
+    def seal(self, plan: BucketPlan) -> None:
+        """Fix the plan all ranks agreed on; frames compiled from now on are cut at its boundaries."""
+        assert set(plan.bucket_of_parameter) == {gradient.index for gradient in self.gradients}
+        self.sealed = plan

@@ -1,0 +1,394 @@
+"""Which gradients travel together, in which order: the one plan that graph cuts and the reducer both read.
+
+Pure data and arithmetic: nothing here talks to another rank or touches a graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from textwrap import shorten
+from typing import Any, Literal, get_args
+
+import torch
+
+Layout = Literal["padded", "ddp"]
+
+#: Every gradient of a padded bucket starts at a multiple of this many bytes: a whole number of 128-bit loads, and of
+#: cache lines, for every dtype.
+PADDED_ALIGNMENT_BYTES = 128
+
+_JSON_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """One parameter's gradient as the plan sees it.
+
+    Args:
+        index: Position among the parameters that are reduced, in registration order.
+        fqn: Fully qualified name of the parameter.
+        numel: Number of elements.
+        dtype: Name of the dtype, for example ``"float32"``.
+        device: Label of the device that is the same on every rank, for example ``"cuda"`` (see `device_labels`).
+        is_sparse: The gradient is a sparse tensor, which cannot share a flat buffer.
+    """
+
+    index: int
+    fqn: str
+    numel: int
+    dtype: str
+    device: str
+    is_sparse: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Gradients of one dtype and one device that are reduced together, in the order in which they become ready.
+
+    Args:
+        index: Position in the plan, which is the launch order.
+        gradients: What the bucket holds.
+        cap_bytes: The capacity it was packed to. A bucket closes when it has reached its capacity, so it can be
+            larger by less than its last gradient.
+        frame: Ordinal of the compiled frame that the bucket belongs to; None for the eager tail.
+        layout: ``"padded"`` starts each gradient at a multiple of `PADDED_ALIGNMENT_BYTES`, ``"ddp"`` leaves no gaps.
+    """
+
+    index: int
+    gradients: tuple[GradientSpec, ...]
+    cap_bytes: int
+    frame: int | None = None
+    layout: Layout = "padded"
+
+    @property
+    def dtype(self) -> str:
+        return self.gradients[0].dtype
+
+    @property
+    def device(self) -> str:
+        return self.gradients[0].device
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.gradients[0].is_sparse
+
+    @cached_property
+    def byte_offsets(self) -> tuple[int, ...]:
+        """Where each gradient starts in the flat buffer, in bytes."""
+        return self._offsets_and_size[0]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of the flat buffer in bytes, padding included."""
+        return self._offsets_and_size[1]
+
+    @cached_property
+    def _offsets_and_size(self) -> tuple[tuple[int, ...], int]:
+        alignment = PADDED_ALIGNMENT_BYTES if self.layout == "padded" else 1
+        offsets, end = [], 0
+        for gradient in self.gradients:
+            offsets.append(end)
+            end += -(-gradient.num_bytes // alignment) * alignment
+        return tuple(offsets), end
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """An ordered set of buckets that holds every reduced parameter exactly once.
+
+    Args:
+        buckets: The buckets in launch order.
+        generation: Counts the plans that a module has trained with; a new one is only installed between steps.
+    """
+
+    buckets: tuple[BucketSpec, ...]
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        indices = [gradient.index for bucket in self.buckets for gradient in bucket.gradients]
+        assert len(indices) == len(set(indices)), "a parameter stands in two buckets"
+        assert [bucket.index for bucket in self.buckets] == list(range(len(self.buckets)))
+
+    @cached_property
+    def bucket_of_parameter(self) -> dict[int, int]:
+        """Bucket index for each parameter index."""
+        return {gradient.index: bucket.index for bucket in self.buckets for gradient in bucket.gradients}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one backward sends into the all-reduces, padding included."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits that are equal on all ranks and in all processes exactly where the plans are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON text without spaces; equal plans give equal text."""
+        buckets = [
+            {
+                "cap_bytes": bucket.cap_bytes,
+                "device": bucket.device,
+                "dtype": bucket.dtype,
+                "frame": bucket.frame,
+                "gradients": [[g.index, g.fqn, g.numel] for g in bucket.gradients],
+                "layout": bucket.layout,
+                "sparse": bucket.is_sparse,
+            }
+            for bucket in self.buckets
+        ]
+        document = {"version": _JSON_VERSION, "generation": self.generation, "buckets": buckets}
+        return json.dumps(document, separators=(",", ":"), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: The text was written by another version of the format, or is not what `to_json` writes: says
+                what is missing, or wrong, and where.
+        """
+        try:
+            document = json.loads(text, object_pairs_hook=_object_of)
+        except ValueError as error:
+            raise _malformed(f"it cannot be read ({error})") from error
+        if isinstance(document, dict) and document.get("version", _JSON_VERSION) != _JSON_VERSION:
+            raise ValueError(
+                f"bucket plan has JSON version {document['version']!r}, this version of ddp_compile reads"
+                f" {_JSON_VERSION}; install the same version of ddp_compile on every rank"
+            )
+        _check_keys(document, {"version", "generation", "buckets"}, "it")
+        generation = _number(document["generation"], "its generation")
+        fields_of = _list(document["buckets"], "its buckets")
+        buckets = tuple(_bucket_from_json(i, fields) for i, fields in enumerate(fields_of))
+        _check_numbering([gradient for bucket in buckets for gradient in bucket.gradients])
+        return cls(buckets, generation)
+
+    def format_table(self) -> str:
+        """The plan as a table for people, one line a bucket in launch order."""
+        header = ("bucket", "MiB", "cap MiB", "dtype", "device", "gradients", "from", "to", "frame")
+        rows = [
+            (
+                str(bucket.index),
+                f"{bucket.num_bytes / 2**20:.2f}",
+                f"{bucket.cap_bytes / 2**20:.2f}",
+                bucket.dtype,
+                bucket.device,
+                f"{len(bucket.gradients)} sparse" if bucket.is_sparse else str(len(bucket.gradients)),
+                bucket.gradients[0].fqn,
+                bucket.gradients[-1].fqn,
+                "eager" if bucket.frame is None else str(bucket.frame),
+            )
+            for bucket in self.buckets
+        ]
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+        numeric = {0, 1, 2, 5}
+
+        def line(row: Sequence[str]) -> str:
+            cells = (
+                cell.rjust(width) if column in numeric else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            return "  ".join(cells).rstrip()
+
+        total = (
+            f"{len(self.buckets)} buckets, {len(self.bucket_of_parameter)} gradients,"
+            f" {self.num_bytes / 2**20:.2f} MiB, generation {self.generation}, plan {self.digest}"
+        )
+        return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows), total])
+
+
+_BUCKET_KEYS = {"cap_bytes", "device", "dtype", "frame", "gradients", "layout", "sparse"}
+
+
+def _bucket_from_json(index: int, fields: Any) -> BucketSpec:
+    where = f"bucket {index}"
+    _check_keys(fields, _BUCKET_KEYS, where)
+    if not isinstance(fields["dtype"], str) or not isinstance(getattr(torch, fields["dtype"], None), torch.dtype):
+        raise _malformed(f"the dtype of {where} is {_shown(fields['dtype'])}, not the name of one of torch's")
+    if not isinstance(fields["device"], str) or not fields["device"]:
+        raise _malformed(f"the device of {where} is {_shown(fields['device'])}, not a label such as 'cuda'")
+    if not isinstance(fields["sparse"], bool):
+        raise _malformed(f"'sparse' of {where} is {_shown(fields['sparse'])}, neither true nor false")
+    if fields["layout"] not in get_args(Layout):
+        raise _malformed(f"the layout of {where} is {_shown(fields['layout'])}, not one of {get_args(Layout)}")
+    described = _list(fields["gradients"], f"the gradients of {where}")
+    if len(described) != 1 and (fields["sparse"] or not described):
+        raise _malformed(f"{where} holds {len(described)} gradients; one that is sparse stands alone, others are some")
+    gradients = tuple(_gradient_from_json(gradient, fields, where) for gradient in described)
+    cap_bytes = _number(fields["cap_bytes"], f"the capacity of {where}", least=1)
+    frame = None if fields["frame"] is None else _number(fields["frame"], f"the frame of {where}")
+    return BucketSpec(index, gradients, cap_bytes, frame, fields["layout"])
+
+
+def _gradient_from_json(described: Any, fields: dict[str, Any], where: str) -> GradientSpec:
+    if not isinstance(described, list) or len(described) != 3 or not isinstance(described[1], str):
+        raise _malformed(
+            f"a gradient of {where} is {_shown(described)}, not [parameter number, name, number of elements]"
+        )
+    index, fqn, numel = described
+    _number(index, f"the number of parameter {fqn!r} in {where}")
+    _number(numel, f"the number of elements of {fqn!r} in {where}")
+    return GradientSpec(index, fqn, numel, fields["dtype"], fields["device"], fields["sparse"])
+
+
+def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
+    """Every parameter stands in the plan once, numbered from 0."""
+    name_of: dict[int, str] = {}
+    for gradient in gradients:
+        if gradient.index in name_of:
+            raise _malformed(
+                f"parameter {gradient.index} stands in it as {name_of[gradient.index]!r} and again as {gradient.fqn!r}"
+            )
+        if gradient.index >= len(gradients):
+            raise _malformed(
+                f"the number {gradient.index} of parameter {gradient.fqn!r} is out of range, as it holds"
+                f" {len(gradients)} parameters"
+            )
+        name_of[gradient.index] = gradient.fqn
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{repeated} stand twice in one object")
+    return dict(pairs)
+
+
+def _check_keys(fields: Any, expected: set[str], where: str) -> None:
+    if not isinstance(fields, dict):
+        raise _malformed(f"{where} is {_shown(fields)}, not an object with the keys {sorted(expected)}")
+    if missing := sorted(expected - fields.keys()):
+        raise _malformed(f"{where} lacks {missing}")
+    if unknown := sorted(fields.keys() - expected):
+        raise _malformed(f"{where} has {unknown}, which this version of ddp_compile does not know")
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _malformed(f"{what} are {_shown(value)}, not a list")
+    return value
+
+
+def _number(value: Any, what: str, least: int = 0) -> int:
+    if type(value) is not int or value < least:  # True is an int
+        raise _malformed(f"{what} is {_shown(value)}, not a whole number of at least {least}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return shorten(repr(value), 80)
+
+
+def _malformed(what: str) -> ValueError:
+    return ValueError(f"bucket plan is malformed: {what}. Pass the text that BucketPlan.to_json() returned, unchanged")
+
+
+def plan_buckets(
+    gradients: Iterable[GradientSpec],
+    caps_bytes: int | Sequence[int],
+    *,
+    first_cap_bytes: int | None = None,
+    layout: Layout = "padded",
+    generation: int = 0,
+) -> BucketPlan:
+    """Pack gradients into buckets in the order given, which should be the order in which they become ready.
+
+    Args:
+        gradients: The gradients in gradient-ready order.
+        caps_bytes: One capacity in bytes, or one for each bucket, the last of which holds for all further buckets.
+        first_cap_bytes: Capacity of the first bucket beside a single ``caps_bytes``; no larger than that is used.
+        layout: See `BucketSpec`.
+        generation: See `BucketPlan`.
+
+    Returns:
+        A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are
+        ordered by when their last gradient is ready.
+
+    Raises:
+        ValueError: A capacity is not positive, or the layout is not known.
+
+    Source: the packing rule (a bucket closes once it has reached its capacity; each dtype and device steps through the
+    capacities by itself) is ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
+    """
+    caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
+    if first_cap_bytes is not None:
+        caps = (min(first_cap_bytes, caps[0]), *caps)
+    check_caps(caps, layout)
+    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)), generation)
+
+
+def check_caps(caps: Sequence[int], layout: Layout) -> None:
+    if not caps or any(cap <= 0 for cap in caps):
+        raise ValueError(f"bucket capacities {list(caps)} (bytes) must be positive and at least one must be given")
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
+
+
+def pack(gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None) -> list[BucketSpec]:
+    closed: list[_OpenBucket] = []
+    still_open: dict[tuple[str, str], _OpenBucket] = {}
+    num_opened: dict[tuple[str, str], int] = {}
+    for position, gradient in enumerate(gradients):
+        if gradient.is_sparse:
+            closed.append(_OpenBucket(caps[-1], [gradient], last=position))
+            continue
+        key = (gradient.dtype, gradient.device)
+        if key not in still_open:
+            ordinal = num_opened.get(key, 0)
+            num_opened[key] = ordinal + 1
+            still_open[key] = _OpenBucket(caps[min(ordinal, len(caps) - 1)])
+        bucket = still_open[key]
+        bucket.gradients.append(gradient)
+        bucket.num_bytes += gradient.num_bytes
+        bucket.last = position
+        if bucket.num_bytes >= bucket.cap_bytes:
+            closed.append(still_open.pop(key))
+    ordered = sorted([*closed, *still_open.values()], key=lambda bucket: bucket.last)
+    return [BucketSpec(i, tuple(b.gradients), b.cap_bytes, frame, layout) for i, b in enumerate(ordered)]
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket that is being packed; ``last`` is the position of its latest gradient in the order given."""
+
+    cap_bytes: int
+    gradients: list[GradientSpec] = field(default_factory=list)
+    num_bytes: int = 0
+    last: int = -1
+
+
+def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:
+    return tuple(replace(bucket, index=i) for i, bucket in enumerate(buckets))
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Names for a message: all of a few, or the ends of a long list."""
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def device_labels(devices: Iterable[torch.device]) -> dict[torch.device, str]:
+    """A label for each device that is the same on every rank.
+
+    Ranks hold their replica on ``cuda:0``, ``cuda:1`` and so on, but must agree on one plan. The label is the device's
+    type, numbered by first appearance where one replica spans several devices of a type: ``"cuda#0"``, ``"cuda#1"``.
+    """
+    by_type: dict[str, list[torch.device]] = {}
+    for device in devices:
+        known = by_type.setdefault(device.type, [])
+        if device not in known:
+            known.append(device)
+    return {
+        device: kind if len(known) == 1 else f"{kind}#{i}"
+        for kind, known in by_type.items()
+        for i, device in enumerate(known)
+    }

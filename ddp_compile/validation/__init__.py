@@ -1,0 +1,1 @@
+"""What a module has to be to be replicated, and to stay so."""

@@ -1,0 +1,54 @@
+"""A module in words and numbers: what its plan is made of, and what has to be the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.plan.spec import GradientSpec, device_labels
+
+
+def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
+    """What the plan needs to know of each parameter, in registration order."""
+    labels = device_labels(parameter.device for parameter in named.values())
+    sparse = _with_sparse_gradients(module)
+    return [
+        GradientSpec(i, fqn, p.numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
+        for i, (fqn, p) in enumerate(named.items())
+    ]
+
+
+def _with_sparse_gradients(module: nn.Module) -> set[int]:
+    """The parameters, by ``id``, whose layer announces sparse gradients."""
+    layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+    return {id(layer.weight) for layer in layers if layer.sparse}
+
+
+def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_backward: bool) -> list[str]:
+    """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
+    ignored = config.parameters_to_ignore
+    sparse_ids = _with_sparse_gradients(module)
+    settings = ("broadcast_buffers", "init_sync", "find_unused_parameters", "static_graph")
+    lines = [f"{name}={getattr(config, name)}" for name in settings]
+    # What is launched inside a backward is followed by a message between the ranks.
+    lines.append(f"buckets launched inside the backward={launches_in_backward}")
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"
+            frozen = "" if parameter.requires_grad else " frozen"
+            sparse = " with sparse gradient" if id(parameter) in sparse_ids else ""
+            what = (
+                f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} on {parameter.device.type}{sparse}{frozen}"
+            )
+            lines.append(f"parameter {name}: {what}")
+    if config.broadcast_buffers or config.init_sync:
+        for name, buffer in module.named_buffers():
+            if name not in ignored:
+                lines.append(f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}")
+    return lines
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,108 @@
+"""What ``ddp_compile`` is given, checked before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from ddp_compile.errors import ReplicationError
+from ddp_compile.module import ReplicatedModule
+from ddp_compile.validation.replicated_parameters import reduced_parameters
+from ddp_compile.validation.wrappers import refuse_wrappers_inside
+
+
+def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
+    """Refuse what cannot be replicated, by name.
+
+    Raises:
+        TypeError: Not a module.
+        ReplicationError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of
+            ours.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, ReplicatedModule):
+        raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
+    refuse_wrappers_inside(module)
+    _check_ignored(module, ignored)
+    _check_trainable(reduced_parameters(module, ignored))
+    ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
+    if hidden := [name for name in ours if _has_attribute(module, name)]:
+        raise ReplicationError(
+            f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
+            " replicate a module that holds this one"
+        )
+
+
+def names_to_ignore(names: Iterable[str]) -> frozenset[str]:
+    """The names as a set; one string, which would be taken for its letters, is refused with a TypeError."""
+    if isinstance(names, str):
+        raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
+    return frozenset(names)
+
+
+def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = {name for name, _ in [*parameters, *module.named_buffers(remove_duplicate=False)]}
+    if unknown := sorted(ignored - names):
+        raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
+
+
+def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
+    if not trainable:
+        raise ReplicationError(
+            "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"
+        )
+    for name, parameter in trainable.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ReplicationError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
+        if parameter.is_meta:
+            raise ReplicationError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
+
+
+def _has_attribute(module: nn.Module, name: str) -> bool:
+    """Whether the module defines the name itself; a catch-all ``__getattr__`` does not count."""
+    if name in module._modules or name in module._parameters or name in module._buffers:
+        return True
+    return inspect.getattr_static(module, name, None) is not None
+
+
+def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The ranks to reduce over.
+
+    Raises:
+        ReplicationError: Both were given, a mesh of more than one dimension, a group without this rank, or no process
+            group has been initialised.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ReplicationError("process_group and device_mesh exclude each other; pass one of them")
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ReplicationError(
+                f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned"
+            )
+        if device_mesh.ndim != 1:
+            raise ReplicationError(
+                f"device_mesh has {device_mesh.ndim} dimensions, ddp_compile needs one; pass for example mesh['dp']"
+            )
+        return device_mesh.get_group()
+    if process_group is not None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ReplicationError(
+                f"process_group={process_group!r} is not a process group this rank belongs to; pass what new_group()"
+                " returned, on its own ranks only"
+            )
+        return process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise ReplicationError(
+            "no process group: call torch.distributed.init_process_group() first and start the script with"
+            " torchrun --standalone --nproc-per-node 2 train.py"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    return world

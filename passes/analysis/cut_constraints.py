@@ -1,0 +1,259 @@
+"""Where a forward graph must not be cut.
+
+Note [Held cuts]
+A cut at position c makes everything before node c one partition and the rest another. Both go through AOTAutograd by
+themselves, which sees nothing but the values that cross. A cut is held, that is, refused, where
+
+- a value would cross that a partition cannot take as an input or give as an output: a SymFloat (a varying float
+  argument, ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
+- a mode is switched that the next partition could not take up again: grad mode off, inference mode, functorch levels.
+  Autocast is not among them; `partition_graph` leaves and enters it again.
+- a hook on an intermediate value's gradient would be separated from the value, and see only the part of the gradient
+  that comes from later partitions; or ``as_strided`` from the tensor into whose storage it reaches.
+- a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
+  one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
+  changed by the time it is used.
+- a value would cross that lies in the memory of another one and cannot be made again from it: see Note [Views across a
+  cut] in `views`. A view that can be made again holds no cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+
+from ddp_compile import torch_internals
+from ddp_compile.passes.analysis.graph_nodes import (
+    aliases_by_storage,
+    example_value,
+    has_example_value,
+    is_constant,
+    target_name,
+    tensors_in,
+    written_arguments,
+)
+from ddp_compile.passes.analysis.views import ViewTrees, is_only_view
+
+
+class HeldCuts(NamedTuple):
+    """Cuts at the positions ``first`` to ``last``, both included, are refused.
+
+    Args:
+        first: First refused position in the graph's node list.
+        last: Last refused position.
+        reason: What a cut there would break.
+    """
+
+    first: int
+    last: int
+    reason: str
+
+
+def find_held_cuts(gm: fx.GraphModule) -> list[HeldCuts]:
+    """All reasons against cuts in one Dynamo graph; see Note [Held cuts]."""
+    return [
+        *_values_that_cannot_cross(gm),
+        *_regions_that_stay_whole(gm),
+        *_writes_after_views(gm),
+        *_ties_to_a_value(gm),
+        *_values_of_one_storage(gm),
+    ]
+
+
+def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    return max((position[user] for user in node.users), default=position[node])
+
+
+def _positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(gm.graph.nodes)}
+
+
+def _values_that_cannot_cross(gm: fx.GraphModule) -> list[HeldCuts]:
+    held = []
+    position = _positions(gm)
+    # Dynamo records a value for every input and every tensor. A graph built by hand may not, and is taken on trust.
+    is_dynamos = all(has_example_value(node) for node in gm.graph.find_nodes(op="placeholder"))
+    for node, at in position.items():
+        is_known = has_example_value(node) or is_dynamos
+        if node.op in ("get_attr", "output") or not node.users or not is_known or _may_cross(node):
+            continue
+        kind = type(example_value(node)).__name__ if has_example_value(node) else "value unknown to Dynamo"
+        held.append(HeldCuts(at + 1, _last_use(node, position), f"{node.name}, a {kind}, cannot cross partitions"))
+    return held
+
+
+def _may_cross(node: fx.Node) -> bool:
+    if is_constant(node) or is_autocast_enter(node):
+        return True
+    value = example_value(node)
+    if isinstance(value, Tensor):
+        return torch_internals.is_plain_tensor(value)
+    return value is None or isinstance(value, torch.SymInt)
+
+
+# Words in the names of functions that open and close a region, as in ``_record_function_enter_new``,
+# ``_exit_inference_mode``, ``_saved_tensors_hooks_push``, ``_vmap_increment_nesting``.
+_REGION_WORDS = {"enter": "exit", "push": "pop", "increment": "decrement"}
+
+
+def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
+    """The modes that are open where each node runs, outermost first: names of nodes that opened them, or of switches.
+
+    Grad mode is a switch without an end: ``grad_off`` is open from where it is turned off to where it is on again.
+    """
+    regions: dict[fx.Node, tuple[str, ...]] = {}
+    stack: list[str] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            _update_region_stack(node, stack)
+        regions[node] = tuple(stack)
+    return regions
+
+
+def is_grad_off(regions: Sequence[str]) -> bool:
+    """Whether one of the open modes is a grad mode that was switched off."""
+    return "grad_off" in regions
+
+
+def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
+    name = target_name(node)
+    if node.target is torch._C._set_grad_enabled:
+        _switch(stack, "grad_off", is_on=node.args[0] is False)
+    elif name == "_sdpa_kernel":
+        # Called with the kernels to allow, and again with those that were allowed before.
+        _switch(stack, "sdpa_kernel", is_on=not torch_internals.allows_same_attention_kernels(node.args[0]))
+    for opens, closes in _REGION_WORDS.items():
+        words = name.split("_")
+        if opens in words:
+            stack.append(node.name)
+        elif closes in words:
+            # What closes a region is mostly given what opened it; otherwise it closes the innermost of its kind.
+            openers = [argument.name for argument in node.all_input_nodes if argument.name in stack]
+            openers += [region for region in reversed(stack) if opens in region.split("_")]
+            if openers:
+                stack.remove(openers[0])
+
+
+def _switch(stack: list[str], mode: str, is_on: bool) -> None:
+    """A mode without nesting: it is open, or it is not."""
+    if mode in stack:
+        stack.remove(mode)
+    if is_on:
+        stack.append(mode)
+
+
+def is_autocast_enter(node: fx.Node) -> bool:
+    """Whether the node opens an autocast region, which may be left and entered again."""
+    return node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast
+
+
+def is_autocast_exit(node: fx.Node) -> bool:
+    """Whether the node closes an autocast region."""
+    return node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast
+
+
+def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
+    autocast = {node.name for node in gm.graph.nodes if is_autocast_enter(node)}
+    held = []
+    opened_at: int | None = None
+    at, mode = 0, ""
+    for at, regions in enumerate(mode_regions(gm).values()):
+        whole = [region for region in regions if region not in autocast]
+        if whole and opened_at is None:
+            opened_at, mode = at, whole[0]
+        elif not whole and opened_at is not None:
+            # The node at ``at`` closes the region: a cut right before it would still fall inside.
+            held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
+            opened_at = None
+    if opened_at is not None:
+        held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
+    return held
+
+
+def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
+    position = _positions(gm)
+    held = []
+    for node, at in position.items():
+        name = target_name(node)
+        if node.op not in ("call_function", "call_method") or name not in ("register_hook", "as_strided"):
+            continue
+        what = "is a hook on the gradient of" if name == "register_hook" else "looks at the storage of"
+        for value in node.all_input_nodes:
+            if value.op not in ("placeholder", "get_attr") and position[value] + 1 <= at:
+                held.append(HeldCuts(position[value] + 1, at, f"{node.name} {what} {value.name}"))
+    return held
+
+
+def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
+    """Values that lie in the memory of an earlier one and are no views that could be made again."""
+    position = _positions(gm)
+    trees = ViewTrees(gm, mode_regions(gm))
+    last_use: dict[fx.Node, int] = {}
+    for node in position:
+        root = trees.root(node)
+        last_use[root] = max(last_use.get(root, 0), _last_use(node, position))
+    held = []
+    for roots in trees.roots_in_storage:
+        for first, second in itertools.combinations(roots, 2):
+            if second.op in ("placeholder", "get_attr"):
+                continue
+            reason = f"{second.name} lies in the memory of {first.name} and is no view that could be made again"
+            held.append(HeldCuts(*_held_for_both(first, second, position, last_use), reason))
+    return [interval for interval in held if interval.first <= interval.last]
+
+
+def _held_for_both(
+    first: fx.Node, second: fx.Node, position: dict[fx.Node, int], last_use: dict[fx.Node, int]
+) -> tuple[int, int]:
+    """The cuts that would make a partition give out both, or the second beside the first that it takes in."""
+    is_input = first.op in ("placeholder", "get_attr")
+    if not is_only_view(second):
+        # AOTAutograd makes an output that lies in an input's memory again from the input: a hook on its gradient, or a
+        # backward of its own, would be lost.
+        is_returned = last_use[second] == len(position) - 1
+        return position[first if is_returned and not is_input else second] + 1, last_use[second]
+    return position[second] + 1, -1 if is_input else min(last_use[first], last_use[second])
+
+
+def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
+    position = _positions(gm)
+    storages = aliases_by_storage(gm)
+    held = []
+    for node, at in position.items():
+        for target in written_arguments(node):
+            keys = [torch_internals.storage_key(tensor) for tensor in tensors_in(target)]
+            sharing = [alias for key in keys if key is not None for alias in storages[key]]
+            aliases = list(dict.fromkeys([target, *sharing]))
+            held.extend(_held_by_write(node, at, aliases, position))
+    return held
+
+
+def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: dict[fx.Node, int]) -> list[HeldCuts]:
+    held = [
+        HeldCuts(position[alias] + 1, min(_last_use(alias, position), at), f"{writer.name} writes into {alias.name}")
+        for alias in aliases
+        if alias.op not in ("placeholder", "get_attr") and position[alias] < at
+    ]
+    inputs = [alias for alias in aliases if alias.op in ("placeholder", "get_attr")]
+    if inputs:
+        # An input is the same tensor in every partition; what matters is who computed with its old value.
+        own = set(aliases)
+        users = {user for alias in aliases for user in alias.users if not _only_views(user, own)}
+        first_read = min((position[user] for user in users), default=at)
+        held.append(HeldCuts(first_read + 1, at, f"{writer.name} writes into {inputs[0].name}"))
+    return [interval for interval in held if interval.first <= interval.last]
+
+
+def _only_views(node: fx.Node, aliases: set[fx.Node]) -> bool:
+    """Whether a user of a written tensor is a view of it, or an in-place operation, whose result is one.
+
+    A higher-order operator that writes also keeps its inputs: a checkpoint computes from them again in the backward.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return False
+    return node in aliases or any(target in aliases for target in written_arguments(node))

@@ -1,0 +1,63 @@
+"""In which order a graph's parameters get their gradients in the backward.
+
+The autograd engine runs the backward of later nodes first, so a parameter's gradient is complete once the backward of
+the *earliest* node that uses it has run. Reading the forward graph from its end gives the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import fx
+
+from ddp_compile.passes.analysis.graph_nodes import is_view_or_cast, requires_grad
+
+
+class GradReady(NamedTuple):
+    """When one parameter's gradient is ready.
+
+    Args:
+        parameter: Index of the parameter.
+        position: Position, in the graph's node list, of the earliest node that computes with the parameter.
+    """
+
+    parameter: int
+    position: int
+
+
+def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> list[GradReady]:
+    """The parameters of a Dynamo graph in gradient-ready order, each one once.
+
+    Args:
+        gm: A forward graph as Dynamo made it.
+        parameter_of: Index of the parameter that a placeholder or get_attr node stands for, by node name. Two nodes may
+            stand for one parameter.
+
+    Returns:
+        One entry for each parameter that a node computes with while gradients are recorded, latest use first.
+        Parameters of one node (weight and bias of a linear layer) come in reverse registration order, which is how the
+        engine reaches them.
+    """
+    earliest: dict[int, int] = {}
+    # Nodes that are a parameter, or a view or cast of parameters, and the parameters behind them.
+    behind: dict[fx.Node, frozenset[int]] = {}
+    for position, node in enumerate(gm.graph.nodes):
+        if node.name in parameter_of and node.op in ("placeholder", "get_attr"):
+            behind[node] = frozenset((parameter_of[node.name],))
+            continue
+        parameters = frozenset[int]().union(*(behind.get(argument, ()) for argument in node.all_input_nodes))
+        if not parameters or (node.op != "output" and not requires_grad(node)):
+            continue
+        if is_alias_of_parameters(node, behind):
+            behind[node] = parameters
+            continue
+        for parameter in parameters:
+            earliest.setdefault(parameter, position)
+    ready = [GradReady(parameter, position) for parameter, position in earliest.items()]
+    return sorted(ready, key=lambda entry: (-entry.position, -entry.parameter))
+
+
+def is_alias_of_parameters(node: fx.Node, behind: Mapping[fx.Node, frozenset[int]]) -> bool:
+    """A view or cast of nothing but parameters; ``weight[token_ids]`` computes with another tensor and is a use."""
+    return is_view_or_cast(node) and all(argument in behind for argument in node.all_input_nodes)

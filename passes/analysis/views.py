@@ -1,0 +1,143 @@
+"""Which values of a forward graph are views of which others, and what of them crosses a cut.
+
+Note [Views across a cut]
+Of the values that lie in one storage, a partition gives out one. Of two outputs that share memory AOTAutograd makes one
+again from the other, and torch 2.13 does so wrongly where the other is a view itself, in torch.compile as well: after
+``y = h.t(); return y, y.detach()`` the second is transposed twice. Where AOTAutograd's result is read from a cache, a
+``reshape`` of the other gets an invalid shape.
+
+So views do not cross beside what they are views of: `partition_graph` makes them again where they are used. ``detach``,
+and whatever returns its argument as it is, such as ``contiguous``, are views here. What crosses is the last value that
+all the views needed elsewhere are views of: a single view crosses as itself, and the gradient of a slice stays as small
+as the slice. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets a view beside
+what it is a view of, the graph that calls the partitions makes it, and the two are related as in eager code.
+
+A view is made again only if it is a function of torch with one tensor among its arguments, whose result Dynamo recorded
+in that tensor's storage. Not made again are
+
+- what writes, a tensor with a hook on its gradient, and ``as_strided``, which reaches beyond its argument;
+- what a higher-order operator, a custom autograd function or a custom operator returns: it computes, and its backward
+  may do something else with two gradients than with their sum;
+- views made in inference mode. Those made under ``no_grad`` are made again under ``no_grad``.
+
+Where a value would have to cross that lies in the memory of another one and cannot be made again, the cut is held.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from ddp_compile import torch_internals
+from ddp_compile.passes.analysis.graph_nodes import (
+    aliases_by_storage,
+    example_value,
+    target_name,
+    tensors_in,
+    was_inplace,
+    written_arguments,
+)
+
+
+class ViewTrees:
+    """The views among a graph's values: trees whose roots are values that cannot be made again from another one.
+
+    Args:
+        gm: A forward graph as Dynamo made it; nodes added later belong to no tree.
+        regions: What `mode_regions` says of ``gm``.
+    """
+
+    def __init__(self, gm: fx.GraphModule, regions: Mapping[fx.Node, Sequence[str]]) -> None:
+        self._viewed: dict[fx.Node, fx.Node] = {}
+        for node in gm.graph.nodes:
+            viewed = _viewed_tensor(node)
+            if viewed is not None and not any("inference" in region for region in regions[node]):
+                self._viewed[node] = viewed
+        for node in list(self._viewed):
+            # An element of a tuple is a view only if the tuple is one of views.
+            if not isinstance(example_value(self._viewed[node]), Tensor) and self._viewed[node] not in self._viewed:
+                del self._viewed[node]
+        # The roots whose values share a storage, in graph order. A tuple does not cross, only its elements do.
+        self.roots_in_storage = [
+            [node for node in nodes if node not in self._viewed and isinstance(example_value(node), Tensor)]
+            for nodes in aliases_by_storage(gm).values()
+        ]
+        self._roots_that_share = {root for roots in self.roots_in_storage if len(roots) > 1 for root in roots}
+
+    def path(self, node: fx.Node) -> list[fx.Node]:
+        """What a value is made of when it is made again: its root, view after view, and the value itself."""
+        nodes = [node]
+        while nodes[-1] in self._viewed:
+            nodes.append(self._viewed[nodes[-1]])
+        return nodes[::-1]
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The value that a value is a view of, in one or more steps; itself if it is no view."""
+        return self.path(node)[0]
+
+    def crossing(self, needed: Iterable[fx.Node], place: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
+        """What crosses for each value that is needed elsewhere than where it is made.
+
+        Args:
+            needed: All such values of the graph.
+            place: The partition that makes a value; none for inputs.
+
+        Returns:
+            For each of ``needed`` the value from which it is to be made again, or itself; the same one for all that
+            have a root in common.
+        """
+        trees: dict[fx.Node, list[fx.Node]] = {}
+        for node in needed:
+            trees.setdefault(self.root(node), []).append(node)
+        crossing = {}
+        for root, nodes in trees.items():
+            chosen = root if root in self._roots_that_share else self._last_in_common(nodes, place)
+            crossing.update(dict.fromkeys(nodes, chosen))
+        return crossing
+
+    def _last_in_common(self, nodes: list[fx.Node], place: Mapping[fx.Node, Any]) -> fx.Node:
+        first, *others = (self.path(node) for node in nodes)
+        chosen = first[0]
+        for node in first[1:]:
+            if place.get(node) != place.get(chosen) or any(node not in path for path in others):
+                break
+            value = example_value(node)
+            if isinstance(value, Tensor) and torch_internals.is_plain_tensor(value):
+                chosen = node
+        return chosen
+
+
+def is_only_view(node: fx.Node) -> bool:
+    """Whether a node that returns what its arguments hold does nothing else, in the backward as in the forward."""
+    if any(target_name(user) == "register_hook" for user in node.users):
+        return False
+    is_element = node.target is operator.getitem and not isinstance(example_value(node.all_input_nodes[0]), Tensor)
+    return _is_function_of_torch(node.all_input_nodes[0] if is_element else node)
+
+
+def _viewed_tensor(node: fx.Node) -> fx.Node | None:
+    """The one argument that a node is nothing but a view of, or a tuple of views; see Note [Views across a cut]."""
+    if not is_only_view(node) or target_name(node).endswith("_") or target_name(node) == "as_strided":
+        return None
+    arguments = [argument for argument in node.all_input_nodes if tensors_in(argument)]
+    if len(arguments) != 1 or not tensors_in(node) or was_inplace(node):
+        return None
+    if any(True for _ in written_arguments(node)):
+        return None
+    keys = {torch_internals.storage_key(tensor) for value in (node, arguments[0]) for tensor in tensors_in(value)}
+    return arguments[0] if len(keys) == 1 and None not in keys else None
+
+
+def _is_function_of_torch(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return True
+    if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
+        return False
+    if isinstance(node.target, OpOverload | OpOverloadPacket):
+        return str(node.target).startswith("aten.")
+    module = getattr(node.target, "__module__", None) or ""
+    return module in ("_operator", "builtins") or module.partition(".")[0] == "torch"

@@ -1,0 +1,264 @@
+"""Tells the reducer, inside a backward graph, when a bucket's last gradient has been computed."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ddp_compile import torch_internals
+from ddp_compile.graph_ops import BUCKET_READY, HOLD_BACK, MOVE_BUCKET
+from ddp_compile.passes.backward.backward_order import base_of, bring_forward
+from ddp_compile.passes.pipeline import Declined, PassResult
+from ddp_compile.plan.spec import BucketSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardContext:
+    """What passes over a backward graph may know beside it.
+
+    Args:
+        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
+        buckets: The buckets that meet the graph, in launch order.
+        reducer: Number by which the operator finds the reducer.
+        graph_name: Name of the graph, for logs.
+        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
+    """
+
+    parameter_of_input: Mapping[int, int]
+    buckets: tuple[BucketSpec, ...]
+    reducer: int
+    graph_name: str
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class _ReadyBucket(NamedTuple):
+    bucket: BucketSpec
+    slots: list[int]  # where its gradients stand among the graph's outputs, in the bucket's order
+    moves: bool  # whether the reducer says what stands in those places
+
+
+def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult:
+    """Insert ``ddp_compile::bucket_ready`` after the last gradient of each bucket.
+
+    Nodes that a bucket does not need are moved behind it where that costs no memory; see `backward_order`.
+
+    before::
+
+        mm = mm(x_t, tangents)       # gradient of a parameter of bucket 0
+        mm_1 = mm(tangents, w_t)
+        return (mm, ...)
+
+    after::
+
+        mm = mm(x_t, tangents)
+        bucket_ready([mm], reducer=0, parameters=[5], held=[])
+        mm_1 = mm(tangents, w_t)
+        return (mm, ...)
+
+    ``held`` is the value that most of the nodes behind depend on, which keeps compilers from computing them first.
+
+    Where all gradients of a bucket may move (`BackwardContext.strides`), ``move_bucket`` and ``hold_back`` are there
+    instead, and the graph returns the results of the former.
+
+    A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients, and where
+    nothing is left to compute once they are there: the hooks come as early then.
+    """
+    ready, declined = _find_buckets(gm, ctx)
+    if not ready:
+        return PassResult(gm, 0, tuple(declined))
+    for entry in ready:
+        for slot in () if entry.moves else entry.slots:
+            _own_output(gm, slot)
+    outputs = _outputs(gm)
+    gradients = [[_node(outputs, slot) for slot in entry.slots] for entry in ready]
+    num_calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
+    for entry, moved in zip(ready, bring_forward(gm.graph, gradients), strict=True):
+        log.info(
+            "%s: bucket %d is ready after call %d of %d%s",
+            ctx.graph_name,
+            entry.bucket.index,
+            moved.after,
+            num_calls,
+            f", not {moved.before} as before calls were moved" if moved.after < moved.before else "",
+        )
+    early = _before_the_end(gm, gradients)
+    for entry in ready[early:]:
+        declined.append(Declined("output", f"bucket {entry.bucket.index} is ready when the graph ends"))
+    _insert(gm, ctx, ready[:early], gradients[:early])
+    return PassResult(gm, early, tuple(declined))
+
+
+def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) -> int:
+    """How many of the buckets are ready before the graph's last computation, if they are launched in this order."""
+    computed = [node for node in gm.graph.nodes if node.op == "call_function" and base_of(node) is node]
+    last = _computation_of(computed[-1]) if computed else None
+    at_the_end = (any(_computation_of(node) is last for node in nodes) for nodes in gradients)
+    return next((i for i, is_last in enumerate(at_the_end) if is_last), len(gradients))
+
+
+def _computation_of(node: fx.Node) -> fx.Node:
+    """The node that computes a value: of a view its base, of one of several results what computes all of them."""
+    base = base_of(node)
+    return base.all_input_nodes[0] if base.target is operator.getitem else base
+
+
+def _insert(
+    gm: fx.GraphModule, ctx: BackwardContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
+) -> None:
+    order = list(gm.graph.nodes)
+    position = {node: i for i, node in enumerate(order)}
+    following, until = order[:0], len(order)
+    # In launch order behind one node as well: what is inserted later comes first.
+    for entry, nodes in zip(reversed(ready), reversed(gradients), strict=True):
+        last = max(nodes, key=position.__getitem__)
+        if last.op == "placeholder":  # they stay together
+            last = gm.graph.find_nodes(op="placeholder")[-1]
+        if position[last] + 1 < until:  # else two buckets are ready at once
+            following, until = order[position[last] + 1 : until], position[last] + 1
+        held = _value_to_hold(following, position, last, nodes)
+        with gm.graph.inserting_after(last):
+            if entry.moves:
+                _insert_move(gm, ctx, entry, nodes, held)
+            else:
+                param_indices = [gradient.index for gradient in entry.bucket.gradients]
+                call = gm.graph.call_function(BUCKET_READY, (list(nodes), ctx.reducer, param_indices, held))
+                call.meta["val"] = None
+
+
+def _insert_move(
+    gm: fx.GraphModule, ctx: BackwardContext, entry: _ReadyBucket, nodes: Sequence[fx.Node], held: list[fx.Node]
+) -> None:
+    param_indices = [gradient.index for gradient in entry.bucket.gradients]
+    strides = [stride for index in param_indices for stride in ctx.strides[index]]
+    call = gm.graph.call_function(MOVE_BUCKET, (list(nodes), strides, ctx.reducer, param_indices))
+    fakes = [node.meta["val"] for node in nodes]
+    call.meta["val"] = torch_internals.call_with_fakes(MOVE_BUCKET, fakes, strides, ctx.reducer, param_indices)
+    outputs = list(_outputs(gm))
+    last = call
+    for i, slot in enumerate(entry.slots):
+        with gm.graph.inserting_after(last):
+            last = outputs[slot] = gm.graph.call_function(operator.getitem, (call, i))
+        last.meta["val"] = call.meta["val"][i]
+    if held:
+        with gm.graph.inserting_after(last):
+            hold = gm.graph.call_function(HOLD_BACK, ([outputs[slot] for slot in entry.slots], held))
+        hold.meta["val"] = None
+    gm.graph.output_node().update_arg(0, tuple(outputs))
+
+
+def _value_to_hold(
+    following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, gradients: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The computed value that most of the nodes behind ``last`` depend on, none of ``gradients``; empty without one.
+
+    Only those up to the next bucket are looked at: what comes behind it depends on what that bucket holds.
+    """
+    not_these = {base_of(node) for node in gradients}
+    bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
+    depends_on: dict[fx.Node, int] = {}
+    num_dependents: dict[fx.Node, int] = {}
+    for node in following:
+        if node.op != "call_function":
+            continue
+        depends_on[node] = 0
+        for argument in node.all_input_nodes:
+            value = base_of(argument)
+            if argument in depends_on:
+                depends_on[node] |= depends_on[argument]
+            elif position[value] <= position[last] and value not in not_these and _may_be_held(value):
+                depends_on[node] |= bits.setdefault(value, 1 << len(bits))
+        for value, bit in bits.items():
+            if depends_on[node] & bit:
+                num_dependents[value] = num_dependents.get(value, 0) + 1
+    return sorted(bits, key=lambda value: (num_dependents[value], position[value]))[-1:]
+
+
+def _may_be_held(value: fx.Node) -> bool:
+    return value.op == "call_function" and _is_dense_tensor(value)
+
+
+def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_ReadyBucket], list[Declined]]:
+    """The buckets whose gradients the graph computes, in launch order, and why the others are left alone."""
+    outputs = _outputs(gm)
+    slot_of = {ctx.parameter_of_input[i]: i for i in _gradient_slots(gm) if i in ctx.parameter_of_input}
+    ready, declined = [], []
+    for bucket in ctx.buckets:
+        missing = [g.fqn for g in bucket.gradients if g.index not in slot_of]
+        empty = [
+            g.fqn for g in bucket.gradients if g.index in slot_of and not _is_dense_tensor(outputs[slot_of[g.index]])
+        ]
+        if bucket.is_sparse:
+            declined.append(Declined("output", f"bucket {bucket.index} is sparse"))
+        elif missing:
+            reason = f"bucket {bucket.index} waits for gradients from elsewhere: {', '.join(missing)}"
+            declined.append(Declined("output", reason))
+        elif empty:
+            reason = f"bucket {bucket.index} has parameters without a gradient here: {', '.join(empty)}"
+            declined.append(Declined("output", reason))
+        else:
+            slots = [slot_of[g.index] for g in bucket.gradients]
+            dtypes = [str(_node(outputs, slot).meta["val"].dtype) for slot in slots]
+            fits = (
+                g.index in ctx.strides and f"torch.{g.dtype}" == dtype
+                for g, dtype in zip(bucket.gradients, dtypes, strict=True)
+            )
+            ready.append(_ReadyBucket(bucket, slots, moves=all(fits)))
+    return ready, declined
+
+
+def _gradient_slots(gm: fx.GraphModule) -> list[int]:
+    """Positions of the outputs that are the gradient of the Dynamo graph's input at the same position.
+
+    AOTAutograd returns one value for each input, and says beside it whose gradient it is. Both must agree: inputs that
+    alias each other, or subclasses that were taken apart, shift the positions.
+    """
+    return [slot for slot, of in enumerate(torch_internals.inputs_of_gradients(gm)) if slot == of]
+
+
+def _own_output(gm: fx.GraphModule, slot: int) -> None:
+    """Let the output at ``slot`` be a tensor that nothing else returns or holds.
+
+    A tangent that is passed through, one tensor for two parameters, and an expanded tensor would be cloned by
+    AccumulateGrad, and then the reducer could not tell a clone from a sum. So the clone is made here.
+    """
+    output, outputs = gm.graph.output_node(), _outputs(gm)
+    node = _node(outputs, slot)
+    is_input = base_of(node).op == "placeholder"
+    is_shared = any(other is node for i, other in enumerate(outputs) if i != slot)
+    if not (is_input or is_shared or _is_expanded(node)):
+        return
+    with gm.graph.inserting_after(node):
+        clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+    # Not the node's own fake tensor: passes compare storages.
+    clone.meta["val"] = torch_internals.call_with_fakes(torch.ops.aten.clone.default, node.meta["val"])
+    output.update_arg(0, (*outputs[:slot], clone, *outputs[slot + 1 :]))
+
+
+def _outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
+    (outputs,) = gm.graph.output_node().args
+    assert isinstance(outputs, tuple | list)
+    return tuple(outputs)
+
+
+def _node(outputs: Sequence[Any], slot: int) -> fx.Node:
+    node = outputs[slot]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _is_dense_tensor(output: Any) -> bool:
+    value = output.meta.get("val") if isinstance(output, fx.Node) else None
+    return isinstance(value, Tensor) and torch_internals.is_plain_tensor(value)
+
+
+def _is_expanded(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return any(isinstance(stride, int) and stride == 0 for stride in value.stride()) and value.dim() > 0

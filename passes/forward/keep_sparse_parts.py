@@ -1,0 +1,43 @@
+"""Keeps the memory of sparse gradients from being used again in the graph that returns them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ddp_compile.graph_ops import HOLD_BACK
+from ddp_compile.passes.pipeline import NamesGraph, PassResult
+from ddp_compile.torch_internals import SPARSE_FROM_PARTS
+
+
+def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: NamesGraph) -> PassResult:
+    """Read the indices and values of sparse tensors when everything else is computed.
+
+    A sparse tensor lies on the memory of its parts. Inductor (torch 2.13) does not know, and writes later results of
+    the same size into the values once nothing but the sparse tensor needs them.
+
+    before::
+
+        mm = mm(tangents, w)
+        sparse = _sparse_coo_tensor_with_dims_and_tensors(1, 1, [5, 4], indices, mm)
+        mm_1 = mm(tangents_t, x)
+        return (sparse, mm_1)
+
+    after::
+
+        mm = mm(tangents, w)
+        sparse = _sparse_coo_tensor_with_dims_and_tensors(1, 1, [5, 4], indices, mm)
+        mm_1 = mm(tangents_t, x)
+        hold_back([indices, mm], held=[mm_1])
+        return (sparse, mm_1)
+    """
+    made = gm.graph.find_nodes(op="call_function", target=SPARSE_FROM_PARTS)
+    output = gm.graph.output_node()
+    # Declared to be written at the very end, so that nothing is computed behind.
+    computed = [node for node in dict.fromkeys(output.all_input_nodes) if node.op == "call_function"]
+    held = [node for node in computed if node not in made]
+    if not made or not held:
+        return PassResult(gm, 0)
+    parts = [part for node in made for part in node.args[3:5]]
+    with gm.graph.inserting_before(output):
+        gm.graph.call_function(HOLD_BACK, (parts, held))
+    return PassResult(gm, len(made))

@@ -1,0 +1,64 @@
+"""Moves views and casts of parameters to where they are used."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ddp_compile.passes.analysis.cut_constraints import mode_regions
+from ddp_compile.passes.analysis.grad_ready_order import is_alias_of_parameters
+from ddp_compile.passes.analysis.graph_nodes import written_arguments
+from ddp_compile.passes.pipeline import PassContext, PassResult
+
+
+def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    """Put each view or cast of a parameter right before its first use.
+
+    A cast made at the top of the forward keeps its parameter's gradient from being ready until the very end of the
+    backward, since that is when the partition with the cast runs.
+
+    before::
+
+        w2_half = w2.half()
+        h = linear(x, w1)
+        y = linear(h, w2_half)
+
+    after::
+
+        h = linear(x, w1)
+        w2_half = w2.half()
+        y = linear(h, w2_half)
+    """
+    roots, movable = _parameter_views(gm, ctx)
+    # A write to a parameter, or to any view of it, would be seen by a view that moves past it: leave all of those.
+    written = {root for node in gm.graph.nodes for target in written_arguments(node) for root in roots.get(target, ())}
+    regions = mode_regions(gm)
+    num_moved = 0
+    for node in reversed(movable):
+        if not node.users or not written.isdisjoint(roots[node]):
+            continue
+        first_use = _first_use(node)
+        if first_use is node.next or regions[node] != regions[first_use]:
+            continue
+        first_use.prepend(node)
+        num_moved += 1
+    return PassResult(gm, num_moved)
+
+
+def _parameter_views(gm: fx.GraphModule, ctx: PassContext) -> tuple[dict[fx.Node, frozenset[int]], list[fx.Node]]:
+    """The parameters behind each parameter node and view of parameters, and the views in graph order."""
+    roots: dict[fx.Node, frozenset[int]] = {}
+    views = []
+    for node in gm.graph.nodes:
+        if node.name in ctx.parameter_of and node.op in ("placeholder", "get_attr"):
+            roots[node] = frozenset((ctx.parameter_of[node.name],))
+        elif node.all_input_nodes and is_alias_of_parameters(node, roots):
+            roots[node] = frozenset[int]().union(*(roots[argument] for argument in node.all_input_nodes))
+            views.append(node)
+    return roots, views
+
+
+def _first_use(node: fx.Node) -> fx.Node:
+    following = node.next
+    while following not in node.users:
+        following = following.next
+    return following

@@ -1,0 +1,389 @@
+"""One bucket: its parameters, its flat buffer, and the ``.grad`` of its parameters.
+
+Note [Who writes gradients]
+``.grad`` of a reduced parameter is written here and nowhere else in the runtime: by `Bucket.store`, and where a whole
+bucket is pointed at its views or copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.kernels import FlattenPlan
+from ddp_compile.plan.spec import BucketSpec, shorten_names
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.algorithms.base import Pending
+from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
+from ddp_compile.runtime.bucket_iteration import BucketIteration, BucketState
+from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
+from ddp_compile.runtime.real_parts import RealParts
+
+
+class Bucket:
+    """The flat buffer of one bucket and the gradients that are views into it.
+
+    Args:
+        spec: The bucket's part of the plan.
+        parameters: Its parameters, in the order of ``spec.gradients``.
+        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer, where nobody can tell; see Note
+            [Gradients that others hold]. Otherwise the result is copied back into the gradients the engine made.
+        rank: This rank, for messages.
+
+    The bucket owns ``flat``. On a CUDA device the stream on which the last gradient arrived writes it, then the process
+    group's; its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, parameters: Sequence[Parameter], gradient_as_bucket_view: bool, rank: int
+    ) -> None:
+        self.spec = spec
+        self.parameters = tuple(parameters)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
+        self.position_of = {index: position for position, index in enumerate(self.param_indices)}
+        #: Whether it is launched when a compiled backward has computed it; the same on every rank. See `early_launch`.
+        self.may_launch_early = False
+        self.was_launched_too_early = False
+        self.iteration = BucketIteration(self.param_indices)
+        self._rank = rank
+        self._flat: Tensor | None = None
+        self._flatten_plan: FlattenPlan | RealParts | None = None
+        self._views: GradientViews | None = None
+
+    # The iteration.
+
+    @property
+    def state(self) -> BucketState:
+        """Where it stands."""
+        return self.iteration.state
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients are missing."""
+        return self.iteration.state is BucketState.PENDING
+
+    def begin_iteration(self) -> None:
+        """Forget the iteration that has ended."""
+        self.iteration = BucketIteration(self.param_indices)
+
+    def arrive(self, index: int) -> bool:
+        """AccumulateGrad has stored one gradient; returns whether it was the last one missing."""
+        self.iteration.pending.discard(index)
+        return not self.iteration.pending
+
+    def arrive_all(self, indices: Sequence[int]) -> list[int]:
+        """AccumulateGrad has stored several gradients; returns those that were not missing any more."""
+        pending, once = self.iteration.pending, set(indices)
+        if len(once) == len(indices) and once <= pending:
+            pending -= once
+            return []
+        again = []
+        for index in indices:
+            if index in pending:
+                pending.remove(index)
+            else:
+                again.append(index)
+        return again
+
+    # What is sent.
+
+    @property
+    def flat(self) -> Tensor:
+        """What is reduced, once it has been flattened: shape (n,) of the gradients' dtype, or a sparse gradient."""
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every place in the flat buffer begins where vectors of 16 bytes may."""
+        return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
+
+    def claim(self, gradients: Sequence[Tensor | None]) -> None:
+        """Before the flat buffer is written in an iteration: leave it to who holds a part of it, and take a new one.
+
+        Args:
+            gradients: The ``.grad`` of each parameter.
+        """
+        if self.iteration.is_claimed:
+            return
+        self.iteration.is_claimed = True
+        if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
+            self.drop_flat()
+
+    def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
+        """Bring the gradients, times ``scale``, into the flat buffer.
+
+        A gradient that lies there already, from an accumulation over several backwards, is scaled in place.
+        """
+        if self.spec.is_sparse:
+            with torch.no_grad():
+                self._flat = gradients[0].mul_(scale)
+            return
+        self.iteration.flattened = gradients
+        plan = self._plan()
+        assert self._flat is not None
+        if gradients[0].dtype != self._flat.dtype:  # nearly all that is converted, at hardly any cost
+            self._refuse_converted()
+        try:
+            plan.flatten(gradients, scale)
+        except ValueError:
+            self._refuse_converted()
+            # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
+            # asking each gradient in each step costs more than reading its address.
+            if not any(gradient.is_sparse for gradient in gradients):
+                raise
+            plan.flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
+
+    def contributions(self, sends: bool, undefined: UndefinedGradients) -> list[Tensor]:
+        """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.
+
+        Args:
+            sends: Whether anything is sent; nobody looks at what stands for a gradient otherwise.
+            undefined: Which of those that have arrived need not have one.
+
+        Raises:
+            GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
+        """
+        gradients = self.gradients()
+        if sends:
+            self.claim(gradients)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if torch.is_grad_enabled():  # create_graph=True
+            for spec, gradient in zip(self.spec.gradients, gradients, strict=True):
+                if gradient is not None and gradient.requires_grad:
+                    raise error_messages.gradient_with_graph(self._rank, spec.fqn)
+        unused = self.iteration.unused
+        if not unused and len(present) == len(gradients):
+            return present
+        contributions = []
+        for position, (spec, gradient) in enumerate(zip(self.spec.gradients, gradients, strict=True)):
+            if gradient is None and spec.index not in unused:
+                undefined.verify(spec.index)
+            if gradient is None or spec.index in unused:
+                gradient = self._contribution_of_unused(position) if sends else self.parameters[position]
+            contributions.append(gradient)
+        return contributions
+
+    def _contribution_of_unused(self, position: int) -> Tensor:
+        """What a parameter contributes that got no gradient in this iteration: what it holds from before, else zeros.
+
+        A gradient that lies in the flat buffer is kept aside, to be put back if no other rank has one to add.
+        """
+        parameter = self.parameters[position]
+        if self.spec.is_sparse:
+            if parameter.grad is not None:
+                return parameter.grad.clone()
+            # No rows, as embeddings give them: one sparse dimension, which ranks have to agree on.
+            rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+            return torch.sparse_coo_tensor(rows, values, parameter.shape)
+        view = self._plan().views[position]
+        if parameter.grad is None:
+            return view.zero_()
+        if parameter.grad.data_ptr() == view.data_ptr():
+            self.iteration.kept[position] = view.clone()
+        return parameter.grad
+
+    def release_flattened(self) -> None:
+        """Let the memory of what was flattened be used again; it is not ``.grad``."""
+        self.iteration.flattened = ()
+
+    # Its reduction.
+
+    def reduction_begins(self, work: Pending) -> None:
+        """The flattened gradients are being reduced."""
+        self.iteration.work = work
+        self.iteration.state = BucketState.LAUNCHED
+        if self._views is not None:
+            self._views.follow()  # a comm hook may have resized the buffer
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its reduction has been started and not been waited for."""
+        return self.iteration.work is not None and self.iteration.state is BucketState.LAUNCHED
+
+    def wait(self) -> None:
+        """Wait for the reduction, once; raises RuntimeError if it failed or timed out."""
+        if self.is_under_way:
+            assert self.iteration.work is not None
+            self.iteration.work.wait()
+            self.iteration.state = BucketState.REDUCED
+            if self._views is not None:
+                self._views.follow()  # a comm hook may resize the buffer when its communication is over
+
+    # ``.grad``.
+
+    def gradients(self) -> list[Tensor | None]:
+        """The ``.grad`` of each parameter."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def store(self, position: int, gradient: Tensor | None) -> None:
+        """Let ``.grad`` of the parameter at a position be this."""
+        self.parameters[position].grad = gradient
+
+    def drop_gradients(self) -> None:
+        """Let every ``.grad`` be None."""
+        for position in range(len(self.parameters)):
+            self.store(position, None)
+
+    def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
+        """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
+
+        Nothing but the buffer's own address is needed, so it is done while the reduction is under way. Without
+        ``gradient_as_bucket_view``, and for a sparse gradient, there is nothing to do. A gradient that somebody else
+        holds stays; see Note [Gradients that others hold].
+
+        Args:
+            untouched: Numbers of parameters whose ``.grad`` stays what it is.
+        """
+        if not self.gradient_as_bucket_view or self.spec.is_sparse:
+            return
+        views = self._gradient_views()
+        gradients = self.gradients()
+        self.iteration.flattened = ()  # `gradients` keeps the objects, and is the only list that does
+        if views.are(gradients):
+            return
+        self.iteration.copied_back = held_by_others(gradients, views.tensors)
+        left_alone = self._positions_of(untouched) | self.iteration.copied_back
+        pairs: Iterable[tuple[Parameter, Tensor]] = zip(self.parameters, views.tensors, strict=True)
+        if left_alone:
+            pairs = [pair for position, pair in enumerate(pairs) if position not in left_alone]
+        for parameter, view in pairs:
+            parameter.grad = view
+
+    def hand_over(self, untouched: Set[int] = frozenset()) -> None:
+        """Let every parameter's ``.grad`` be the reduced gradient; the reduction must have been waited for.
+
+        Args:
+            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+        """
+        left_alone = self._positions_of(untouched)
+        if self.spec.is_sparse:
+            # A sparse sum has other indices than the sparse tensor it started from, so it is a new tensor.
+            assert self.iteration.work is not None
+            if not left_alone:
+                self.store(0, self.iteration.work.result()[0])
+            return
+        for position in left_alone:
+            if position in self.iteration.kept:
+                self._plan().views[position].copy_(self.iteration.kept[position])
+        if not self.gradient_as_bucket_view:
+            self._copy_back(left_alone)
+        for position in self.iteration.copied_back - left_alone:
+            gradient = self.parameters[position].grad
+            if gradient is not None:
+                with torch.no_grad():
+                    gradient.copy_(self._plan().views[position])
+
+    def fill_with_zeros(self, indices: Set[int]) -> None:
+        """Let ``.grad`` of these parameters be zeros where they hold none."""
+        for position in self._positions_of(indices):
+            if self.parameters[position].grad is None:
+                self.store(position, torch.zeros_like(self.parameters[position]))
+
+    def adopt_gradients(self) -> None:
+        """Move the gradients that there are into the flat buffer, between two backwards, which frees the old ones'."""
+        if self.spec.is_sparse or not self.gradient_as_bucket_view:
+            return
+        views = self._gradient_views().tensors
+        held = held_by_others(self.gradients(), views)
+        for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if parameter.grad is not None and parameter.grad is not view and position not in held:
+                self.store(position, view.copy_(parameter.grad))
+
+    def _copy_back(self, left_alone: Set[int]) -> None:
+        gradients = []
+        for position, (parameter, view) in enumerate(zip(self.parameters, self._plan().views, strict=True)):
+            if position in left_alone:
+                gradients.append(torch.empty_like(view))  # thrown away
+                continue
+            if parameter.grad is None:  # other ranks have used it
+                self.store(position, torch.empty_like(view))
+            assert parameter.grad is not None
+            gradients.append(parameter.grad)
+        self._plan().unflatten(gradients)
+
+    def _positions_of(self, indices: Set[int]) -> set[int]:
+        """Where in the bucket the parameters of these numbers stand."""
+        if not indices:
+            return set()
+        return {position for index, position in self.position_of.items() if index in indices}
+
+    # The flat buffer and its layout.
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the flat buffer."""
+        if self._flat is None or tensor.layout is not torch.strided:
+            return False
+        begin = self._flat.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self._flat.nbytes
+
+    def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether all of these are zeros in their places in the flat buffer; only where looking does not wait."""
+        if self._views is None or self._flat is None or not self._flat.is_cpu or not self._views.are(gradients):
+            return False
+        return not self._flat.any()
+
+    def new_views(self) -> list[Tensor]:
+        """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
+        return [view.detach() for view in self._gradient_views().tensors]
+
+    def lay_out_as(self, spec: BucketSpec) -> None:
+        """Give the gradients their places in a new flat buffer, between two backwards.
+
+        Args:
+            spec: The same bucket with another layout. Each ``.grad`` stays where it is until the next flatten.
+        """
+        self.spec = spec
+        self.drop_flat()
+
+    def drop_flat(self) -> None:
+        """Leave the flat buffer to whoever holds a part of it; the next use makes another one."""
+        self._flat = None
+        self._flatten_plan = None
+        self._views = None
+
+    def describe(self) -> str:
+        """The bucket for an error message: its number, size and the ends of its list of parameters."""
+        names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
+        return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
+
+    def _gradient_views(self) -> GradientViews:
+        if self._views is None:
+            with torch.inference_mode(False):
+                self._views = GradientViews(self._plan().views)
+        return self._views
+
+    def _refuse_converted(self) -> None:
+        """Refuse parameters of another dtype, size or device than when they were replicated.
+
+        Raises:
+            ParametersChangedError: Names them.
+        """
+        changes = []
+        for spec, parameter in zip(self.spec.gradients, self.parameters, strict=True):
+            was = f"{spec.dtype}[{spec.numel}]"
+            is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
+            if self._flat is not None and parameter.device != self._flat.device:
+                was, is_now = f"{was} on {self._flat.device}", f"{is_now} on {parameter.device}"
+            if was != is_now:
+                changes.append(f"{was} before and {is_now} now: {spec.fqn}")
+        if changes:
+            raise error_messages.parameters_changed(self._rank, changes)
+
+    def _plan(self) -> FlattenPlan | RealParts:
+        if self._flatten_plan is None:
+            self._refuse_converted()
+            # Made at the first use, when the seal is behind us; zeros, so that the padding is and stays zero.
+            first = self.parameters[0]
+            offsets = [offset // first.element_size() for offset in self.spec.byte_offsets]
+            num_elements = self.spec.num_bytes // first.element_size()
+            with torch.inference_mode(False):  # or no later backward could write it
+                self._flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+                make = RealParts if self._flat.is_complex() else FlattenPlan.for_bucket
+                self._flatten_plan = make(self.parameters, self._flat, offsets)
+        return self._flatten_plan

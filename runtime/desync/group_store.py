@@ -1,0 +1,157 @@
+"""The store of a process group, asked so that nobody waits for it longer than was meant.
+
+Note [Stores that do not answer]
+A training step needs no store, so a store that is slow, frozen or gone must never stop one. torch's TCPStore waits
+without a limit for the answer of a server that has been stopped, or whose machine is gone, whatever its timeout is
+(seen on torch 2.13 with a stopped server process). So everything that waits for an answer runs on a thread of its own.
+When it takes too long, the store's connection is shut down, upon which the wait fails and the thread ends, and the
+store is not asked again. No thread may be left behind in there: where its answer comes while the interpreter ends, the
+thread is not given the interpreter's lock but made to exit, through frames of C++ that must not be left so, and the
+process aborts ("terminate called without an active exception"). Other stores than TCPStore have no connection; a thread
+that waits in one, for the lock of a FileStore for example, is left behind.
+What waits for no answer, ``set``, runs in place: it stops only when the socket's buffer is full, some 30 000 posts
+after the server has stopped answering, and the exchanges of `monitor` ask long before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ddp_compile import torch_internals
+
+log = logging.getLogger(__name__)
+
+#: How long a store may take to answer. Sound ones take less than a millisecond.
+ANSWER_LIMIT_S = 5.0
+
+Answer = TypeVar("Answer")
+
+
+class StoreLostError(Exception):
+    """The store did not answer, or its connection broke. Never leaves the runtime: training goes on without it."""
+
+
+class GroupStore:
+    """A connection of our own to the store of a process group, if it has one; without one all questions fail.
+
+    The group's own connection may be held for minutes by another thread that waits for a key in it.
+
+    Args:
+        process_group: The ranks.
+        prefix: Set before every key.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:
+        self._prefix = prefix
+        self._store: Any = None
+        self.lost: str | None = None  #: why it is not asked any more
+        self.ends_here = False  #: whether it ends with this process, and is another one's store as well
+        if process_group.size() == 1:
+            self.lost = "there is no other rank"
+            return
+        shared: Any = process_group.get_group_store()
+        self.ends_here = torch_internals.holds_server(shared)
+        try:
+            self._store = None if shared is None else shared.clone()
+        except RuntimeError as error:  # no connection, or a store that is written in Python
+            self.lost = _first_line(error)
+        if shared is None:  # a process group that is written in Python
+            self.lost = "the process group has none"
+        if self.lost is not None:
+            log.info("rank %d: no store of the process group to tell others in: %s", process_group.rank(), self.lost)
+
+    @property
+    def only_grows(self) -> bool:
+        """Whether every post stays on a disk for good, as in a FileStore."""
+        return self._store is not None and not self._store.has_extended_api()
+
+    def post(self, key: str, value: str) -> None:
+        """Put a value into the store, if it is there; waits for no answer."""
+        if self.lost is None:
+            try:
+                self._store.set(self._prefix + key, value)
+            except RuntimeError as error:
+                self._lose(_first_line(error))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that starts at 0; returns its new value. Raises StoreLostError."""
+        return self.ask(lambda: self._store.add(self._prefix + key, amount))
+
+    def has_come_to(self, counter: str, value: int, old_counter: str | None = None) -> bool:
+        """Whether a counter has a value.
+
+        Args:
+            counter: Its key.
+            value: The value.
+            old_counter: Another key, which is deleted if it has.
+
+        Raises:
+            StoreLostError: The store has not answered.
+        """
+
+        def compare() -> bool:
+            has_come = self._store.add(self._prefix + counter, 0) == value
+            if has_come and old_counter is not None:
+                self._store.delete_key(self._prefix + old_counter)
+            return has_come
+
+        return self.ask(compare)
+
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        """The values of those keys that there are. Raises StoreLostError."""
+        return self.ask(lambda: self._values(keys))
+
+    def ask(self, question: Callable[[], Answer], limit_s: float = ANSWER_LIMIT_S) -> Answer:
+        """Run something that waits for the store; see Note [Stores that do not answer].
+
+        Raises:
+            StoreLostError: It took too long, it failed, or the store was lost before.
+        """
+        if self.lost is not None:
+            raise StoreLostError(self.lost)
+        answers: list[Answer] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                answers.append(question())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="ddp_compile_store", daemon=True)
+        thread.start()
+        try:
+            thread.join(limit_s)
+            reason = _first_line(errors[0]) if errors else f"no answer within {limit_s:.0f} s"
+        except BaseException:  # Ctrl-C
+            reason = "interrupted while it was asked"
+            raise
+        finally:
+            if not answers:
+                self._lose(reason)
+                if torch_internals.shut_down_connection(self._store):
+                    thread.join(ANSWER_LIMIT_S)
+        if not answers:
+            raise StoreLostError(self.lost)
+        return answers[0]
+
+    def _values(self, keys: Sequence[str]) -> dict[str, str]:
+        # Asked one by one only while some are not there: with many ranks, two answers instead of thousands.
+        names = [self._prefix + key for key in keys]
+        if not self.only_grows and self._store.check(names):
+            return {key: value.decode() for key, value in zip(keys, self._store.multi_get(names), strict=True)}
+        there = [key for key in keys if self._store.check([self._prefix + key])]
+        return {key: self._store.get(self._prefix + key).decode() for key in there}
+
+    def _lose(self, reason: str) -> None:
+        self.lost = reason
+        log.info("the store of the process group is not asked any more: %s", reason)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

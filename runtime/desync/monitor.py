@@ -1,0 +1,212 @@
+"""Keeps the ranks in step: they compare what they have done, and say where they stood when a collective fails.
+
+Note [Ranks that get out of step]
+Collectives pair up by order alone. A rank that leaves a backward out, or calls one twice, reduces with another step of
+the other ranks: a mean of what does not belong together, and at the end a collective that nobody joins. So the ranks
+compare, see Note [Agreement points], and each posts where it stands, so that the error of a collective that failed can
+say where the others are. docs/divergence.md lists what can differ and what happens then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing.util
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.collectives import name_from_rank_0
+from ddp_compile.runtime.desync.agreement_points import AgreementPoints
+from ddp_compile.runtime.desync.gathering import Gathering, pauses
+from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.desync.rank_status import RankStatuses
+from ddp_compile.runtime.rank_names import name_values
+
+log = logging.getLogger(__name__)
+
+
+class DesyncMonitor:
+    """What the ranks of one module tell each other while they train, through the store of their process group.
+
+    Every rank makes one at the same time. With one rank, and where the process group has no store, nothing is told.
+
+    Args:
+        process_group: The ranks.
+        device: Device of a message, one that the process group can reach.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank, self._world_size = process_group.rank(), process_group.size()
+        self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
+        # The name keeps it apart from other modules, and from an earlier process group in the same store.
+        self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
+        self._points = AgreementPoints(self._store, self._rank, self._world_size)
+        self._statuses = RankStatuses(self._store, self._rank, self._world_size)
+        self._num_forwards: Counter[str] = Counter()
+        self._num_algorithms = 0
+        #: The points' own, as each call takes time from every step.
+        self.last_bucket_is_launched = self._points.last_bucket_is_launched
+        self.iteration_ends = self._points.iteration_ends
+        if self._store.lost is None:
+            # torch keeps what watches for good, and it must not lead here.
+            stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._statuses)))
+            weakref.finalize(self, stop)
+            weakref.finalize(self, post_uncaught_error(self._statuses)).atexit = False
+
+    def forward_begins(self, kind: str) -> None:
+        """A forward begins: a "training forward", an "evaluation forward" and so on; each kind is counted by itself."""
+        self._num_forwards[kind] += 1
+        self._statuses.note(kind, self._num_forwards[kind])
+
+    def buffers_are_broadcast(self, kind: str) -> None:
+        """The forward waits for rank 0's buffers."""
+        self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
+
+    def forward_ends(self, kind: str, outputs: Any = None) -> None:
+        """A forward has returned.
+
+        Args:
+            kind: As in `forward_begins`.
+            outputs: What it returned, if a backward has to follow it on every rank or on none.
+        """
+        if outputs is not None and self._store.lost is None:
+            self._points.forwards.watch(outputs)
+        self._statuses.note(kind, self._num_forwards[kind], " has returned")
+
+    def backward_begins(self, after_forward: bool) -> None:
+        """The first gradient of an iteration has arrived.
+
+        Args:
+            after_forward: Whether a synchronised forward has come since the iteration before.
+        """
+        self._points.begins_after_forward = after_forward
+        self._statuses.note("backward of iteration", self._points.iteration_number)
+
+    def buckets_are_awaited(self) -> None:
+        """The backward has ended, and buckets may still be on their way."""
+        self._statuses.note("waiting for the buckets of iteration", self._points.iteration_number)
+
+    def backward_is_incomplete(self) -> None:
+        """The backward has ended without all gradients, and another one may bring them."""
+        self._statuses.note("backward of iteration", self._points.iteration_number, " has left gradients out")
+
+    def compare(self) -> None:
+        """All collectives of the iteration are over; see `AgreementPoints.compare`."""
+        self._points.compare()
+        self._statuses.note("iteration", self._points.iteration_number, " is over")
+
+    def agree_on_algorithm(self, algorithm: str) -> None:
+        """Wait until every rank has registered a hook, when earlier iterations were reduced without one.
+
+        Raises:
+            RanksDifferError: Another rank registered another hook, or none within the process group's timeout.
+        """
+        if self._world_size == 1:
+            return
+        iteration_number = self._points.iteration_number
+        self._statuses.note(f"registering the {algorithm} before iteration", iteration_number)
+        self._num_algorithms += 1
+        # What an earlier call has left, which found that the ranks differ, must not count in this one.
+        name = f"algorithm/{iteration_number}/{self._num_algorithms}"
+        try:
+            described = self._compare_algorithms(name, algorithm)
+        except StoreLostError as error:
+            described = None
+            log.warning(
+                "rank %d: whether every rank has registered the %s is not known: the store of the process group is"
+                " gone (%s)",
+                self._rank,
+                algorithm,
+                error,
+            )
+        if described is not None:
+            raise error_messages.algorithms_differ(self._rank, described)
+
+    def _compare_algorithms(self, name: str, algorithm: str) -> str | None:
+        """Which ranks registered which hook; None if all registered this one."""
+        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        self._store.post(keys[self._rank], algorithm)
+        alike = f"{name}/{hashlib.sha256(algorithm.encode()).hexdigest()[:16]}/registered"
+        self._store.add(alike, 1)
+        self._store.add(f"{name}/registered", 1)  # last: who sees all of these sees all of those
+        for _ in pauses(self._timeout_s, longest_s=1.0):
+            if self._store.add(f"{name}/registered", 0) == self._world_size:
+                break
+        if self._store.has_come_to(alike, self._world_size):
+            return None
+
+        def describe(found: dict[str, str]) -> str:
+            return name_values([found.get(key, "no comm hook") for key in keys])
+
+        described = Gathering(self._store, name, keys).summary(0.0, bool, describe)
+        return f"{algorithm} on rank {self._rank}, and others elsewhere" if described is None else described
+
+    def raised(self, error: Exception) -> None:
+        """A forward raised: the others will read it when they miss this rank."""
+        self._statuses.raised(error)
+
+    def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
+        """The error of a collective that failed, with a table of where every rank stands.
+
+        Waits for about a second, for ranks whose collectives fail at the same time.
+
+        Args:
+            error: What this rank raises.
+            what: What comes after where this rank stands, ", bucket 0" for example.
+        """
+        if self._world_size == 1:
+            return error
+        self._statuses.fail(f"{what}: failed")
+        return ReductionError(f"{error}\n{self._statuses.report()}")
+
+
+def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
+    """When the process ends because of an exception, tell the others of it; nothing else sees those of a backward.
+
+    Args:
+        statuses: Of this rank; not kept alive.
+
+    Returns:
+        What undoes it.
+    """
+    alive = weakref.ref(statuses)
+
+    def post() -> None:
+        # A process that multiprocessing has started still handles the exception, the interpreter has put it down.
+        error = sys.exception() or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):
+            error = error.__context__  # torch.multiprocessing.spawn ends with it
+        if isinstance(error, BaseException) and (left := alive()) is not None:
+            left.raised(error)
+
+    # Runs at the interpreter's exit too, where ``atexit`` alone knows nothing of processes that multiprocessing starts.
+    finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=0)
+    return finalizer.cancel
+
+
+def _compilation_notes(
+    statuses: weakref.ref[RankStatuses],
+) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """What to do when torch begins to compile something, and when it has done so."""
+    stood_at = ""
+
+    def begin(compile_id: str) -> None:
+        nonlocal stood_at
+        if (alive := statuses()) is not None:
+            stood_at = alive.now.at
+            alive.note(f"{stood_at}, compiling {compile_id}")
+
+    def end() -> None:
+        if (alive := statuses()) is not None:
+            alive.note(stood_at)
+
+    return begin, end

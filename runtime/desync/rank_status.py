@@ -1,0 +1,195 @@
+"""Where each rank stands: noted at every step of the training loop, told to the others when a collective fails.
+
+Note [What a post may cost]
+A rank posts where it stands to the store, so that others can read it when it cannot answer any more. Posts are paid
+from a budget that grows by 0.1 % of the time that passes: mostly every note is posted, in steps of some milliseconds
+many are left out. A post is charged with what it takes here, by a moving average, and at least with what the posts of
+all ranks take on the one thread of the store's server. Where posts stay on a disk for good (FileStore), the budget is
+one a second. A note that is not posted costs less than a microsecond, and its text is not made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ddp_compile.runtime.desync.gathering import Gathering
+from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.rank_names import format_ranks
+
+_SHARE_OF_TIME = 0.001
+_SERVER_S = 5e-6  # what a post takes on the server of a TCPStore: 1.4 us was measured on an idle machine
+_GROWING_STORE_S = 1e-3
+_MOST_POSTS_SAVED = 32
+_MOST_CHARACTERS = 200  # of another's error
+#: How long a rank whose collective has failed waits for the others to say where theirs did.
+WAIT_FOR_OTHERS_S = 1.0
+_TICKETS_S = 0.2  # how long it waits at least, as ranks do not come at once
+#: How long a rank with whose process the store ends waits for the others to have read where all stood.
+OWNER_STAYS_S = 3.0
+
+
+class RankStatus(NamedTuple):
+    """Where one rank stood.
+
+    Args:
+        at: The step of the training loop.
+        since: When it came there, in seconds of its machine's clock.
+        failed: Whether it raised there.
+    """
+
+    at: str
+    since: float
+    failed: bool
+
+    def to_text(self) -> str:
+        return f"{self.since} {int(self.failed)} {self.at}"
+
+    @classmethod
+    def from_text(cls, text: str) -> RankStatus:
+        since, failed, at = text.split(" ", 2)
+        return cls(at, float(since), failed == "1")
+
+
+class RankStatuses:
+    """Where this rank stands, and where the others were heard last.
+
+    Args:
+        store: Where ranks tell each other.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._own_key = f"rank_status/{rank}"
+        self._keys = {f"rank_status/{other}": other for other in range(world_size)}
+        self._gathering = Gathering(store, "statuses", list(self._keys))
+        self._failure: RankStatus | None = None
+        self._noted: tuple[str, int | None, str] = ("before the first forward", None, "")
+        self._noted_at = time.perf_counter()
+        self._least_charge_s = max(_SERVER_S * world_size, _GROWING_STORE_S if store.only_grows else 0.0)
+        self._post(self.now)
+        self._budget_at = self._next_post_at = time.perf_counter()
+        self._post_s = self._budget_at - self._noted_at
+        self._budget_s = _MOST_POSTS_SAVED * self._least_charge_s
+
+    @property
+    def now(self) -> RankStatus:
+        """Where this rank stands."""
+        if self._failure is not None:
+            return self._failure
+        at, number, then = self._noted
+        text = f"{at}{then}" if number is None else f"{at} {number}{then}"
+        return RankStatus(text, time.time() - (time.perf_counter() - self._noted_at), failed=False)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure has been posted, and nothing been noted since."""
+        return self._failure is not None
+
+    def note(self, at: str, number: int | None = None, then: str = "") -> None:
+        """This rank has come to another step of the training loop; posted if the budget allows it.
+
+        Args:
+            at: Where it is, "training forward" for example.
+            number: The how manieth.
+            then: What comes after the number.
+        """
+        self._noted = (at, number, then)
+        self._noted_at = now = time.perf_counter()
+        self._failure = None
+        if now >= self._next_post_at:
+            self._post_from_budget(now)
+
+    def fail(self, then: str) -> None:
+        """This rank raises; posted at once, unless it has posted a failure before.
+
+        Args:
+            then: What comes after where it stands.
+        """
+        if self._failure is None:
+            at, since, _ = self.now
+            self._failure = RankStatus(f"{at}{then}", since, failed=True)
+            self._post(self._failure)
+
+    def raised(self, error: BaseException) -> None:
+        """This rank raises an error that is not its reducer's; as `fail`."""
+        first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
+        self.fail(f": raised {type(error).__name__}: {first_line}")
+
+    def report(self) -> str:
+        """Where every rank was heard last, as text of several lines; to be asked after `fail`.
+
+        One rank reads it for all, see Note [One rank reads], and waits for at most a second until the others have
+        failed as well. The rank that holds the store stays until the others have read it, for at most three seconds.
+        """
+        try:
+            table = self._gathering.summary(WAIT_FOR_OTHERS_S, self._have_all_failed, self._table, _TICKETS_S)
+            if self._store.ends_here:
+                self._gathering.wait_for_readers(len(self._keys), OWNER_STAYS_S)
+        except StoreLostError as error:
+            return (
+                f"Where the other ranks stood is not known: the store that they tell it to is gone ({error}). It ends"
+                " with the process that made it, which is rank 0's unless torchrun has started the ranks"
+            )
+        if table is None:
+            return "Where the other ranks stood is not known: the rank that was to read it for all has not done so"
+        return table
+
+    def _have_all_failed(self, found: Mapping[str, str]) -> bool:
+        return len(found) == len(self._keys) and all(RankStatus.from_text(value).failed for value in found.values())
+
+    def _table(self, found: Mapping[str, str]) -> str:
+        heard = {self._keys[key]: RankStatus.from_text(value) for key, value in found.items()}
+        return format_rank_statuses([heard.get(rank) for rank in self._keys.values()], time.time())
+
+    def _post_from_budget(self, now: float) -> None:
+        if self._store.lost is not None:
+            self._next_post_at = math.inf
+            return
+        charge_s = max(self._post_s, self._least_charge_s)
+        saved_s = self._budget_s + (now - self._budget_at) * _SHARE_OF_TIME
+        self._budget_s = min(saved_s, _MOST_POSTS_SAVED * charge_s) - charge_s
+        self._post(self.now)
+        self._budget_at = time.perf_counter()
+        self._post_s += 0.1 * (self._budget_at - now - self._post_s)
+        missing_s = max(self._post_s, self._least_charge_s) - self._budget_s
+        self._next_post_at = self._budget_at + max(0.0, missing_s) / _SHARE_OF_TIME
+
+    def _post(self, rank_status: RankStatus) -> None:
+        self._store.post(self._own_key, rank_status.to_text())
+
+
+def format_rank_statuses(statuses: Iterable[RankStatus | None], now: float) -> str:
+    """A small table with a line for each place where ranks stood.
+
+    Args:
+        statuses: By rank; None for one that was never heard of.
+        now: Seconds of this machine's clock.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    ages_s: dict[str, list[float]] = {}
+    for rank, rank_status in enumerate(statuses):
+        at = "never heard of" if rank_status is None else rank_status.at
+        ranks_at.setdefault(at, []).append(rank)
+        if rank_status is not None:
+            # The clocks of two machines may differ by a little.
+            ages_s.setdefault(at, []).append(max(0.0, now - rank_status.since))
+    lines = [
+        ("ranks", "since", "where"),
+        *((format_ranks(ranks_at[at]), _format_ages(ages_s.get(at)), at) for at in ranks_at),
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    table = [f"  {ranks:<{widths[0]}}  {since:<{widths[1]}}  {where}" for ranks, since, where in lines]
+    return "\n".join(["Where each rank was heard last, and for how long it had stood there:", *table])
+
+
+def _format_ages(ages_s: list[float] | None) -> str:
+    if ages_s is None:
+        return ""
+    shortest, longest = f"{min(ages_s):.1f}", f"{max(ages_s):.1f}"
+    return f"{shortest} s" if shortest == longest else f"{shortest} to {longest} s"

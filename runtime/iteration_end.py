@@ -1,0 +1,109 @@
+"""What the ranks tell each other when every bucket has been launched, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.arrivals.policies import AllRequired
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
+from ddp_compile.runtime.iteration_message import IterationMessage
+from ddp_compile.runtime.launch_queue import LaunchQueue
+
+log = logging.getLogger(__name__)
+
+
+class IterationEnd:
+    """Sends the one message of an iteration, and lets those who have something in it hear the others.
+
+    Args:
+        queue: Launches the buckets.
+        policy: Says which gradients were used here.
+        early: Says which buckets were launched too early.
+        message: Carries what they say.
+        monitor: What is told of ranks that did not come.
+        names: Fully qualified names of the parameters.
+        rank: This rank, for messages.
+    """
+
+    def __init__(
+        self,
+        queue: LaunchQueue,
+        policy: AllRequired,
+        early: NoEarlyLaunch,
+        message: IterationMessage,
+        monitor: DesyncMonitor,
+        names: Sequence[str],
+        rank: int,
+    ) -> None:
+        self.early = early
+        self._queue = queue
+        self._policy = policy
+        self._message = message
+        self._monitor = monitor
+        self._names = names
+        self._rank = rank
+
+    @property
+    def _early_has_message(self) -> bool:
+        """Whether the ranks have to hear which buckets were launched too early; of none they know no iteration."""
+        return self.early.has_message and self._queue.has_launched
+
+    def all_are_launched(self) -> None:
+        """Behind the last bucket: tell the other ranks what was used here, if there will be no more to say.
+
+        Not at the end of the backward, which several modules may reach in another order on each rank.
+        """
+        if self._policy.has_message and not self._early_has_message:
+            self._queue.drain()
+            self._message.send([self._policy.message()])
+
+    def hear_the_others(self) -> None:
+        """Tell the other ranks what there is to say, if anything, and hear what they said.
+
+        Raises:
+            ReductionError: A reduction, or the message, failed or timed out.
+            GradientArrivalError: A bucket was launched too early and cannot be launched again.
+        """
+        early_speaks, policy_speaks = self._early_has_message, self._policy.has_message
+        if not early_speaks and not policy_speaks:
+            return
+        if not self._message.is_under_way:
+            parts = [self._policy.message()] if policy_speaks else []
+            if early_speaks:
+                parts.append(self.early.message(self._queue.algorithm.traits.replayable))
+            self._queue.drain()
+            self._message.send(parts)
+        if early_speaks:
+            self._queue.wait()  # before anything is launched again
+        try:
+            heard = self._message.wait()
+        except RuntimeError as error:
+            what = "what the ranks tell each other behind the buckets"
+            failure = error_messages.reduction_failed(self._rank, what, error)
+            raise self._monitor.report_failure(failure) from error
+        if policy_speaks:
+            self._policy.hear(heard[0])
+        if early_speaks:
+            self._launch_again(self.early.verdict(heard[-1]))
+
+    def _launch_again(self, verdict: Verdict) -> None:
+        """Launch buckets once more that were launched too early."""
+        names = [self._names[index] for index in verdict.late]
+        algorithm = self._queue.algorithm
+        if not verdict.can_be_replayed:
+            name = None if algorithm.traits.replayable else algorithm.name
+            raise error_messages.contributor_after_launch(self._rank, names, name, self.early.has_moved)
+        for bucket in verdict.buckets:
+            log.warning(
+                "rank %d: %s was launched inside the backward before all was there, is launched again, and will not be"
+                " launched early any more: on some rank %s got more than one gradient",
+                self._rank,
+                bucket.describe(),
+                ", ".join(names),
+            )
+            self._queue.launch_again(bucket, own_gradients(bucket))
+        self._queue.wait()
+        self.early.put_back()

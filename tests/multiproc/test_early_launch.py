@@ -1,0 +1,309 @@
+"""Places where a bucket that leaves inside the compiled backward could go wrong, beside ways to train."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside_plain import CAP_MB, WIDTH, train
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from ddp_compile import MissingGradientError, ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
+
+pytestmark = pytest.mark.usefixtures("each_split")
+
+Ranks = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def split() -> str:
+    """Under "forward" no bucket leaves before all its gradients have been accumulated."""
+    return "backward"
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Mlp(WIDTH, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.parts[0](x)
+        torch._dynamo.graph_break()
+        return first, self.parts[1](x)
+
+
+def look_at_a_part(model: Any, x: Tensor, step: int, changes: bool, everywhere: bool) -> None:
+    if step == 2 and (everywhere or dist.get_rank() == 0):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2 if changes else None)
+    losses = [loss_of(output) for output in model(x)]
+    losses[1].backward()
+    model.seen_between = model.parts[1].layers[1].weight.grad.clone()
+    losses[0].backward()
+
+
+def train_part_by_part(changes: bool, everywhere: bool) -> tuple[list[float], bool]:
+    seen = []
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        look_at_a_part(model, x, number, changes, everywhere)
+        if hasattr(model, "no_sync"):
+            seen.append(torch.equal(model.seen_between, model.parts[1].layers[1].weight.grad))
+
+    return train(TwoParts, step), all(seen)
+
+
+@pytest.mark.parametrize("changes", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_part_that_has_left_is_averaged_between_backwards_and_sent_again_at_their_end(
+    changes: bool, everywhere: bool, ranks: Ranks
+) -> None:
+    for differences, are_means_between in ranks(2).run(train_part_by_part, changes, everywhere):
+        assert max(differences) < 1e-6
+        # What a hook has changed is known to the other ranks at the end only.
+        assert are_means_between or changes
+
+
+def run_eagerly_on_rank_0(model: Any, x: Tensor, step: int) -> None:
+    is_eager = step == 3 and dist.get_rank() == 0
+    with torch.compiler.set_stance("force_eager" if is_eager else "default"):
+        loss = loss_of(model(x))
+        if step == 3 and dist.get_rank() == 1:
+            loss = loss + model.layers[1].weight.square().sum()
+        loss.backward()
+
+
+def train_eagerly_on_rank_0(**settings: bool) -> list[float]:
+    return train(lambda: Mlp(WIDTH, 4), run_eagerly_on_rank_0, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": False}])
+def test_a_rank_whose_bucket_left_by_its_hooks_can_send_it_again(settings: dict[str, bool], ranks: Ranks) -> None:
+    assert ranks(2).run(train_eagerly_on_rank_0, **settings) == [[0.0] * 5] * 2
+
+
+class Skips(nn.Module):
+    """A branch that rank 1 leaves out, in frames of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch, self.head = (Mlp(WIDTH, 2) for _ in range(3))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        torch._dynamo.graph_break()
+        if not self.skips:
+            x = self.branch(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def skip_and_look(model: Any, x: Tensor, step: int) -> None:
+    model.skips = step >= 2 and dist.get_rank() == 1
+    if step == 3:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+    loss_of(model(x)).backward()
+
+
+def train_with_skips() -> list[float]:
+    return train(Skips, skip_and_look, find_unused_parameters=True)
+
+
+def test_a_rank_that_sent_zeros_can_send_them_again(ranks: Ranks) -> None:
+    for differences in ranks(2).run(train_with_skips):
+        assert max(differences) < 1e-6
+
+
+class LearnsLate(nn.Module):
+    """Nothing of it is compiled in the first iteration, in which `use_a_parameter_twice` runs it eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(WIDTH, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def use_a_parameter_twice(model: Any, x: Tensor, step: int) -> None:
+    with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
+        loss = loss_of(model(x))
+    if step == 2:  # the bucket has left by then
+        loss = loss + model.layers[1].layers[1].weight.square().sum()
+    loss.backward()
+    if hasattr(model, "no_sync"):
+        num_early = len(model._ddp_compile_state.reducer.early_buckets)
+        model.num_early = [*getattr(model, "num_early", []), num_early]
+        if step == 8:
+            assert model.num_early == [0, 3, 2, 2, 2, 2, 2, 2, 2], model.num_early
+
+
+def train_late() -> list[float]:
+    return train(LearnsLate, use_a_parameter_twice, num_steps=9)
+
+
+def test_buckets_may_leave_early_from_a_later_iteration_on_but_not_once_they_were_found_late(ranks: Ranks) -> None:
+    assert ranks(2).run(train_late) == [[0.0] * 9] * 2
+
+
+class Fused(nn.Module):
+    """Gradients that are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = nn.functional.linear(torch.tanh(self.first(x)), torch.cat(list(self.parts)))
+        return self.last(torch.tanh(fused))
+
+
+def train_fused() -> int:
+    model = ddp_compile(Fused(), bucket_cap_mb=CAP_MB, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(torch.randn(6, WIDTH))).backward()
+    return len(model._ddp_compile_state.reducer.early_buckets)
+
+
+def test_gradients_that_are_views_of_one_tensor_are_launched_early(ranks: Ranks) -> None:
+    assert ranks(2).run(train_fused) == [4, 4]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+class SharesOneFrame(nn.Module):
+    """Blocks that are compiled one by one, and once: Dynamo runs what it made of the first for all others as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)  # so that every block's input needs a gradient
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.used = [0]
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i in self.used:
+            x = self.blocks[i](x)
+        return x
+
+
+def use_more_blocks(model: Any, x: Tensor, step: int) -> None:
+    model.used = [0] if step < 2 else [1, 2, 3] if dist.get_rank() == 1 else [0, 1, 2, 3]
+    loss_of(model(x)).backward()
+
+
+def train_blocks(with_hook: bool) -> list[float]:
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        if with_hook and step == 0 and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(None, allreduce_hook)
+        use_more_blocks(model, x, step)
+
+    return train(SharesOneFrame, step_of, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_one_graph_of_several_modules_computes_nothing_in_another_ones_name(with_hook: bool, ranks: Ranks) -> None:
+    for differences in ranks(2).run(train_blocks, with_hook):
+        assert max(differences) < 1e-6
+
+
+class KeepsLoss(nn.Module):
+    """A loss that is left on the module, made by a frame that no output leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.loss = self.loss_beside(x)
+        return x
+
+    @torch.compiler.disable(recursive=False)
+    def loss_beside(self, x: Tensor) -> Tensor:
+        return self.frame(x)
+
+    def frame(self, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ self.table) * x).tanh().square().mean()
+
+
+def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
+    (loss_of(model(x)) + model.loss).backward()
+
+
+def train_with_kept_loss() -> list[float]:
+    return train(KeepsLoss, use_kept_loss, find_unused_parameters=True)
+
+
+def test_a_bucket_that_no_output_leads_to_is_not_sent_without_what_is_computed(ranks: Ranks) -> None:
+    for differences in ranks(2).run(train_with_kept_loss):
+        assert max(differences) < 1e-6
+
+
+class UsesPart(Mlp):
+    uses_all = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: None if self.uses_all else 3]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def fail_in_the_first_iteration_and_accumulate(model: Any, x: Tensor, step: int) -> None:
+    if step == 0:
+        loss_of(model(x)).backward()
+        model.uses_all = True
+        if hasattr(model, "no_sync"):
+            with pytest.raises(MissingGradientError):
+                model(x)
+        model.zero_grad()
+    with getattr(model, "no_sync", contextlib.nullcontext)():
+        loss_of(model(2 * x)).backward()
+    loss_of(model(x)).backward()
+
+
+def learn_after_an_error(as_view: bool) -> list[float]:
+    return train(
+        lambda: UsesPart(WIDTH, 4), fail_in_the_first_iteration_and_accumulate, gradient_as_bucket_view=as_view
+    )
+
+
+@pytest.mark.parametrize("as_view", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_first_iteration_that_ended_in_an_error_is_learnt_from_again(as_view: bool, ranks: Ranks) -> None:
+    assert ranks(2).run(learn_after_an_error, as_view) == [[0.0] * 5] * 2
+
+
+def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:
+    if step == 2 and hasattr(model, "register_comm_hook"):
+        model.register_comm_hook(None, allreduce_hook)
+    with getattr(model, "no_sync", contextlib.nullcontext)():
+        loss_of(model(2 * x)).backward()
+    loss_of(model(x)).backward()
+
+
+def test_a_single_rank_that_begins_to_send_later_keeps_what_was_accumulated(single_rank_group: None) -> None:
+    assert train(lambda: Mlp(WIDTH, 4), register_hook_and_accumulate) == [0.0] * 5

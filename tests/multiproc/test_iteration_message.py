@@ -1,0 +1,165 @@
+"""What the ranks tell each other behind the buckets: one message in an iteration at most, none where nothing is new."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+from ddp_compile.runtime import iteration_message
+from ddp_compile.runtime.iteration_message import IterationMessage
+
+Ranks = Callable[[int], RankPool]
+NUM_STEPS = 6
+
+
+def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
+    """How many messages each backward has sent."""
+    started = 0
+    send = IterationMessage.send
+
+    def counting(message: IterationMessage, parts: Any) -> None:
+        nonlocal started
+        started += 1
+        send(message, parts)
+
+    model = ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.003, backend="aot_eager", **settings)
+    numbers = []
+    for _ in range(NUM_STEPS):
+        loss = loss_of(model(torch.randn(2, 33)))
+        started = 0
+        IterationMessage.send = counting  # type: ignore[method-assign]
+        try:
+            loss.backward()
+        finally:
+            IterationMessage.send = send  # type: ignore[method-assign]
+        numbers.append(started)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("settings", "messages"),
+    [
+        ({"split": "forward"}, [0] * NUM_STEPS),
+        ({"split": "backward"}, [1] * NUM_STEPS),
+        ({"split": "forward", "find_unused_parameters": True}, [1] * NUM_STEPS),
+        ({"split": "backward", "find_unused_parameters": True}, [1] * NUM_STEPS),
+        ({"split": "forward", "static_graph": True}, [1] + [0] * (NUM_STEPS - 1)),
+        ({"split": "backward", "static_graph": True}, [1] * NUM_STEPS),
+    ],
+)
+def test_there_is_one_message_in_a_iteration_whatever_is_on(
+    settings: dict[str, Any], messages: list[int], ranks: Ranks
+) -> None:
+    assert ranks(2).run(messages_in_each_step, settings) == [messages, messages]
+
+
+def tell(lengths: list[int]) -> list[list[int]]:
+    message = IterationMessage(dist.group.WORLD, torch.device("cpu"), is_needed=True)
+    parts = [bytearray(length) for length in lengths]
+    for part in parts:
+        part[dist.get_rank()] = 1
+    message.send(parts)
+    return [list(part) for part in message.wait()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_flags_of_all_ranks_are_heard(world_size: int, ranks: Ranks) -> None:
+    for heard in ranks(world_size).run(tell, [3, 5]):
+        told = [int(rank < world_size) for rank in range(5)]
+        assert heard == [told[:3], told]
+
+
+def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
+    """What is made for gradients on a CUDA device, which need not be there for that; and what it hears."""
+    dist.new_group([0])  # which rank 0 alone knows, as the groups of pipelines and tensor parallelism
+    first_two = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return "", []
+    gpu = torch.device("cuda", 0)
+    dist.barrier(first_two)  # a rank that is done must not close connections that the other is still making
+    if not with_store:
+        return str(IterationMessage(WithoutStore(first_two), gpu, is_needed=True)._device), []
+    agree = iteration_message.name_from_rank_0
+    iteration_message.name_from_rank_0 = lambda group, device: agree(group, torch.device("cpu"))
+    try:
+        message = IterationMessage(first_two, gpu, is_needed=True)
+    finally:
+        iteration_message.name_from_rank_0 = agree
+    assert message._group is not first_two
+    message.send([bytearray([dist.get_rank() == 0, dist.get_rank() == 1, 0])])
+    return str(message._device), [list(part) for part in message.wait()]
+
+
+class WithoutStore:
+    """A process group that is written in Python."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def size(self) -> int:
+        return self.group.size()
+
+    def get_group_store(self) -> None:
+        return None
+
+
+def test_beside_gradients_on_a_gpu_the_hosts_have_a_group_of_their_own(ranks: Ranks) -> None:
+    assert ranks(3).run(message_beside_a_gpu, True)[:2] == [("cpu", [[1, 1, 0]])] * 2
+
+
+def test_a_process_group_without_a_store_carries_the_message_itself(ranks: Ranks) -> None:
+    assert ranks(3).run(message_beside_a_gpu, False)[:2] == [("cuda:0", [])] * 2
+
+
+class Encoder(nn.Module):
+    """Has an auxiliary head, which not every rank uses in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden, self.head(hidden)
+
+
+def train_two_modules(settings: dict[str, Any]) -> float:
+    """The largest difference to the mean of what plain copies compute.
+
+    On rank 1 the encoder's bucket lacks the gradients of the head, and leaves when the backward is over; on rank 0 it
+    leaves before.
+    """
+    torch.manual_seed(3)
+    decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    models = [ddp_compile(module, find_unused_parameters=True, **settings) for module in (Encoder(), decoder)]
+    worst = 0.0
+    for step in range(3):
+        plain = [copy.deepcopy(model) for model in models]
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, 8)
+        for encode, decode in (models, plain):
+            encode.zero_grad(), decode.zero_grad()
+            hidden, auxiliary = encode(x)
+            uses_head = dist.get_rank() == 0 or step == 0
+            (loss_of(decode(hidden)) + (loss_of(auxiliary) if uses_head else 0.0)).backward()
+        for ours, alone in zip(models, plain, strict=True):
+            for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+                total = torch.zeros_like(p) if q.grad is None else q.grad
+                dist.all_reduce(total)
+                worst = max(worst, relative_difference(p.grad, total / dist.get_world_size()))
+    return worst
+
+
+@pytest.mark.parametrize("split", ["none", "forward"])
+def test_two_modules_in_one_backward(split: str, ranks: Ranks) -> None:
+    settings = {"backend": "aot_eager" if split == "forward" else "eager", "split": split}
+    assert max(ranks(2).run(train_two_modules, settings)) < 1e-6

@@ -1,0 +1,100 @@
+"""Ctrl-C at the worst moments of an iteration: what it leaves half done is refused, not gone on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_compile import ReductionError, ddp_compile
+from ddp_compile.runtime import bucket_set
+from ddp_compile.runtime.arrivals.policies import UnusedAllowed
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.launch_queue import LaunchQueue
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+def press_ctrl_c(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def small_model(**settings: Any) -> Any:
+    return ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=1e-5, backend="eager", **settings)
+
+
+def go_backward(model: nn.Module) -> None:
+    model(torch.randn(2, 4)).sum().backward()
+
+
+def go_backward_in_no_sync(model: Any) -> None:
+    with model.no_sync():
+        go_backward(model)
+
+
+def regularise(model: nn.Module) -> None:
+    next(model.parameters()).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (bucket_set, "agree_on_plan"),
+        (Bucket, "flatten"),
+        (Bucket, "reduction_begins"),
+        (Bucket, "wait"),
+        (Bucket, "hand_over"),
+        (Bucket, "begin_iteration"),
+        (LaunchQueue, "_launch_ready"),
+        (LaunchQueue, "finish"),
+        (LaunchQueue, "begin_iteration"),
+        (UnusedAllowed, "begin_iteration"),
+    ],
+)
+def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(find_unused_parameters=True)
+    # A comm hook lets a single rank send as several do.
+    model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    if name != "agree_on_plan":
+        go_backward(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            go_backward(model)
+    for go_on in (go_backward, go_backward_in_no_sync, regularise):
+        with pytest.raises(ReductionError, match="the last backward raised"):
+            go_on(model)
+
+
+def test_an_iteration_without_a_call_of_the_module_is_not_begun_after_one_that_broke(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = small_model(), torch.randn(2, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket_set, "agree_on_plan", press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            model.forward(x).sum().backward()
+    with pytest.raises(ReductionError, match="the last backward raised"):
+        model(x)
+    with pytest.raises(ReductionError, match="the last backward raised"):
+        model.forward(x).sum().backward()
+
+
+def test_what_a_broken_iteration_left_in_grad_is_dropped_with_the_reducer() -> None:
+    model = small_model()
+    go_backward(model)
+    handle = model[0].weight.register_hook(press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        go_backward(model)
+    handle.remove()
+    assert model[1].weight.grad is not None
+    plain = model.unwrap()
+    assert all(parameter.grad is None for parameter in plain.parameters())
+
+
+def test_after_a_whole_iteration_gradients_stay() -> None:
+    model = small_model()
+    go_backward(model)
+    assert all(parameter.grad is not None for parameter in model.unwrap().parameters())

@@ -1,0 +1,430 @@
+"""``split="backward"`` beside its exactness: which backends it works with, what it refuses, what memory it takes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx as inductor
+from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from ddp_compile import ddp_compile
+from ddp_compile.comm_hooks import allreduce_hook
+from ddp_compile.runtime import computed_bucket
+
+
+def replicated(split: str = "backward", **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
+    # With a hook buckets are sent on a single rank as well, and so leave inside the backward.
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+#: So many that activations take most of the memory. All that compiles with inductor has these, and shares its kernels.
+MANY_ROWS = 2048
+
+
+def step(model: nn.Module, rows: int = 8) -> None:
+    model.zero_grad()
+    model(torch.ones(rows, WIDTH)).square().sum().backward()
+
+
+def num_launched_early(model: nn.Module, rows: int = 8) -> int:
+    """Of six buckets; the last one is ready when the backward ends, and left to its hooks."""
+    step(model, rows)
+    return len(model._ddp_compile_state.reducer.early_buckets)
+
+
+def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
+    def inner_compile(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append("backward" if kwargs.get("is_backward") else "forward")
+        return inductor.compile_fx_inner(gm, inputs, **kwargs)
+
+    return inner_compile
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        "aot_eager_default_partitioner",
+        pytest.param("inductor", marks=pytest.mark.inductor),
+        pytest.param(inductor.compile_fx, marks=[pytest.mark.inductor, pytest.mark.long]),
+        aot_autograd(fw_compiler=boxed_nop),
+    ],
+)
+def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any, single_rank_group: None) -> None:
+    assert num_launched_early(replicated(backend=backend), MANY_ROWS) == 5
+
+
+class PlainCompiler:
+    """A backward compiler that takes graphs of ATen operators and of nothing else."""
+
+    def __init__(self, is_boxed: bool) -> None:
+        self.is_boxed = is_boxed
+        self.num_nodes: list[int] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        unknown = {str(node.target) for node in calls if node.target.namespace != "aten"}
+        if unknown:
+            raise NotImplementedError(f"unknown operators {sorted(unknown)}")
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        assert [node.meta["val"].shape for node in placeholders] == [value.shape for value in inputs]
+        self.num_nodes.append(len(calls))
+        return boxed_nop(gm, inputs) if self.is_boxed else gm.forward
+
+
+class Normed(ResidualLayers):
+    """The gradients of a LayerNorm's parameters, and of its input, are results of one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(6))
+        self.last = nn.Parameter(torch.zeros(8, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.tanh(norm(layer(x))) + x
+        return x + self.last
+
+
+def test_pieces_pass_tensors_on_also_where_one_node_has_several_results(single_rank_group: None) -> None:
+    compiler = PlainCompiler(is_boxed=True)
+    torch.manual_seed(0)
+    expected = Normed()
+    model = ddp_compile(
+        copy.deepcopy(expected),
+        bucket_cap_mb=1e-4,
+        split="backward",
+        backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compiler),
+    )
+    model.register_comm_hook(None, allreduce_hook)
+    for _ in range(2):
+        for each in (model, expected):
+            step(each)
+    assert len(compiler.num_nodes) > 12 and min(compiler.num_nodes) > 0
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("is_boxed", [True, False])
+def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
+    is_boxed: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = PlainCompiler(is_boxed)
+    model = replicated(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compiler))
+    with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backward_pieces"):
+        assert num_launched_early(model) == 5
+    assert len(compiler.num_nodes) == 6 and min(compiler.num_nodes) > 0
+    assert caplog.messages == [
+        "graph 0 backward: not compiled with operators for buckets in it, so in pieces between them:"
+        " unknown operators ['ddp_compile.bucket_ready.default']"
+    ]
+    expected = ResidualLayers()
+    expected.load_state_dict(model.state_dict())
+    for each in (model, expected):
+        step(each, rows=8)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_compiler_that_fails_at_a_piece_as_well_raises_its_error(single_rank_group: None) -> None:
+    def compile_nothing(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise NotImplementedError("a compiler to come")
+
+    model = replicated(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compile_nothing))
+    with pytest.raises(NotImplementedError, match="a compiler to come"):
+        step(model)
+
+
+@pytest.mark.inductor
+def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_group: None) -> None:
+    seen: list[str] = []
+    backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        assert num_launched_early(replicated(backend=backend), MANY_ROWS) == 5
+    assert seen == ["forward", "backward"]
+
+
+def test_an_inner_compile_that_is_not_callable_is_refused_by_name(single_rank_group: None) -> None:
+    module = ResidualLayers()
+    with pytest.raises(ValueError, match="inner_compile=5, which is not callable"):
+        ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
+    assert type(module) is ResidualLayers
+
+
+def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+@pytest.mark.parametrize(("backend", "name"), [("eager", "eager"), (by_hand, "by_hand")])
+def test_without_aot_autograd_graphs_are_cut_in_the_forward_and_a_warning_says_so(
+    backend: Any, name: str, single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backend"):
+        model = replicated(backend=backend)
+    (record,) = caplog.records
+    assert f"which {name} is not: graphs are cut in the forward instead" in record.getMessage()
+    step(model)
+    (report,) = model._ddp_compile_state.backend.reports
+    assert report.num_partitions == 6 and not report.launches_in_backward
+
+
+def test_compiled_autograd_is_refused_by_name(single_rank_group: None) -> None:
+    model = replicated(backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(Exception, match="split='backward' cannot be used with compiled autograd"),
+    ):
+        step(model)
+
+
+class CheckpointedWhole(ResidualLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedInPart(ResidualLayers):
+    """Two of six cuts could be made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layers[:4], x, use_reentrant=False)
+        return self.layers[5](torch.tanh(self.layers[4](x)))
+
+
+def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module, num_partitions in ((ResidualLayers(), 6), (CheckpointedWhole(), 1), (CheckpointedInPart(), 1)):
+        model = ddp_compile(module, bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+        with caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"):
+            step(model)
+        (report,) = model._ddp_compile_state.backend.reports
+        assert (report.num_partitions, report.launches_in_backward) == (num_partitions, num_partitions == 1)
+    whole = "graph 0: left whole, since not every bucket could be launched early if it were cut in the forward"
+    assert (
+        caplog.messages.count(whole) == caplog.messages.count("graph 0: 6 buckets, launched inside its backward") == 2
+    )
+
+
+class ScaledByRows(ResidualLayers):
+    """Can be cut for every bucket only while the number of rows is no symbol."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * (1.0 / x.shape[0])
+        return x
+
+
+def test_a_graph_that_is_compiled_later_launches_early_from_the_next_iteration_that_teaches_on(
+    single_rank_group: None,
+) -> None:
+    model = ddp_compile(ScaledByRows(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+    model.register_comm_hook(None, allreduce_hook)
+    num_early = [num_launched_early(model, rows) for rows in (3, 4, 5, 6, 7)]
+    first, later = model._ddp_compile_state.backend.reports
+    assert (first.num_partitions, later.num_partitions) == (6, 1)
+    # Iterations 1, 2 and 4 teach; the second one has the graph that is left whole.
+    assert num_early == [0, 5, 5, 5, 5]
+    assert later.not_cut
+    explained = model.explain()
+    assert "graph 1: 6 buckets, launched inside its backward\n  not cut in the forward at " in explained
+
+
+class SparseInTheMiddle(nn.Module):
+    """The values of the sparse gradient are as large as the gradient of a weight that is computed later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.embedding(torch.arange(4)))
+
+
+@pytest.mark.inductor
+def test_the_memory_of_a_sparse_gradient_is_not_used_again(single_rank_group: None) -> None:
+    torch.manual_seed(0)
+    plain = SparseInTheMiddle().double()
+    model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=1e-4, split="backward", backend="inductor")
+    model.register_comm_hook(None, allreduce_hook)  # without which one rank launches nothing
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
+
+
+def test_values_are_compared_only_after_somebody_has_registered_a_hook(
+    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    made = computed_bucket.ComputedBucket.__init__
+
+    def note(computed: Any, bucket: Any, gradients: Any, decision: Any, compares_values: bool, moved: Any) -> None:
+        compared.append(compares_values)
+        made(computed, bucket, gradients, decision, compares_values, moved)
+
+    monkeypatch.setattr(computed_bucket.ComputedBucket, "__init__", note)
+    model = replicated(backend="aot_eager")
+    step(model)
+    assert compared == 5 * [True]  # the first iteration teaches
+    for expected in (False, False, True, False):
+        compared.clear()
+        if expected:
+            nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+        step(model)
+        assert compared == 5 * [expected]
+
+
+class Experts(nn.Module):
+    """Dynamo compiles no loop that data breaks, and so none of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, x: Tensor) -> Tensor:
+        mixed = x
+        for i, expert in enumerate(self.experts):
+            chosen = torch.arange(len(x)) % 3 == i
+            if chosen.any():
+                mixed = mixed + expert(x) * chosen.unsqueeze(-1)
+        return mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mix(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(
+    single_rank_group: None, split: str
+) -> None:
+    model = ddp_compile(
+        Experts(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", split=split, find_unused_parameters=True
+    )
+    left = []
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        left.append((bucket.index(), torch._C._current_autograd_node() is not None))
+        return allreduce_hook(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        left.clear()
+        model(torch.randn(6, WIDTH)).sum().backward()
+    inside = [index for index, is_inside in left if is_inside]
+    eager = [bucket.index for bucket in model.bucket_plan.buckets if bucket.frame is None]
+    assert len(eager) == 3 and set(eager) <= set(inside), (eager, left)
+    assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in model.explain()
+
+
+def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"),
+    ):
+        step(model)
+    (report,) = model._ddp_compile_state.backend.reports
+    assert (report.num_partitions, report.launches_in_backward) == (1, False)
+    assert "graph 0: not launched inside its backward, since compiled autograd compiles another one" in caplog.messages
+
+
+def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group: None) -> None:
+    model = replicated(backend="aot_eager")
+    with torch.no_grad():
+        expected = model(torch.ones(3, WIDTH))
+    assert model._ddp_compile_state.backend.reports == []
+    assert torch.equal(model.eval()(torch.ones(3, WIDTH)), expected)
+    assert model._ddp_compile_state.backend.reports == []
+
+
+def test_a_backward_after_unwrap_is_this_ranks_own(single_rank_group: None) -> None:
+    sent = []
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.index())
+        return allreduce_hook(state, bucket)
+
+    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split="backward", backend="aot_eager")
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        step(model)
+    assert len(sent) == 12
+    sent.clear()
+    model.zero_grad()
+    outputs = model(torch.ones(8, WIDTH))
+    model.unwrap()
+    outputs.square().sum().backward()
+    assert sent == []
+    gradients = [p.grad.clone() for p in model.parameters()]
+    step(model)
+    assert all(map(torch.equal, gradients, (p.grad for p in model.parameters())))
+
+
+def test_saved_tensor_hooks_see_what_they_see_without_us(single_rank_group: None) -> None:
+    packed: dict[str, int] = {}
+    for split in ("none", "backward"):
+        model = replicated(split, backend="aot_eager")
+        step(model)
+        numbers: list[int] = []
+
+        def pack(tensor: Tensor, numbers: list[int] = numbers) -> Tensor:
+            numbers.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step(model)
+        packed[split] = sum(numbers)
+    assert packed["backward"] == packed["none"] > 0
+
+
+def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
+    """Most bytes live at once in a step: parameters, buckets, and what allocator events show above them."""
+    for _ in range(2):
+        step(model, rows)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(model, rows)
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    live = most = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        live += event["args"]["Bytes"]
+        most = max(most, live)
+    assert most > 0
+    return most + 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+# With few rows gradients take most of the memory.
+@pytest.mark.parametrize(
+    ("backend", "rows"),
+    [("aot_eager", 4), ("aot_eager", MANY_ROWS), pytest.param("inductor", MANY_ROWS, marks=pytest.mark.inductor)],
+)
+def test_peak_memory_is_that_of_a_backward_without_launches(
+    backend: str, rows: int, single_rank_group: None, tmp_path: Path
+) -> None:
+    whole = peak_bytes(replicated("none", backend=backend), tmp_path / "none.json", rows)
+    inside = peak_bytes(replicated("backward", backend=backend), tmp_path / "backward.json", rows)
+    assert inside <= 1.02 * whole

@@ -1,0 +1,316 @@
+"""What ranks tell each other through the store: fingerprints, statuses, and stores that do not answer."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from store_ranks import on_threads, run_iteration, store_of
+
+from ddp_compile.errors import RanksDifferError
+from ddp_compile.runtime.desync import agreement_points, rank_status
+from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut, is_agreement_point
+from ddp_compile.runtime.desync.fingerprint import Fingerprint, describe_differences
+from ddp_compile.runtime.desync.group_store import StoreLostError
+from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, format_rank_statuses
+from ddp_compile.runtime.rank_names import format_ranks, name_values
+
+
+def fingerprint(**changes: Any) -> Fingerprint:
+    return Fingerprint(
+        **{"plan": "p", "algorithm": "all-reduce", "forwards_left_out": 0, "backwards_repeated": 0, **changes}
+    )
+
+
+@pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3, 4], "1, 3-4"), ([], "")])
+def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
+    assert format_ranks(ranks) == text
+
+
+def test_the_fewest_ranks_are_named_first() -> None:
+    assert name_values([0, 0, 1, 0]) == "1 on rank 2, 0 on ranks 0-1, 3"
+    assert name_values(["a", "b"]) == "a on rank 0, b on rank 1"
+
+
+def test_fingerprints_that_are_equal_have_no_difference_and_one_digest() -> None:
+    assert describe_differences([fingerprint(), fingerprint()]) is None
+    assert fingerprint().digest(4) == fingerprint().digest(4)
+    assert len({fingerprint().digest(4), fingerprint().digest(5), fingerprint(algorithm="h").digest(4)}) == 3
+
+
+def test_every_difference_is_named_with_a_way_out() -> None:
+    text = describe_differences([fingerprint(), fingerprint(algorithm="h", forwards_left_out=2), fingerprint()])
+    assert text is not None
+    assert text.startswith(
+        "way to reduce: h on rank 1, all-reduce on ranks 0, 2; training forwards without a backward: 2 on rank 1"
+    )
+    assert "Pass the same algorithm" in text and "model.no_sync()" in text and "equally often" not in text
+
+
+def test_fingerprints_travel_as_json() -> None:
+    assert Fingerprint.from_json(fingerprint(backwards_repeated=3).to_json()) == fingerprint(backwards_repeated=3)
+
+
+def test_agreement_points_come_early_and_then_every_128_iterations() -> None:
+    assert [n for n in range(1, 500) if is_agreement_point(n)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384]
+
+
+def test_the_table_has_a_line_for_each_place() -> None:
+    waiting = "waiting for bucket 0 of iteration 2: failed"
+    statuses = [
+        RankStatus(waiting, 7.0, True),
+        RankStatus(waiting, 6.5, True),
+        None,
+        RankStatus("after iteration 1", 11.0, False),
+    ]
+    assert format_rank_statuses(statuses, now=10.0) == (
+        "Where each rank was heard last, and for how long it had stood there:\n"
+        "  ranks  since         where\n"
+        "  0-1    3.0 to 3.5 s  waiting for bucket 0 of iteration 2: failed\n"
+        "  2                    never heard of\n"
+        "  3      0.0 s         after iteration 1"
+    )
+
+
+class Forward:
+    """A forward with two outputs that have a graph, and one that has none."""
+
+    def __init__(self, forwards: ForwardsLeftOut) -> None:
+        x = torch.ones(2, requires_grad=True)
+        self.forwards = forwards
+        self.outputs = (x * 2, x + 1)
+        forwards.watch([*self.outputs, torch.ones(1)])
+
+    def backward(self, output: int = 0) -> int:
+        """Number of forwards left out, as told to the other ranks before the backward has ended."""
+        self.outputs[output].sum().backward(retain_graph=True)
+        return self.forwards.num_left_out
+
+
+def test_a_forward_is_left_out_when_a_later_one_has_its_backward() -> None:
+    forwards = ForwardsLeftOut()
+    assert [Forward(forwards).backward() for _ in range(3)] == [0, 0, 0]
+    Forward(forwards)
+    assert forwards.num_left_out == 0  # its backward may still come
+    assert [Forward(forwards).backward(output=1) for _ in range(2)] == [1, 1]
+
+
+def test_backwards_may_come_in_another_order_than_forwards() -> None:
+    forwards = ForwardsLeftOut()
+    first, second, third = Forward(forwards), Forward(forwards), Forward(forwards)
+    assert first.backward() == 0
+    assert first.backward(output=1) == 0
+    assert third.backward(output=1) == 1
+    assert second.backward() == 0
+
+
+def test_several_forwards_of_one_backward_are_not_left_out() -> None:
+    forwards = ForwardsLeftOut()
+    for _ in range(2):
+        first, second = Forward(forwards), Forward(forwards)
+        (first.outputs[0] + second.outputs[1]).sum().backward()
+        assert forwards.num_left_out == 0
+
+
+def test_a_forward_beside_the_iteration_is_left_out_though_it_came_last() -> None:
+    forwards = ForwardsLeftOut()
+    first, _ = Forward(forwards), Forward(forwards)
+    assert [first.backward(), Forward(forwards).backward()] == [0, 1]
+
+
+def test_a_backward_that_raises_further_down_has_reached_its_forward() -> None:
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise ValueError("user error")
+
+    forwards = ForwardsLeftOut()
+    x = torch.ones(2, requires_grad=True)
+    inner = x * 2
+    inner.register_hook(refuse)
+    output = inner + 1
+    forwards.watch([output])
+    with pytest.raises(ValueError, match="user error"):
+        output.sum().backward()
+    assert Forward(forwards).backward() == 0  # the step done over
+
+
+def test_a_forward_without_a_graph_is_not_counted() -> None:
+    forwards = ForwardsLeftOut()
+    forwards.watch([torch.ones(2)])
+    assert Forward(forwards).backward() == 0
+
+
+def test_a_forward_that_is_watched_keeps_no_graph_alive() -> None:
+    forwards = ForwardsLeftOut()
+    x = torch.ones(2, requires_grad=True)
+    saved = x * 1
+    kept = weakref.ref(saved)
+    forwards.watch([saved.square()])
+    del saved
+    gc.collect()
+    assert kept() is None
+
+
+def two_ranks() -> list[AgreementPoints]:
+    store = dist.HashStore()
+    return [AgreementPoints(store_of(store), rank, 2) for rank in range(2)]
+
+
+def compare_all(ranks: list[AgreementPoints]) -> list[Exception | None]:
+    """What each rank raises; each on a thread of its own, as they wait for each other's fingerprints."""
+
+    def compare(points: AgreementPoints) -> None:
+        try:
+            points.compare()
+        finally:
+            points.iteration_ends(has_launched=True)
+
+    return on_threads([functools.partial(compare, points) for points in ranks])
+
+
+def test_ranks_that_do_the_same_agree() -> None:
+    ranks = two_ranks()
+    for _ in range(5):
+        for points in ranks:
+            run_iteration(points)
+        assert compare_all(ranks) == [None, None]
+
+
+def test_a_difference_between_agreement_points_is_found_at_the_next() -> None:
+    ranks = two_ranks()
+    for number in range(1, 5):
+        run_iteration(ranks[0])
+        run_iteration(ranks[1], after_forward=number != 3)
+        errors = compare_all(ranks)
+        if number < 4:
+            assert errors == [None, None]
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RanksDifferError)
+        assert f"rank {rank}: at the end of iteration 4" in str(error) and "0 on rank 0, 1 on rank 1" in str(error)
+
+
+def test_a_backward_that_sends_nothing_is_no_iteration() -> None:
+    ranks = two_ranks()
+    run_iteration(ranks[0])
+    ranks[1].begins_after_forward = False
+    ranks[1].iteration_ends(has_launched=False)
+    run_iteration(ranks[1])
+    assert compare_all(ranks) == [None, None]
+    assert [points.iteration_number for points in ranks] == [2, 2]
+
+
+def test_a_rank_that_says_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(agreement_points, "ANSWER_LIMIT_S", 0.05)
+    points, _ = two_ranks()
+    for _ in range(10):
+        run_iteration(points)
+        points.compare()
+        points.iteration_ends(has_launched=True)
+    said = [message for message in caplog.messages if "said nothing" in message]
+    assert len(said) == 3 and "at the end of iteration 1: 1." in said[0]
+    assert "3 times not every rank answered" in caplog.text
+
+
+class StoppedStore:
+    """A store whose server has been stopped: a question waits until the test is over."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def clone(self) -> StoppedStore:
+        return self
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, key: str, value: str) -> None:
+        raise AssertionError("a store that has not answered is used again")
+
+    def add(self, key: str, amount: int) -> int:
+        self.goes_on.wait()
+        return 0
+
+
+def test_a_store_that_does_not_answer_is_asked_once() -> None:
+    stopped = StoppedStore()
+    store = store_of(stopped)
+    try:
+        started = time.monotonic()
+        with pytest.raises(StoreLostError, match="no answer within"):
+            store.ask(lambda: stopped.add("key", 1), limit_s=0.1)
+        with pytest.raises(StoreLostError, match="no answer within"):
+            store.add("key", 1)
+        store.post("key", "value")
+        assert time.monotonic() - started < 2
+    finally:
+        stopped.goes_on.set()
+
+
+class BrokenStore:
+    def clone(self) -> BrokenStore:
+        return self
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe\nframe #0: c10::Error")
+
+
+def test_a_store_that_is_gone_is_told_of_and_not_raised() -> None:
+    store = store_of(BrokenStore())
+    statuses = RankStatuses(store, 0, 2)
+    statuses.note("iteration", 3, " is over")
+    statuses.fail(": failed")
+    assert "is gone (Broken pipe)" in statuses.report()
+
+
+def test_a_group_without_a_store_is_no_error() -> None:
+    store = store_of(None)
+    with pytest.raises(StoreLostError, match="the process group has none"):
+        store.add("key", 1)
+    assert "is gone (the process group has none)" in RankStatuses(store, 0, 2).report()
+
+
+def test_posts_are_paid_from_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        rank_status, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now, sleep=time.sleep)
+    )
+    posts = []
+
+    class CountingStore(BrokenStore):
+        def set(self, key: str, value: str) -> None:
+            posts.append(value)
+            clock.now += 0.02
+
+    statuses = RankStatuses(store_of(CountingStore()), 0, 2)
+    for number in range(100_000):
+        clock.now += 0.001
+        statuses.note("iteration", number)
+    in_posts_s = 0.02 * len(posts)
+    assert 0.0009 * clock.now < in_posts_s < 0.001 * clock.now + 4 * 0.02
+
+
+def test_where_others_stand_is_read_from_the_store() -> None:
+    shared = dist.HashStore()
+    mine, theirs = RankStatuses(store_of(shared), 0, 2), RankStatuses(store_of(shared), 1, 2)
+    theirs.note("training forward", 7)
+    mine.note("waiting for the buckets of iteration", 6)
+    mine.fail(", bucket 0: failed")
+    lines = mine.report().splitlines()
+    assert lines[2].endswith("waiting for the buckets of iteration 6, bucket 0: failed") and lines[3].endswith(
+        "training forward 7"
+    )
+    theirs.fail(": raised KeyError: 'x'")
+    theirs.fail(": raised something that came of it")
+    started = time.monotonic()
+    assert mine.report().endswith("training forward 7: raised KeyError: 'x'")
+    assert time.monotonic() - started < rank_status.WAIT_FOR_OTHERS_S  # all have failed: nobody is waited for

@@ -1,0 +1,114 @@
+"""The operator by which compiled code hands buckets over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddp_compile import graph_ops
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.received: list[tuple[list[int], list[Tensor]]] = []
+        self.ignored: list[tuple[int, ...]] = []
+
+    def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        self.received.append((list(parameters), list(gradients)))
+
+    def move_bucket(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.mark_bucket_ready(parameters, gradients)
+        return [torch.full_like(gradient, 5) for gradient in gradients]
+
+    def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        self.ignored.extend(buckets)
+
+
+def test_a_receiver_gets_what_was_offered_under_its_number() -> None:
+    ordinals = graph_ops.next_reducer_ordinal(), graph_ops.next_reducer_ordinal()
+    receivers = Receiver(), Receiver()
+    for ordinal, receiver in zip(ordinals, receivers, strict=True):
+        graph_ops.register_receiver(ordinal, receiver)
+    gradients = [torch.randn(3), torch.randn(2, 2)]
+    assert torch.ops.ddp_compile.bucket_ready(gradients, ordinals[1], [4, 2], []) is None
+    assert receivers[0].received == []
+    ((parameters, received),) = receivers[1].received
+    assert parameters == [4, 2]
+    assert [g.data_ptr() for g in received] == [g.data_ptr() for g in gradients]
+
+
+def test_a_receiver_is_not_kept_alive_and_not_missed() -> None:
+    ordinal = graph_ops.next_reducer_ordinal()
+    receiver = Receiver()
+    graph_ops.register_receiver(ordinal, receiver)
+    del receiver
+    gc.collect()
+    torch.ops.ddp_compile.bucket_ready([torch.randn(3)], ordinal, [0], [])
+    assert ordinal not in graph_ops._receivers
+
+
+def test_tracing_calls_nobody() -> None:
+    ordinal, receiver = graph_ops.next_reducer_ordinal(), Receiver()
+    graph_ops.register_receiver(ordinal, receiver)
+    with FakeTensorMode():
+        torch.ops.ddp_compile.bucket_ready([torch.empty(3)], ordinal, [0], [])
+    assert receiver.received == []
+
+
+def test_the_operator_is_registered_as_compilers_need_it() -> None:
+    operator = torch.ops.ddp_compile.bucket_ready.default
+    assert operator._schema.is_mutable  # or inductor removes it
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+    torch.library.opcheck(
+        operator, ([torch.randn(3), torch.randn(2)], -1, [0, 1], [torch.randn(4)]), test_utils=OPCHECKS
+    )
+
+
+def test_moved_gradients_are_what_the_receiver_returns() -> None:
+    ordinal, receiver = graph_ops.next_reducer_ordinal(), Receiver()
+    graph_ops.register_receiver(ordinal, receiver)
+    (moved,) = torch.ops.ddp_compile.move_bucket([torch.ones(2, 2)], [2, 1], ordinal, [3])
+    assert torch.equal(moved, torch.full((2, 2), 5.0))
+    assert [parameters for parameters, _ in receiver.received] == [[3]]
+
+
+def test_moved_gradients_are_copies_in_the_strides_asked_for_where_nobody_receives_them() -> None:
+    gradients = [torch.randn(2, 3), torch.randn(()), torch.randn(4, 2).t()]
+    moved = torch.ops.ddp_compile.move_bucket(gradients, [1, 2, 4, 1], -1, [0, 1, 2])
+    assert [copy.stride() for copy in moved] == [(1, 2), (), (4, 1)]
+    for copy, gradient in zip(moved, gradients, strict=True):
+        assert torch.equal(copy, gradient) and copy.data_ptr() != gradient.data_ptr()
+
+
+def test_the_moving_operators_are_registered_as_compilers_need_it() -> None:
+    operator = torch.ops.ddp_compile.move_bucket.default
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+    arguments = ([torch.randn(3), torch.randn(2, 2)], [1, 1, 2], -1, [0, 1])
+    torch.library.opcheck(operator, arguments, test_utils=OPCHECKS)
+    hold_back = torch.ops.ddp_compile.hold_back.default
+    assert hold_back._schema.is_mutable
+    torch.library.opcheck(hold_back, ([torch.randn(3)], [torch.randn(4)]), test_utils=OPCHECKS)
+
+
+def test_a_graph_that_runs_for_other_parameters_computes_nothing_any_more() -> None:
+    ordinal, receiver = graph_ops.next_reducer_ordinal(), Receiver()
+    graph_ops.register_receiver(ordinal, receiver)
+    x, first, second, other = (torch.randn(2) for _ in range(4))
+    # Parameter 7 of the second bucket is no input, but part of the graph, and so is all of the third bucket.
+    buckets = [(4,), (7, 2), (8,)]
+    run = graph_ops.watch_parameters(lambda *inputs: sum(inputs), [x, first, second], {1: 4, 2: 2}, buckets, ordinal)
+    assert torch.equal(run(other, first, second), other + first + second)
+    assert receiver.ignored == []
+    run(x, first, other)
+    assert receiver.ignored == buckets
+
+
+def test_a_graph_without_parameters_among_its_inputs_is_that_of_its_parameters() -> None:
+    run = graph_ops.watch_parameters(lambda x: x + 1, [torch.ones(2)], {}, [(0, 1)], -1)
+    assert torch.equal(run(torch.zeros(2)), torch.ones(2))

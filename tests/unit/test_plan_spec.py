@@ -1,0 +1,372 @@
+"""Packing gradients into buckets: pure arithmetic, so every claim is checked on plans of a few gradients."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from plans import gradient, gradients, members, plan_in_frames, random_gradients
+
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import (
+    PADDED_ALIGNMENT_BYTES,
+    BucketPlan,
+    BucketSpec,
+    GradientSpec,
+    device_labels,
+    plan_buckets,
+)
+
+MIB = 2**20
+
+
+# How much goes into a bucket.
+
+
+@pytest.mark.parametrize(
+    ("cap_bytes", "expected"),
+    [
+        (1, [[0], [1], [2], [3]]),
+        (399, [[0], [1], [2], [3]]),
+        (400, [[0], [1], [2], [3]]),
+        (401, [[0, 1], [2, 3]]),
+        (800, [[0, 1], [2, 3]]),
+        (801, [[0, 1, 2], [3]]),
+        (1600, [[0, 1, 2, 3]]),
+        (10**9, [[0, 1, 2, 3]]),
+    ],
+)
+def test_a_bucket_closes_once_it_has_reached_its_capacity(cap_bytes: int, expected: list[list[int]]) -> None:
+    plan = plan_buckets(gradients(100, 100, 100, 100), cap_bytes)
+    assert members(plan.buckets) == expected
+    assert {bucket.cap_bytes for bucket in plan.buckets} == {cap_bytes}
+
+
+def test_six_layers_of_one_mib_go_two_and_two_under_a_capacity_of_one_and_a_half() -> None:
+    plan = plan_buckets(gradients(*[MIB // 4] * 6), MIB * 3 // 2)
+    assert members(plan.buckets) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_first_bucket_has_a_capacity_of_its_own() -> None:
+    plan = plan_buckets(gradients(100, 100, 100, 100, 100), 800, first_cap_bytes=400)
+    assert members(plan.buckets) == [[0], [1, 2], [3, 4]]
+    assert [bucket.cap_bytes for bucket in plan.buckets] == [400, 800, 800]
+
+
+def test_the_first_capacity_never_exceeds_the_others() -> None:
+    plan = plan_buckets(gradients(100, 100, 100, 100), 400, first_cap_bytes=10**6)
+    assert members(plan.buckets) == [[0], [1], [2], [3]]
+
+
+def test_the_last_capacity_of_a_list_holds_for_all_further_buckets() -> None:
+    plan = plan_buckets(gradients(*[100] * 9), [400, 1200, 800])
+    assert members(plan.buckets) == [[0], [1, 2, 3], [4, 5], [6, 7], [8]]
+    assert [bucket.cap_bytes for bucket in plan.buckets] == [400, 1200, 800, 800, 800]
+
+
+def test_a_gradient_above_the_capacity_closes_the_bucket_it_joins() -> None:
+    assert members(plan_buckets(gradients(10, 5000, 10, 10), 100).buckets) == [[0, 1], [2, 3]]
+    assert members(plan_buckets(gradients(5000, 10), 100).buckets) == [[0], [1]]
+
+
+def test_capacities_count_bytes_not_elements() -> None:
+    halves = [gradient(i, 100, "bfloat16") for i in range(4)]
+    assert members(plan_buckets(halves, 400).buckets) == [[0, 1], [2, 3]]
+
+
+def test_no_gradients_give_no_buckets() -> None:
+    plan = plan_buckets([], 100)
+    assert plan.buckets == () and plan.num_bytes == 0 and plan.bucket_of_parameter == {}
+
+
+@pytest.mark.parametrize("cap", [0, -1, [], [25, 0], [25, -3]])
+def test_a_capacity_that_is_not_positive_is_refused(cap: int | list[int]) -> None:
+    with pytest.raises(ValueError, match="must be positive and at least one must be given"):
+        plan_buckets(gradients(1), cap)
+
+
+def test_a_first_capacity_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bucket capacities \[0, 25\] \(bytes\) must be positive"):
+        plan_buckets(gradients(1), 25, first_cap_bytes=0)
+
+
+def test_an_unknown_layout_is_refused_and_the_known_ones_named() -> None:
+    with pytest.raises(ValueError, match=r"layout='packed' is not known; pass one of \('padded', 'ddp'\)"):
+        plan_buckets(gradients(1), 25, layout="packed")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_dtype_is_packed_as_torch_packs_it(seed: int) -> None:
+    rng = random.Random(seed)
+    numels = [rng.randint(1, 3000) for _ in range(rng.randint(1, 60))]
+    caps = [rng.randint(1, 20_000) for _ in range(rng.randint(1, 4))]
+    theirs, _ = dist._compute_bucket_assignment_by_size([torch.empty(numel) for numel in numels], caps)
+    assert members(plan_buckets(gradients(*numels), caps).buckets) == theirs
+
+
+# What may share a bucket.
+
+
+def test_dtypes_and_devices_never_share_a_bucket_and_step_through_the_capacities_by_themselves() -> None:
+    mixed = [
+        gradient(0, 100),
+        gradient(1, 100, "bfloat16"),
+        gradient(2, 100, device="cuda"),
+        gradient(3, 100),
+        gradient(4, 100, "bfloat16"),
+        gradient(5, 100, device="cuda"),
+        gradient(6, 100),
+    ]
+    plan = plan_buckets(mixed, [400, 800])
+    for bucket in plan.buckets:
+        assert {(g.dtype, g.device) for g in bucket.gradients} == {(bucket.dtype, bucket.device)}
+    assert sorted(members(plan.buckets)) == [[0], [1, 4], [2], [3, 6], [5]]
+    assert {bucket.gradients[0].index: bucket.cap_bytes for bucket in plan.buckets} == {
+        0: 400,
+        1: 400,
+        2: 400,
+        3: 800,
+        5: 800,
+    }
+
+
+def test_buckets_leave_in_the_order_in_which_their_last_gradient_is_ready() -> None:
+    # Neither bucket is ever full. The one opened first gets the last gradient, so it leaves last.
+    interleaved = [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)]
+    assert members(plan_buckets(interleaved, 1000).buckets) == [[1, 2], [0, 3]]
+
+
+def test_a_bucket_that_never_fills_leaves_before_one_that_fills_later() -> None:
+    # The lone half is ready before the last float, so nothing is won by sending it after that one.
+    specs = [gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)]
+    assert members(plan_buckets(specs, 800).buckets) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_buckets_of_random_gradients_leave_in_the_order_of_their_last_gradients(seed: int) -> None:
+    plan = plan_buckets(random_gradients(seed), [1000, 6000])
+    last = [bucket.gradients[-1].index for bucket in plan.buckets]
+    assert last == sorted(last)
+
+
+def test_a_sparse_gradient_stands_alone_and_closes_nothing() -> None:
+    plan = plan_buckets([gradient(0, 10), gradient(1, 10, sparse=True), gradient(2, 10)], 1000)
+    assert members(plan.buckets) == [[1], [0, 2]]
+    assert [bucket.is_sparse for bucket in plan.buckets] == [True, False]
+
+
+# Where gradients lie in a bucket.
+
+
+def test_padded_offsets_are_multiples_of_128_bytes() -> None:
+    (bucket,) = plan_buckets(gradients(1, 32, 33, 64), 10**6).buckets
+    assert PADDED_ALIGNMENT_BYTES == 128
+    assert bucket.byte_offsets == (0, 128, 256, 512)
+    assert bucket.num_bytes == 768
+
+
+def test_the_ddp_layout_leaves_no_gaps() -> None:
+    (bucket,) = plan_buckets(gradients(1, 32, 33, 64), 10**6, layout="ddp").buckets
+    assert bucket.byte_offsets == (0, 4, 132, 264)
+    assert bucket.num_bytes == 4 * (1 + 32 + 33 + 64)
+
+
+def test_an_empty_gradient_takes_no_room() -> None:
+    (bucket,) = plan_buckets(gradients(3, 0, 5), 10**6).buckets
+    assert bucket.byte_offsets == (0, 128, 128) and bucket.num_bytes == 256
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_never_overlap_and_lie_inside_their_bucket(seed: int) -> None:
+    for bucket in plan_buckets(random_gradients(seed), 5000).buckets:
+        ends = [offset + g.num_bytes for offset, g in zip(bucket.byte_offsets, bucket.gradients, strict=True)]
+        starts = [*bucket.byte_offsets[1:], bucket.num_bytes]
+        assert all(end <= start < end + 128 for end, start in zip(ends, starts, strict=True))
+        assert all(offset % 128 == 0 for offset in bucket.byte_offsets)
+
+
+# JSON and digest.
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_comes_back_equal_from_its_json(seed: int) -> None:
+    builder = PlanBuilder(random_gradients(seed), [1000, 5000], "ddp")
+    builder.add_frame(range(10, 20))
+    plan = builder.propose()
+    again = BucketPlan.from_json(plan.to_json())
+    assert again == plan and hash(again) == hash(plan) and again.to_json() == plan.to_json()
+
+
+def test_the_digest_is_the_same_in_another_process() -> None:
+    plan = plan_buckets(random_gradients(0), [1000, 5000])
+    script = "import sys; from ddp_compile.plan.spec import BucketPlan as P; print(P.from_json(sys.argv[1]).digest)"
+    # Another hash seed: nothing may depend on the order of a set.
+    out = subprocess.run(
+        [sys.executable, "-c", script, plan.to_json()],
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert out.stdout.strip() == plan.digest
+    assert len(plan.digest) == 16 and int(plan.digest, 16) >= 0
+
+
+def test_plans_that_differ_in_anything_have_different_digests() -> None:
+    one = gradients(100, 200)
+    plans = [
+        plan_buckets(one, 100),
+        plan_buckets(one, 200),
+        plan_buckets(one, 10**6),
+        plan_buckets(one[::-1], 10**6),
+        plan_buckets(one, 10**6, layout="ddp"),
+        plan_buckets(one, 10**6, generation=1),
+        plan_buckets(gradients(100, 201), 10**6),
+        plan_buckets([gradient(0, 100, "float16"), gradient(1, 200, "float16")], 10**6),
+        plan_buckets([gradient(0, 100, device="cuda"), gradient(1, 200, device="cuda")], 10**6),
+        plan_buckets([gradient(0, 100, sparse=True), gradient(1, 200, sparse=True)], 10**6),
+        plan_buckets([GradientSpec(0, "q0", 100, "float32", "cpu"), one[1]], 10**6),
+        plan_in_frames(one, [0, 1]),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+
+
+def test_json_of_another_version_is_refused() -> None:
+    document = json.loads(plan_buckets(gradients(1), 100).to_json())
+    document["version"] = 99
+    with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 1; install the same"):
+        BucketPlan.from_json(json.dumps(document))
+
+
+def changed(*path: Any, to: Any) -> Callable[[Any], None]:
+    """Put something else in one place of a plan's document."""
+
+    def change(document: Any) -> None:
+        *way, last = path
+        for step in way:
+            document = document[step]
+        document[last] = to
+
+    return change
+
+
+def dropped(*path: Any) -> Callable[[Any], None]:
+    def drop(document: Any) -> None:
+        *way, last = path
+        for step in way:
+            document = document[step]
+        del document[last]
+
+    return drop
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dropped("version"), "it lacks ['version']"),
+        (dropped("generation"), "it lacks ['generation']"),
+        (dropped("buckets"), "it lacks ['buckets']"),
+        (changed("more", to=1), "it has ['more'], which this version of ddp_compile does not know"),
+        (changed("generation", to=-1), "its generation is -1, not a whole number of at least 0"),
+        (changed("generation", to=True), "its generation is True"),
+        (changed("generation", to=0.5), "its generation is 0.5"),
+        (changed("buckets", to={}), "its buckets are {}, not a list"),
+        (changed("buckets", 1, to="x" * 999), "bucket 1 is "),
+        (dropped("buckets", 1, "dtype"), "bucket 1 lacks ['dtype']"),
+        (changed("buckets", 1, "cap", to=1), "bucket 1 has ['cap']"),
+        (changed("buckets", 1, "dtype", to="float33"), "the dtype of bucket 1 is 'float33'"),
+        (changed("buckets", 1, "dtype", to="Tensor"), "the dtype of bucket 1 is 'Tensor'"),
+        (changed("buckets", 1, "dtype", to=None), "the dtype of bucket 1 is None"),
+        (changed("buckets", 1, "device", to=0), "the device of bucket 1 is 0"),
+        (changed("buckets", 1, "sparse", to=0), "'sparse' of bucket 1 is 0"),
+        (changed("buckets", 1, "sparse", to=True), "bucket 1 holds 2 gradients"),
+        (changed("buckets", 1, "layout", to="packed"), "the layout of bucket 1 is 'packed'"),
+        (changed("buckets", 1, "layout", to=[]), "the layout of bucket 1 is []"),
+        (changed("buckets", 1, "cap_bytes", to=0), "the capacity of bucket 1 is 0, not a whole number of at least 1"),
+        (changed("buckets", 1, "frame", to="0"), "the frame of bucket 1 is '0'"),
+        (changed("buckets", 1, "gradients", to=[]), "bucket 1 holds 0 gradients"),
+        (changed("buckets", 1, "gradients", to=None), "the gradients of bucket 1 are None, not a list"),
+        (changed("buckets", 1, "gradients", 0, to=[1, "p1"]), "a gradient of bucket 1 is [1, 'p1']"),
+        (changed("buckets", 1, "gradients", 0, 1, to=7), "a gradient of bucket 1 is [2, 7, 1]"),
+        (changed("buckets", 1, "gradients", 0, 0, to="2"), "the number of parameter 'p2' in bucket 1 is '2'"),
+        (changed("buckets", 1, "gradients", 0, 0, to=-1), "the number of parameter 'p2' in bucket 1 is -1"),
+        (changed("buckets", 1, "gradients", 0, 0, to=4), "the number 4 of parameter 'p2' is out of range"),
+        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 stands in it as 'p2' and again as 'p3'"),
+        (changed("buckets", 1, "gradients", 0, 2, to=-1), "the number of elements of 'p2' in bucket 1 is -1"),
+        (dropped("buckets", 0), "the number 2 of parameter 'p2' is out of range, as it holds 2 parameters"),
+    ],
+)
+def test_a_malformed_plan_is_refused_with_what_is_wrong(change: Callable[[Any], None], said: str) -> None:
+    document = json.loads(plan_buckets(gradients(1, 1, 1, 1), 8).to_json())
+    change(document)
+    with pytest.raises(ValueError) as refused:
+        BucketPlan.from_json(json.dumps(document))
+    assert str(refused.value).startswith(f"bucket plan is malformed: {said}") and len(str(refused.value)) < 300
+    assert "Pass the text that BucketPlan.to_json() returned" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it cannot be read (Expecting value"),
+        ('{"version":1', "it cannot be read"),
+        ("[]", "it is [], not an object with the keys"),
+        ('{"version":1,"generation":0,"buckets":[],"buckets":[]}', "it cannot be read (['buckets'] stand twice"),
+    ],
+)
+def test_text_that_is_no_plan_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        BucketPlan.from_json(text)
+    assert str(refused.value).startswith(f"bucket plan is malformed: {said}")
+
+
+def test_a_parameter_in_two_buckets_is_an_error() -> None:
+    bucket = plan_buckets(gradients(1), 100).buckets[0]
+    twin = BucketSpec(1, bucket.gradients, 100)
+    with pytest.raises(AssertionError, match="a parameter stands in two buckets"):
+        BucketPlan((bucket, twin))
+
+
+def test_the_table_shows_one_bucket_a_line() -> None:
+    specs = [
+        GradientSpec(0, "embed.weight", 3 * MIB, "float32", "cpu", is_sparse=True),
+        GradientSpec(1, "body.weight", MIB, "bfloat16", "cuda"),
+        GradientSpec(2, "body.bias", 1024, "bfloat16", "cuda"),
+        GradientSpec(3, "head.weight", MIB // 2, "float32", "cpu"),
+    ]
+    builder = PlanBuilder(specs, [MIB // 2, 25 * MIB])
+    builder.add_frame([2, 1])
+    table = builder.propose().format_table()
+    head, _, digest = table.rpartition(" ")
+    assert digest == builder.propose().digest
+    assert_expected_inline(
+        head,
+        """\
+bucket    MiB  cap MiB  dtype     device  gradients  from          to            frame
+------  -----  -------  --------  ------  ---------  ------------  ------------  -----
+     0   2.00     0.50  bfloat16  cuda            2  body.bias     body.weight   0
+     1   2.00     0.50  float32   cpu             1  head.weight   head.weight   eager
+     2  12.00    25.00  float32   cpu      1 sparse  embed.weight  embed.weight  eager
+3 buckets, 4 gradients, 16.00 MiB, generation 0, plan""",
+    )
+
+
+# Labels that all ranks share.
+
+
+def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
+    assert device_labels([torch.device("cuda:0")] * 2) == {torch.device("cuda:0"): "cuda"}
+    assert device_labels([torch.device("cuda:7")]) == {torch.device("cuda:7"): "cuda"}
+
+
+def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
+    two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
+    assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
