@@ -87,6 +87,7 @@ class ReplicateState:
             broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
         gradients = describe_gradients(module, named)
         refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
+        algorithm.attach(parameters)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}

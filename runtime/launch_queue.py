@@ -58,7 +58,8 @@ class LaunchQueue:
     @property
     def sends(self) -> bool:
         """Whether anything is reduced."""
-        return self._process_group.size() > 1 or self.algorithm.traits.on_one_rank
+        traits = self.algorithm.traits
+        return traits.payload == "gradients" and (self._process_group.size() > 1 or traits.on_one_rank)
 
     @property
     def _scale(self) -> float:

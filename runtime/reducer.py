@@ -148,6 +148,8 @@ class Reducer:
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
             raise error_messages.out_of_step(self.rank)
+        if synchronize:
+            self.algorithm.before_forward()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
@@ -393,6 +395,7 @@ class Reducer:
             self._begin_iteration()  # the next one can be trained
             raise
         self._queue.finish(self._policy.used_by_nobody)
+        self.algorithm.after_backward()
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
