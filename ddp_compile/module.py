@@ -89,7 +89,7 @@ class ReplicatedModule(nn.Module):
         """
         reducer = _state_of(self).reducer
         if (builtin := builtin_hook(hook)) is not None:
-            hook, state = builtin, reducer.process_group if state is None else state
+            hook, state = builtin, _state_of(self).process_group if state is None else state
         reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
 
     @property

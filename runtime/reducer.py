@@ -61,16 +61,11 @@ class Reducer:
     ) -> None:
         self.parameters = tuple(parameters)
         self.builder = builder
-        self.process_group = process_group
         self.settings = settings
         self.rank = process_group.rank()
         self._monitor = settings.monitor
         self._lifecycle = Lifecycle()
-        # With `find_unused_parameters` one iteration says nothing about the next.
-        is_typical = settings.static_graph or not settings.find_unused_parameters
-        self._bucket_set = BucketSet(
-            self.parameters, builder, process_group, settings.gradient_as_bucket_view, settings.monitor, is_typical
-        )
+        self._bucket_set = BucketSet(self.parameters, builder, process_group, settings)
         names = [gradient.fqn for gradient in builder.gradients]
         accumulators = Accumulators(self.parameters)
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
@@ -140,7 +135,7 @@ class Reducer:
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
-            self._watch_where_others_have_hooks()
+            self._undefined.watch_all(self._hooks.with_hooks_of_others())
             if synchronize:
                 self._alone.forget()
                 if self.buckets and not self._lifecycle.phase.after_forward:
@@ -198,14 +193,14 @@ class Reducer:
             # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
             if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
                 raise error_messages.out_of_step(self.rank)
-            self._watch_where_others_have_hooks()
+            self._undefined.watch_all(self._hooks.with_hooks_of_others())  # once more: hooks may be new
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._seal_plan()
         begins = self._passes.call_back_at_the_end(self.finalize_backward)
-        is_watched = self._bucket_set.notes_arrivals or self._policy.counts_each or self._is_learning
-        if begins and not is_watched:
+        learns = self._bucket_set.notes_arrivals or (self._early.is_learning and self._queue.sends)
+        if begins and not (learns or self._policy.counts_each):
             for bucket in self._queue.not_launched:
                 self._hooks.batch(bucket, arriving)
         if absent := self._policy.absent_from_the_start(arriving):
@@ -232,11 +227,6 @@ class Reducer:
             self._policy.note(index)
         return is_undefined
 
-    def _watch_where_others_have_hooks(self) -> None:
-        """Before a forward, so that it holds for the first gradient too; and as a backward begins, for later hooks."""
-        for index in self._hooks.with_hooks_of_others():
-            self._undefined.watch(index)
-
     def _seal_plan(self) -> None:
         self.settings.on_plan_sealed(self._bucket_set.seal(self.algorithm.name))
 
@@ -254,8 +244,7 @@ class Reducer:
         """
         bucket, decision = self._decide(tuple(param_indices), moves=False)
         if bucket is not None:
-            can_be_replayed = self.algorithm.traits.replayable
-            self._early.follow(bucket, decision, gradients, can_be_replayed=can_be_replayed)
+            self._early.follow(bucket, decision, gradients, can_be_replayed=self.algorithm.traits.replayable)
 
     def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """`mark_bucket_ready` for a backward that returns other tensors than those it has computed.
@@ -289,10 +278,10 @@ class Reducer:
 
     def _decide(self, param_indices: tuple[int, ...], moves: bool) -> tuple[Bucket | None, EarlyDecision]:
         """What becomes of a bucket that a graph has computed: None if it waits, else the backward has begun."""
-        wait = None, EarlyDecision.WAIT
-        if not self._queue.sends or self._lifecycle.phase.state in (State.LOCAL, State.FAILED):
+        wait, phase = (None, EarlyDecision.WAIT), self._lifecycle.phase
+        if not self._queue.sends or phase.state in (State.LOCAL, State.FAILED):
             return wait
-        if not self.buckets and not self._lifecycle.phase.after_forward:
+        if not self.buckets and not phase.after_forward:
             return wait  # see `_finalize_backward_without_plan`
         self.hooks_have_run()
         self._hooks.flush(param_indices[0])
@@ -307,11 +296,6 @@ class Reducer:
         if bucket is None or not bucket.is_pending or (moves and not bucket.is_aligned):
             return wait
         return bucket, decision
-
-    @property
-    def _is_learning(self) -> bool:
-        """Whether each gradient is looked at, to learn which buckets may be launched inside a compiled backward."""
-        return self._early.is_learning and self._queue.sends
 
     # The backward ends.
 
