@@ -21,11 +21,12 @@ from ddp_compile.errors import MissingGradientError, ReductionError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.collectives import broadcast_from_rank_0, verify_modules_agree
+from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.agreement_points import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_settings import ReducerSettings
+from ddp_compile.uneven_inputs import UnevenInputs
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
 from ddp_compile.validation.wrappers import refuse_wrapper_around
@@ -67,10 +68,10 @@ class ReplicateState:
         self._agree(module, algorithm, in_backward)
         self.monitor = DesyncMonitor(process_group, parameters[0].device)
         self._buffer_places = _places_of_buffers(module, config.parameters_to_ignore)
+        named_parameters = module.named_parameters()
+        self._all_parameters = [p for name, p in named_parameters if name not in config.parameters_to_ignore]
         if config.init_sync:
-            named_parameters = module.named_parameters()
-            everything = [p for name, p in named_parameters if name not in config.parameters_to_ignore]
-            broadcast_from_rank_0([*everything, *self._buffers()], process_group)
+            broadcast_all([*self._all_parameters, *self._buffers()], process_group)
         algorithm.attach(parameters)
         gradients = describe_gradients(module, self.parameters.named)
         refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
@@ -92,7 +93,10 @@ class ReplicateState:
             on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
-        register_receiver(ordinal, self.reducer)
+        self.uneven_inputs = UnevenInputs(
+            process_group, parameters[0].device, self.reducer, self._broadcast_buffers, self._broadcast_model
+        )
+        register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
 
     def _agree(self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool) -> None:
@@ -130,10 +134,11 @@ class ReplicateState:
             outputs = self._call_evaluation(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
+        source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
         # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
-        if self.requires_sync and self.config.broadcast_buffers:
-            self._broadcast_buffers(kind)
+        if self.requires_sync:
+            self._broadcast_buffers(source, kind)
         num_graphs = self._num_graphs
         call = self._call_training if module.training else self._call_evaluation
         outputs = call(module, *args, **kwargs)
@@ -180,17 +185,22 @@ class ReplicateState:
         buffers = (owner._buffers[name] for owner, name in self._buffer_places if name in owner._buffers)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def _broadcast_buffers(self, kind_of_forward: str) -> None:
-        buffers = self._buffers()
+    def _broadcast_model(self, source: int) -> None:
+        """Give every rank the parameters of one rank in the group, and its buffers where they are broadcast at all."""
+        buffers = self._buffers() if self.config.broadcast_buffers else []
+        broadcast_all([*self._all_parameters, *buffers], self.process_group, source)
+
+    def _broadcast_buffers(self, source: int, kind_of_forward: str = "shadow of a forward") -> None:
+        buffers = self._buffers() if self.config.broadcast_buffers else []
         if not buffers:
             return
         self.monitor.buffers_are_broadcast(kind_of_forward)
         try:
-            broadcast_from_rank_0(buffers, self.process_group)
+            broadcast_all(buffers, self.process_group, source)
         except RuntimeError as error:
             failure = ReductionError(
-                f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank 0 before the"
-                " forward failed. Another rank has raised, exited, or not called the model; look for its error."
+                f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
+                " the forward failed. Another rank has raised, exited, or not called the model; look for its error."
                 f" ({error})"
             )
             raise self.monitor.report_failure(failure) from error

@@ -104,7 +104,8 @@ class BucketSet:
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         before, old_buckets = self.plan, self.buckets
-        proposed = self._builder.reorder_tail(tuple(order))
+        # A rank without any input in the first iteration, inside ``Join``, knows of no order.
+        proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
         try:
             plan = plan_of_rank_0(proposed, self._process_group, self.parameters[0].device)
         except RuntimeError as error:
