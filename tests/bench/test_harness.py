@@ -29,8 +29,8 @@ pytestmark = pytest.mark.alone
 needs_links = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no real links: {unavailable_reason()}")
 
 HERE = Path(__file__).parent
-# Each case of each rank has a compile cache of its own. A precompiled header takes longer than these tiny kernels, and
-# so does finding out which vector instructions the compiler knows.
+# Each case of each rank has a compile cache of its own. A precompiled header takes longer than a tiny kernel, and so
+# does finding out which vector instructions the compiler knows.
 ENVIRONMENT = {**os.environ, "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
@@ -128,7 +128,7 @@ def test_a_known_delay_is_measured(measured: tuple[Done, Path]) -> None:
 def test_columns_and_counts(measured: tuple[Done, Path]) -> None:
     rows = rows_of(measured[1] / "summary.csv")
     assert list(rows[0]) == [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS]
-    gradient_mib = 4 * 2 * (256 * 256 + 256) / 2**20
+    gradient_mib = 4 * 2 * 256 * 256 / 2**20
     ours = row(measured, "bench_entries:replicated")
     assert ours["all_reduces"] == "2"  # a bucket of 0.25 MiB for each layer
     assert float(ours["payload_mib"]) == pytest.approx(gradient_mib, rel=1e-3)
