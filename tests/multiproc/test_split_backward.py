@@ -126,7 +126,8 @@ def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str,
 @pytest.mark.parametrize(
     ("pattern", "static_graph"),
     [
-        ("plain", False),
+        # Its C++ kernels take the compiler most of half a minute; `test_gradient_parity` has it without them.
+        pytest.param("plain", False, marks=pytest.mark.long),
         pytest.param("contributor_that_appears_on_one_rank", False, marks=pytest.mark.long),
         pytest.param("shared_gradients", False, marks=pytest.mark.long),
         ("shared_gradients", True),
