@@ -26,10 +26,6 @@ def tiny() -> tuple:
     return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))), make_batch, F.mse_loss
 
 
-def plain(model: nn.Module, case: Case) -> Implementation:
-    return Implementation(forward=model)
-
-
 def delayed(model: nn.Module, case: Case) -> Implementation:
     def forward(inputs: Tensor) -> Tensor:
         time.sleep(DELAY_S)

@@ -100,7 +100,7 @@ def processes_of(pid: int) -> list[str]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
     output = tmp_path_factory.mktemp("run")
-    implementations = ",".join(f"bench_entries:{name}" for name in ("plain", "delayed", "replicated", "fails_later"))
+    implementations = ",".join(f"bench_entries:{name}" for name in ("delayed", "replicated", "fails_later"))
     done = bench(
         *("--implementations", f"{implementations},bench_entries:fails_at_once,ddp-eager", "--rounds", "4"),
         *("--link", "1gbit,none", "--bucket-cap-mb", "0.25", "--output", str(output)),
@@ -116,7 +116,7 @@ def row(measured: tuple[Done, Path], implementation: str, link: str | None = Non
 
 def test_a_known_delay_is_measured(measured: tuple[Done, Path]) -> None:
     for link in {r["link"] for r in rows_of(measured[1] / "summary.csv")}:
-        plain = row(measured, "bench_entries:plain", link)
+        plain = row(measured, "local", link)
         delayed = row(measured, "bench_entries:delayed", link)
         for column in ("step_ms", "forward_ms"):  # that is where it lies
             delay_s = (float(delayed[column]) - float(plain[column])) / 1000
