@@ -41,7 +41,7 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     """The algorithm of one module.
 
     Raises:
-        TypeError: What ``config.build`` returned is none.
+        TypeError: What ``config.build`` returned is none, lacks a name or `launch`, or contradicts itself.
         ReplicationError: Another module has it already.
     """
     algorithm = config.build(process_group)
@@ -49,6 +49,16 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
         raise TypeError(f"{type(config).__name__}.build() returned {algorithm!r}; it must return a CommAlgorithm")
     if not isinstance(getattr(algorithm, "name", None), str):
         raise TypeError(f"{type(algorithm).__name__} has no name; it needs one, for errors and for comparing ranks")
+    if algorithm.traits.payload == "gradients" and type(algorithm).launch is CommAlgorithm.launch:
+        raise TypeError(
+            f"{type(algorithm).__name__} has no launch(), which reduces a bucket of gradients; write it, or say"
+            " traits = Traits(payload='parameters') of an algorithm that communicates parameters instead"
+        )
+    if algorithm.traits.payload == "parameters" and algorithm.gives_way_to_comm_hook:
+        raise TypeError(
+            f"{type(algorithm).__name__} has the payload 'parameters' and gives_way_to_comm_hook, but a comm hook"
+            " reduces gradients; leave gives_way_to_comm_hook out"
+        )
     if id(algorithm) in _in_use:
         raise ReplicationError(
             f"{type(config).__name__}.build() returned the {algorithm.name} of another model; it must make a new one in"

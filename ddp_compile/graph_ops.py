@@ -44,7 +44,7 @@ _LIBRARY.define(
 _LIBRARY.define("hold_back(Tensor[] moved, Tensor(a!)[] held) -> ()")
 
 
-class BucketReceiver(Protocol):
+class ReceivesBuckets(Protocol):
     """What takes whole buckets in: a reducer."""
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None: ...
@@ -54,7 +54,7 @@ class BucketReceiver(Protocol):
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None: ...
 
 
-_receivers: weakref.WeakValueDictionary[int, BucketReceiver] = weakref.WeakValueDictionary()
+_receivers: weakref.WeakValueDictionary[int, ReceivesBuckets] = weakref.WeakValueDictionary()
 _ordinals = itertools.count()
 
 
@@ -66,7 +66,7 @@ def next_reducer_ordinal() -> int:
     return next(_ordinals)
 
 
-def register_receiver(ordinal: int, receiver: BucketReceiver) -> None:
+def register_receiver(ordinal: int, receiver: ReceivesBuckets) -> None:
     """Let operators with this number call ``receiver``, for as long as somebody else keeps it alive."""
     _receivers[ordinal] = receiver
 

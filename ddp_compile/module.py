@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.compile.backend import GraphReport
@@ -22,6 +23,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicate_state import ReplicateState
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.uneven_inputs import JoinOne
 
 _STATE = "_ddp_compile_state"
 
@@ -52,6 +54,60 @@ class ReplicatedModule(nn.Module):
             yield
         finally:
             state.requires_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train on uneven inputs: a rank that has no batch left contributes zeros until all others have none.
+
+        Inside, every forward with gradients has its backward before the next forward. At the end every rank has the
+        parameters and buffers of one that has trained longest. With other Joinables, a ZeroRedundancyOptimizer for
+        example, use ``torch.distributed.algorithms.Join([model, optimizer])``.
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of all ranks, or of those that still train.
+            enable: False for nothing of it.
+            throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has no batch left.
+
+        Raises:
+            ReplicationError: The algorithm communicates parameters, or another module's `join` is around; inside, a
+                second forward before a backward, or with ``static_graph`` a rank without any batch.
+        """
+        return JoinOne(
+            [self],  # type: ignore[list-item]
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``torch.distributed.algorithms.Join`` calls on a rank that has no input left.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, as in `join`; those of other Joinables are ignored.
+        """
+        return _state_of(self).uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` counts the ranks that still train."""
+        return _state_of(self).uneven_inputs.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks of ``Join``."""
+        return _state_of(self).process_group
+
+    @property
+    def _join_config(self) -> Any:
+        return _state_of(self).uneven_inputs.config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        _state_of(self).uneven_inputs.config = config
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -89,7 +145,7 @@ class ReplicatedModule(nn.Module):
         """
         reducer = _state_of(self).reducer
         if (builtin := builtin_hook(hook)) is not None:
-            hook, state = builtin, reducer.process_group if state is None else state
+            hook, state = builtin, _state_of(self).process_group if state is None else state
         reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
 
     @property
@@ -146,6 +202,10 @@ class ReplicatedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The reduction of later protocols names the class of the object at hand, which is not the plain one.
         return _plain_shell(self).__reduce_ex__(1)
+
+
+# Not a base class: its metaclass could conflict with that of a user's module.
+Joinable.register(ReplicatedModule)
 
 
 def replicate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, refuse_sparse
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_sparse
 from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
@@ -21,11 +21,12 @@ from ddp_compile.errors import MissingGradientError, ReductionError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.collectives import broadcast_from_rank_0, verify_modules_agree
+from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.agreement_points import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_settings import ReducerSettings
+from ddp_compile.uneven_inputs import UnevenInputs
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
 from ddp_compile.validation.wrappers import refuse_wrapper_around
@@ -59,33 +60,20 @@ class ReplicateState:
         self._num_with_gradients = 0  # of the forwards
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
-        ignored = config.parameters_to_ignore
-        self.parameters = ReplicatedParameters(module, ignored)
-        named = self.parameters.named
-        parameters = list(named.values())
+        self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
+        parameters = list(self.parameters.named.values())
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         in_backward = launches_in_backward(config.split, self.compiler)
-        shared = ", ".join(self.parameters.shared_with_others()) or "none"
         algorithm = build_algorithm(algorithm_config, process_group)
-        description = [
-            f"algorithm={algorithm.name}",
-            f"parameters that another replicated module reduces={shared}",
-            *describe_module(module, config, in_backward),
-        ]
-        verify_modules_agree(description, process_group, parameters[0].device)
-        self.parameters.refuse_shared(process_group.rank())
+        self._agree(module, algorithm, in_backward)
         self.monitor = DesyncMonitor(process_group, parameters[0].device)
-        # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
-        self._buffer_places = [
-            (owner, name)
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers
-            if f"{prefix}.{name}".lstrip(".") not in ignored
-        ]
+        self._buffer_places = _places_of_buffers(module, config.parameters_to_ignore)
+        named_parameters = module.named_parameters()
+        self._all_parameters = [p for name, p in named_parameters if name not in config.parameters_to_ignore]
         if config.init_sync:
-            all_parameters = [p for name, p in module.named_parameters() if name not in ignored]
-            broadcast_from_rank_0([*all_parameters, *self._buffers()], process_group)
-        gradients = describe_gradients(module, named)
+            broadcast_all([*self._all_parameters, *self._buffers()], process_group)
+        algorithm.attach(parameters)
+        gradients = describe_gradients(module, self.parameters.named)
         refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
@@ -94,11 +82,7 @@ class ReplicateState:
         moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
         self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
-        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
-        call = torch_internals.traced_call_of(type(module))
-        self._call_training = compile_settings.compile(call, self.backend)
-        self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
-        weakref.finalize(self, torch_internals.forget_compiled, call)
+        self._compile_calls(module, compile_settings)
         settings = ReducerSettings(
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             find_unused_parameters=config.find_unused_parameters,
@@ -109,8 +93,30 @@ class ReplicateState:
             on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
-        register_receiver(ordinal, self.reducer)
+        self.uneven_inputs = UnevenInputs(
+            process_group, parameters[0].device, self.reducer, self._broadcast_buffers, self._broadcast_model
+        )
+        register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
+
+    def _agree(self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool) -> None:
+        """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
+        shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        description = [
+            f"algorithm={algorithm.name}",
+            f"parameters that another replicated module reduces={shared}",
+            *describe_module(module, self.config, in_backward),
+        ]
+        device = next(iter(self.parameters.named.values())).device
+        verify_modules_agree(description, self.process_group, device)
+        self.parameters.refuse_shared(self.process_group.rank())
+
+    def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings) -> None:
+        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
+        call = torch_internals.traced_call_of(type(module))
+        self._call_training = compile_settings.compile(call, self.backend)
+        self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
+        weakref.finalize(self, torch_internals.forget_compiled, call)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the module."""
@@ -128,10 +134,11 @@ class ReplicateState:
             outputs = self._call_evaluation(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
+        source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
         # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
-        if self.requires_sync and self.config.broadcast_buffers:
-            self._broadcast_buffers(kind)
+        if self.requires_sync:
+            self._broadcast_buffers(source, kind)
         num_graphs = self._num_graphs
         call = self._call_training if module.training else self._call_evaluation
         outputs = call(module, *args, **kwargs)
@@ -178,17 +185,22 @@ class ReplicateState:
         buffers = (owner._buffers[name] for owner, name in self._buffer_places if name in owner._buffers)
         return [buffer for buffer in buffers if buffer is not None]
 
-    def _broadcast_buffers(self, kind_of_forward: str) -> None:
-        buffers = self._buffers()
+    def _broadcast_model(self, source: int) -> None:
+        """Give every rank the parameters of one rank in the group, and its buffers where they are broadcast at all."""
+        buffers = self._buffers() if self.config.broadcast_buffers else []
+        broadcast_all([*self._all_parameters, *buffers], self.process_group, source)
+
+    def _broadcast_buffers(self, source: int, kind_of_forward: str = "shadow of a forward") -> None:
+        buffers = self._buffers() if self.config.broadcast_buffers else []
         if not buffers:
             return
         self.monitor.buffers_are_broadcast(kind_of_forward)
         try:
-            broadcast_from_rank_0(buffers, self.process_group)
+            broadcast_all(buffers, self.process_group, source)
         except RuntimeError as error:
             failure = ReductionError(
-                f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank 0 before the"
-                " forward failed. Another rank has raised, exited, or not called the model; look for its error."
+                f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
+                " the forward failed. Another rank has raised, exited, or not called the model; look for its error."
                 f" ({error})"
             )
             raise self.monitor.report_failure(failure) from error
@@ -234,6 +246,16 @@ class ReplicateState:
 
 def _nothing() -> None:
     return None
+
+
+def _places_of_buffers(module: nn.Module, ignored: Collection[str]) -> list[tuple[nn.Module, str]]:
+    """Modules may put another tensor in a buffer's place, so places are kept, not tensors."""
+    return [
+        (owner, name)
+        for prefix, owner in module.named_modules()
+        for name in owner._buffers
+        if f"{prefix}.{name}".lstrip(".") not in ignored
+    ]
 
 
 def _needs_overlap(process_group: dist.ProcessGroup) -> bool:

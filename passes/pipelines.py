@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ddp_compile import passes
 from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
+from ddp_compile.passes.backward.keep_sparse_parts import keep_sparse_parts_pass
 from ddp_compile.passes.forward.functionalize_inplace import functionalize_inplace_pass
-from ddp_compile.passes.forward.keep_sparse_parts import keep_sparse_parts_pass
 from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.forward.split_forward import split_forward_pass
 from ddp_compile.passes.forward.unalias_inplace_results import unalias_inplace_results_pass

@@ -175,18 +175,28 @@ class Bucket:
         """
         parameter = self.parameters[position]
         if self.spec.is_sparse:
-            if parameter.grad is not None:
-                return parameter.grad.clone()
-            # No rows, as embeddings give them: one sparse dimension, which ranks have to agree on.
-            rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-            return torch.sparse_coo_tensor(rows, values, parameter.shape)
+            return self._without_rows() if parameter.grad is None else parameter.grad.clone()
         view = self._plan().views[position]
         if parameter.grad is None:
             return view.zero_()
         if parameter.grad.data_ptr() == view.data_ptr():
             self.iteration.kept[position] = view.clone()
         return parameter.grad
+
+    def fill_with_nothing(self) -> None:
+        """Bring zeros into the flat buffer, a new one, so that ``.grad`` stays what it is."""
+        if self.spec.is_sparse:
+            self._flat = self._without_rows()
+            return
+        self.drop_flat()
+        self._plan()
+
+    def _without_rows(self) -> Tensor:
+        """A sparse gradient of zeros, as embeddings give them: one sparse dimension, which ranks have to agree on."""
+        parameter = self.parameters[0]
+        rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        return torch.sparse_coo_tensor(rows, values, parameter.shape)
 
     def release_flattened(self) -> None:
         """Let the memory of what was flattened be used again; it is not ``.grad``."""

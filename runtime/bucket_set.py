@@ -14,7 +14,7 @@ from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
-from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.reducer_settings import ReducerSettings
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,7 @@ class BucketSet:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan.
         process_group: The ranks that agree on it.
-        gradient_as_bucket_view: See `Bucket`.
-        monitor: What is told of ranks that did not come.
-        first_is_typical: Whether gradients will come in later rounds as they come in the first.
+        settings: See `ReducerSettings`.
     """
 
     def __init__(
@@ -36,9 +34,7 @@ class BucketSet:
         parameters: Sequence[Parameter],
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
-        gradient_as_bucket_view: bool,
-        monitor: DesyncMonitor,
-        first_is_typical: bool,
+        settings: ReducerSettings,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[Bucket] = []  #: by parameter number
@@ -46,9 +42,10 @@ class BucketSet:
         self.parameters = tuple(parameters)  #: in registration order; they are spoken of by their number
         self._builder = builder
         self._process_group = process_group
-        self._gradient_as_bucket_view = gradient_as_bucket_view
-        self._monitor = monitor
-        self._first_is_typical = first_is_typical
+        self._gradient_as_bucket_view = settings.gradient_as_bucket_view
+        self._monitor = settings.monitor
+        # With `find_unused_parameters` one iteration says nothing about the next.
+        self._first_is_typical = settings.static_graph or not settings.find_unused_parameters
         # Parameter numbers in the order of their last gradients in the first iteration; None once it has been used.
         self._arrival_order: dict[int, None] | None = {}
 
@@ -107,7 +104,8 @@ class BucketSet:
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         before, old_buckets = self.plan, self.buckets
-        proposed = self._builder.reorder_tail(tuple(order))
+        # A rank without any input in the first iteration, inside ``Join``, knows of no order.
+        proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
         try:
             plan = plan_of_rank_0(proposed, self._process_group, self.parameters[0].device)
         except RuntimeError as error:

@@ -118,12 +118,12 @@ def plan_of_rank_0(plan: BucketPlan, process_group: dist.ProcessGroup, device: t
     return BucketPlan.from_json(_broadcast_bytes(plan.to_json().encode(), process_group, device).decode())
 
 
-def broadcast_from_rank_0(tensors: Sequence[Tensor], process_group: dist.ProcessGroup) -> None:
-    """Overwrite each tensor with rank 0's; tensors of one dtype and device travel together."""
+def broadcast_all(tensors: Sequence[Tensor], process_group: dist.ProcessGroup, source_in_group: int = 0) -> None:
+    """Overwrite each tensor with that of one rank; tensors of one dtype and device travel together."""
     if process_group.size() == 1 or not tensors:
         return
     detached = [tensor.detach() for tensor in tensors]
-    torch_internals.broadcast_coalesced(process_group, detached, _BROADCAST_CHUNK_BYTES, src_rank_in_group=0)
+    torch_internals.broadcast_coalesced(process_group, detached, _BROADCAST_CHUNK_BYTES, source_in_group)
 
 
 def _broadcast_bytes(

@@ -264,8 +264,11 @@ class EarlyLaunch(NoEarlyLaunch):
                 computed.compare()
                 for index in computed.late:
                     late[index] = 1
-            cannot.append(bucket.may_launch_early and not (can_be_replayed and _holds_its_own(bucket)))
-            has_more.append(self.is_learning and (computed is None or not computed.has_one_contributor))
+            is_shadow = bucket.iteration.is_shadow  # which has nothing to say
+            holds_its_own = is_shadow or _holds_its_own(bucket)
+            cannot.append(bucket.may_launch_early and not (can_be_replayed and holds_its_own))
+            has_one = is_shadow or (computed is not None and computed.has_one_contributor)
+            has_more.append(self.is_learning and not has_one)
         return late + cannot + has_more
 
     def verdict(self, said: Sequence[int]) -> Verdict:
@@ -313,6 +316,8 @@ def own_gradients(bucket: Bucket) -> list[Tensor]:
     """This rank's gradients of a bucket that has been launched in this iteration, complete now."""
     if bucket.iteration.own is not None:
         return bucket.iteration.own
+    if bucket.iteration.is_shadow:
+        return []
     assert bucket.iteration.computed is not None
     return bucket.iteration.computed.own_gradients()
 

@@ -12,6 +12,7 @@ from ddp_compile.errors import (
     ParametersChangedError,
     RanksDifferError,
     ReductionError,
+    ReplicationError,
 )
 from ddp_compile.plan.spec import BucketPlan
 
@@ -188,4 +189,21 @@ def comm_hook_in_backward(rank: int, name: str) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: register_comm_hook was given the {name} while a backward has not been completed; register the"
         " hook before the first backward, or between two steps"
+    )
+
+
+def second_forward_in_join(rank: int) -> ReplicationError:
+    """Ranks that have no input left could not know whether one backward follows or two."""
+    return ReplicationError(
+        f"rank {rank}: a second forward inside a Join before the backward of the first one: ranks that have no input"
+        " left take part in one backward for each forward. Call backward after each forward, put forwards that need"
+        " none into torch.no_grad() and those whose gradients accumulate into model.no_sync()"
+    )
+
+
+def static_graph_without_input(rank: int) -> ReplicationError:
+    """A rank without any input in the first iteration does not learn which gradients come, nor how often."""
+    return ReplicationError(
+        f"rank {rank}: static_graph=True learns from the first iteration, in which this rank has had no input; give"
+        " every rank at least one batch, or drop static_graph"
     )

@@ -50,20 +50,22 @@ class LaunchQueue:
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], None] = _nothing
         self._monitor = monitor
-        self._process_group = process_group
         self._rank = process_group.rank()
+        self.world_size = process_group.size()
+        self.divisor = self.world_size  #: what gradients are divided by
         self._num_launched = 0  # or passed over
         self.has_launched = False  #: whether anything has been sent in this iteration
 
     @property
     def sends(self) -> bool:
         """Whether anything is reduced."""
-        return self._process_group.size() > 1 or self.algorithm.traits.on_one_rank
+        traits = self.algorithm.traits
+        return traits.payload == "gradients" and (self.world_size > 1 or traits.on_one_rank)
 
     @property
     def _scale(self) -> float:
         """What gradients are multiplied by on their way into the flat buffer."""
-        return 1.0 / self._process_group.size() if self.algorithm.traits.prescale else 1.0
+        return 1.0 / self.divisor if self.algorithm.traits.prescale else 1.0
 
     @property
     def all_launched(self) -> bool:
@@ -197,8 +199,20 @@ class LaunchQueue:
             bucket: It has been waited for. The algorithm is replayable.
             gradients: What to send in place of what was sent.
         """
-        bucket.flatten(gradients, self._scale)
+        if bucket.iteration.is_shadow:
+            bucket.fill_with_nothing()
+        else:
+            bucket.flatten(gradients, self._scale)
         bucket.reduction_begins(self.algorithm.launch(bucket, is_last=False))
+
+    def launch_shadows(self) -> None:
+        """Launch every bucket with zeros: this rank has no input left, and the others train on."""
+        for bucket in self._set.buckets:
+            bucket.fill_with_nothing()
+            bucket.iteration.is_shadow = True
+            bucket.iteration.pending.clear()
+            bucket.iteration.state = BucketState.READY
+        self._launch_ready()
 
     # It is reduced.
 

@@ -77,7 +77,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
     return table
 
 
-#: Every change there is. A forward while gradients are missing is refused, and gives the round up first; a gradient
+#: Every change there is. A forward while gradients are missing is refused, and gives the iteration up first; a gradient
 #: after a forward inside ``no_sync``, and a further one of an iteration, change nothing.
 TABLE = _table()
 

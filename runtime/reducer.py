@@ -12,9 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -28,14 +26,14 @@ from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import AllRequired, StaticGraph, UnusedAllowed
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.bucket_receiver import BucketReceiver
 from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.computed_bucket import EarlyDecision
 from ddp_compile.runtime.early_launch import EarlyLaunch, NoEarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
 from ddp_compile.runtime.iteration_message import IterationMessage
 from ddp_compile.runtime.launch_queue import LaunchQueue
-from ddp_compile.runtime.lifecycle import Event, Lifecycle, State
+from ddp_compile.runtime.lifecycle import Event, Lifecycle, Phase, State
 from ddp_compile.runtime.reducer_settings import ReducerSettings
 
 
@@ -61,16 +59,11 @@ class Reducer:
     ) -> None:
         self.parameters = tuple(parameters)
         self.builder = builder
-        self.process_group = process_group
         self.settings = settings
         self.rank = process_group.rank()
         self._monitor = settings.monitor
         self._lifecycle = Lifecycle()
-        # With `find_unused_parameters` one iteration says nothing about the next.
-        is_typical = settings.static_graph or not settings.find_unused_parameters
-        self._bucket_set = BucketSet(
-            self.parameters, builder, process_group, settings.gradient_as_bucket_view, settings.monitor, is_typical
-        )
+        self._bucket_set = BucketSet(self.parameters, builder, process_group, settings)
         names = [gradient.fqn for gradient in builder.gradients]
         accumulators = Accumulators(self.parameters)
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
@@ -84,6 +77,8 @@ class Reducer:
         self._early = NoEarlyLaunch()
         if settings.launches_in_backward:
             self._early = EarlyLaunch(self._bucket_set, self._queue, self._hooks, accumulators, self.rank)
+        #: Told of the buckets that compiled backwards have computed.
+        self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
         may_speak = settings.launches_in_backward or self._policy.has_message
         message = IterationMessage(process_group, self.parameters[0].device, may_speak)
         self._end = IterationEnd(self._queue, self._policy, self._early, message, settings.monitor, names, self.rank)
@@ -139,8 +134,10 @@ class Reducer:
         """
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
+        if synchronize and self._monitor.is_paused and self._lifecycle.phase == Phase(State.ARMED, True):
+            raise error_messages.second_forward_in_join(self.rank)
         if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
-            self._watch_where_others_have_hooks()
+            self._undefined.watch_all(self._hooks.with_hooks_of_others())
             if synchronize:
                 self._alone.forget()
                 if self.buckets and not self._lifecycle.phase.after_forward:
@@ -148,6 +145,8 @@ class Reducer:
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
             raise error_messages.out_of_step(self.rank)
+        if synchronize:
+            self.algorithm.before_forward()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
@@ -156,6 +155,36 @@ class Reducer:
             outputs: What the forward returned.
         """
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
+
+    # Inside ``Join``; see `ddp_compile.uneven_inputs`.
+
+    def enter_join(self, divisor: int) -> None:
+        """Divide by this from now on, and compare no fingerprints: the ranks do different things by intention."""
+        self._queue.divisor = divisor
+        self._monitor.is_paused = True
+
+    def leave_join(self) -> None:
+        """All ranks train again."""
+        self._queue.divisor = self._queue.world_size
+        self._monitor.is_paused = False
+
+    def shadow_backward(self) -> None:
+        """Take part in what a backward of the other ranks sends, with zeros; after `prepare_for_backward`.
+
+        Raises:
+            ReductionError: A reduction failed or timed out.
+            ReplicationError: With a static graph, this rank has not learnt which gradients come.
+        """
+        self._policy.refuse_shadow()
+        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
+            raise error_messages.out_of_step(self.rank)
+        self._monitor.backward_begins(after_forward=True)
+        if not self.buckets:
+            self._seal_plan()
+        self._queue.launch_shadows()
+        self._end.hear_the_others()
+        self._queue.wait()
+        self._begin_iteration()
 
     # A gradient arrives.
 
@@ -177,7 +206,7 @@ class Reducer:
             self._alone.note(index)
             self._passes.call_back_at_the_end(self._finalize_backward_without_plan)
         else:
-            self._enter_backward((index,))
+            self.enter_backward((index,))
             self._arrive(index)
 
     def hooks_have_run(self) -> None:
@@ -185,7 +214,7 @@ class Reducer:
         while self._with_running_hooks:
             self._queue.complete(self._with_running_hooks.pop(0))
 
-    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
+    def enter_backward(self, arriving: tuple[int, ...]) -> None:
         """A backward has brought something; the first time in each, get ready for the rest.
 
         Args:
@@ -196,14 +225,14 @@ class Reducer:
             # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
             if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
                 raise error_messages.out_of_step(self.rank)
-            self._watch_where_others_have_hooks()
+            self._undefined.watch_all(self._hooks.with_hooks_of_others())  # once more: hooks may be new
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._seal_plan()
         begins = self._passes.call_back_at_the_end(self.finalize_backward)
-        is_watched = self._bucket_set.notes_arrivals or self._policy.counts_each or self._is_learning
-        if begins and not is_watched:
+        learns = self._bucket_set.notes_arrivals or (self._early.is_learning and self._queue.sends)
+        if begins and not (learns or self._policy.counts_each):
             for bucket in self._queue.not_launched:
                 self._hooks.batch(bucket, arriving)
         if absent := self._policy.absent_from_the_start(arriving):
@@ -230,86 +259,8 @@ class Reducer:
             self._policy.note(index)
         return is_undefined
 
-    def _watch_where_others_have_hooks(self) -> None:
-        """Before a forward, so that it holds for the first gradient too; and as a backward begins, for later hooks."""
-        for index in self._hooks.with_hooks_of_others():
-            self._undefined.watch(index)
-
     def _seal_plan(self) -> None:
         self.settings.on_plan_sealed(self._bucket_set.seal(self.algorithm.name))
-
-    # A compiled backward has computed a bucket.
-
-    def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Take note that a compiled backward has computed a whole bucket, and launch it if that is safe.
-
-        Nobody has seen the gradients yet, and they may not be all that comes; Note [Launched before AccumulateGrad] in
-        `early_launch` says when the bucket is launched. Otherwise that happens when its parameters' hooks have run.
-
-        Args:
-            param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, which the backward goes on to return; they are only read.
-        """
-        bucket, decision = self._decide(tuple(param_indices), moves=False)
-        if bucket is not None:
-            can_be_replayed = self.algorithm.traits.replayable
-            self._early.follow(bucket, decision, gradients, can_be_replayed=can_be_replayed)
-
-    def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """`mark_bucket_ready` for a backward that returns other tensors than those it has computed.
-
-        Args:
-            param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, which are needed no more after this.
-
-        Returns:
-            What the backward is to return: views into the flat buffer if the bucket is launched now, copies otherwise.
-        """
-        bucket, decision = self._decide(tuple(param_indices), moves=True)
-        if bucket is not None and decision is EarlyDecision.LAUNCH:
-            bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
-            views = bucket.new_views()
-            self._early.follow(bucket, decision, views, moved=gradients)
-            return views
-        pairs = zip(param_indices, gradients, strict=True)
-        copies = [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
-        if bucket is not None:
-            self._early.follow(bucket, decision, copies, can_be_replayed=False)
-        return copies
-
-    def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Let these buckets wait for their hooks from now on, whatever graphs compute.
-
-        Args:
-            buckets: The parameters of each, in its order.
-        """
-        self._early.ignore(buckets)
-
-    def _decide(self, param_indices: tuple[int, ...], moves: bool) -> tuple[Bucket | None, EarlyDecision]:
-        """What becomes of a bucket that a graph has computed: None if it waits, else the backward has begun."""
-        wait = None, EarlyDecision.WAIT
-        if not self._queue.sends or self._lifecycle.phase.state in (State.LOCAL, State.FAILED):
-            return wait
-        if not self.buckets and not self._lifecycle.phase.after_forward:
-            return wait  # see `_finalize_backward_without_plan`
-        self.hooks_have_run()
-        self._hooks.flush(param_indices[0])
-        self.hooks_have_run()
-        decision = self._early.decide(param_indices, not moves and self.algorithm.traits.replayable)
-        if decision is EarlyDecision.WAIT:
-            return wait
-        self._enter_backward(param_indices)
-        bucket = self._bucket_set.of_param_indices.get(param_indices)
-        # It may have been launched without what a forward's outputs did not lead to. Compiled code expects aligned
-        # results; a comm hook leaves no room between the places.
-        if bucket is None or not bucket.is_pending or (moves and not bucket.is_aligned):
-            return wait
-        return bucket, decision
-
-    @property
-    def _is_learning(self) -> bool:
-        """Whether each gradient is looked at, to learn which buckets may be launched inside a compiled backward."""
-        return self._early.is_learning and self._queue.sends
 
     # The backward ends.
 
@@ -346,7 +297,8 @@ class Reducer:
         Some of those are means and some this rank's own, and a reduction that is under way may still write to them.
         """
         self._hooks.remove()
-        self._early = self._end.early = NoEarlyLaunch()  # a backward that is to come has the operators in it
+        # A backward that is still to come has the operators in it.
+        self._early = self._end.early = self.receiver.early = NoEarlyLaunch()
         if self._lifecycle.phase.state in (State.REDUCING, State.FAILED):
             for bucket in self.buckets:
                 bucket.drop_gradients()
@@ -393,6 +345,7 @@ class Reducer:
             self._begin_iteration()  # the next one can be trained
             raise
         self._queue.finish(self._policy.used_by_nobody)
+        self.algorithm.after_backward()
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:

@@ -23,7 +23,7 @@ def compile_partitions(
     Dynamo recorded. Inductor keeps the strides of values the caller sees, so they hold for the compiled code as well.
 
     Args:
-        stitched: What `passes.partition_graph` returned. Its partitions are replaced by the compiled functions.
+        stitched: What `passes.forward.partition_graph` returned. Its partitions are replaced by the compiled functions.
         example_inputs: What Dynamo gave for the whole graph: one entry for each placeholder.
         compile_partition: Compiles one partition for given example inputs.
 

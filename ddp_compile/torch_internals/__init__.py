@@ -50,6 +50,7 @@ from ddp_compile.torch_internals.dynamo import (
 from ddp_compile.torch_internals.module_calls import active_ddp, is_module_call
 from ddp_compile.torch_internals.process_groups import (
     broadcast_coalesced,
+    disabled_join_config,
     group_timeout,
     holds_server,
     shut_down_connection,
@@ -90,6 +91,7 @@ __all__ = [
     "compiled_autograd_is_on",
     "copy_dynamo_metadata",
     "current_graph_task_id",
+    "disabled_join_config",
     "editing_backend",
     "fake_like",
     "fake_mode_of",

@@ -36,6 +36,13 @@ def group_timeout(process_group: Any, device: torch.device) -> timedelta:
         return torch.distributed.constants.default_pg_timeout
 
 
+def disabled_join_config() -> Any:
+    """What a Joinable is told outside of ``torch.distributed.algorithms.Join``."""
+    from torch.distributed.algorithms.join import _JoinConfig
+
+    return _JoinConfig.construct_disabled_join_config()
+
+
 def holds_server(store: Any) -> bool:
     """Whether a store ends with this process: whether it is, behind prefixes, a TCPStore with the server in it."""
     return _is_tcp(store) and re.search(r"server=TCPServer\(", repr(_innermost(store))) is not None

@@ -10,11 +10,13 @@ module builds an algorithm of its own from it, since algorithms hold buffers, fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp_compile.plan.spec import Layout
 
@@ -22,11 +24,16 @@ if TYPE_CHECKING:
     from ddp_compile.runtime.bucket import Bucket
 
 
+Payload = Literal["gradients", "parameters"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
     """What the reducer does differently for an algorithm.
 
     Args:
+        payload: What the algorithm communicates: ``"gradients"``, bucket by bucket, or ``"parameters"``, between
+            backward and forward, so that gradients stay this rank's own and no bucket is launched.
         prescale: The flat buffer arrives divided by the world size, in the pass that fills it; otherwise it holds this
             rank's sums, and the algorithm divides.
         layout: Of the flat buffers, see `BucketSpec`: ``"ddp"`` where the algorithm looks at a buffer as a whole, so
@@ -35,13 +42,27 @@ class Traits:
             False for what keeps state from launch to launch.
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
+
+    Raises:
+        ValueError: A trait has a value that there is not, or two contradict each other.
     """
 
+    payload: Payload = "gradients"
     prescale: bool = True
     layout: Layout = "padded"
     replayable: bool = True
     on_one_rank: bool = False
     takes_sparse: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("payload", get_args(Payload)), ("layout", get_args(Layout))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"Traits({name}={value!r}): pass one of {', '.join(map(repr, allowed))}")
+        if self.payload == "parameters" and not (self.replayable and self.prescale and self.layout == "padded"):
+            raise ValueError(
+                "Traits(payload='parameters') together with replayable=False, prescale=False or layout='ddp': these are"
+                " about launches of gradient buckets, of which such an algorithm has none; leave them out"
+            )
 
 
 class Pending(Protocol):
@@ -73,9 +94,21 @@ class CommAlgorithm(ABC):
     #: Whether ``register_comm_hook`` may put a hook in its place.
     gives_way_to_comm_hook: bool = False
 
-    @abstractmethod
+    def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
+        """Called once, when the parameters are equal on all ranks, before anything else.
+
+        Args:
+            parameters: Those that are reduced, in registration order.
+        """
+
+    def before_forward(self) -> None:  # noqa: B027  # most have nothing to do
+        """A forward whose backward is to be reduced begins, on every rank that trains."""
+
+    def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
+        """Every ``.grad`` is what it will be: reduced, or with the payload ``"parameters"`` this rank's own."""
+
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start to reduce a bucket.
+        """Start to reduce a bucket; every algorithm has it whose payload is gradients.
 
         Args:
             bucket: ``bucket.flat`` holds this rank's gradients, dense of shape (n,), or sparse of the parameter's
@@ -86,6 +119,7 @@ class CommAlgorithm(ABC):
         Raises:
             ReductionError: It cannot be started.
         """
+        raise NotImplementedError(f"the {self.name} has no launch()")
 
     def drain(self) -> None:  # noqa: B027  # most have nothing to do
         """Return when nothing that was launched will start another collective.

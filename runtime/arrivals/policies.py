@@ -66,6 +66,9 @@ class AllRequired:
         """At the end of a backward: which of the missing will not come; None if another backward may bring them."""
         return None
 
+    def refuse_shadow(self) -> None:
+        """This rank has no input left: raise a ReplicationError if it cannot go on without having had any."""
+
     def message(self) -> bytearray:
         """What the ranks have to hear: a flag for each parameter, 1 where it was used."""
         return bytearray()
@@ -194,6 +197,10 @@ class StaticGraph(UnusedAllowed):
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
         return self._never_coming() if self._is_learning else None
+
+    def refuse_shadow(self) -> None:
+        if self._is_learning:
+            raise error_messages.static_graph_without_input(self._rank)
 
     def hear(self, used: Sequence[int]) -> None:
         super().hear(used)

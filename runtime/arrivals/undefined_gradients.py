@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,11 @@ class UndefinedGradients:
         self._names = names
         self._rank = rank
         self._seen = _Seen()
+
+    def watch_all(self, indices: Iterable[int]) -> None:
+        """`watch` for several parameters: those on which somebody else has hooks."""
+        for index in indices:
+            self.watch(index)
 
     def watch(self, index: int) -> None:
         """From the next time that a parameter's node runs on, know for certain whether its gradient is undefined."""

@@ -55,6 +55,7 @@ class AgreementPoints:
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
         self.iteration_number = 1  #: of the iteration that is under way or, between iterations, comes next
         self.begins_after_forward = True  #: whether a synchronised forward has come since the iteration before
+        self.is_paused = False  #: while ranks do different things by intention
         self.forwards = ForwardsLeftOut()
         self._store = store
         self._rank = rank
@@ -72,7 +73,7 @@ class AgreementPoints:
             plan: The plan the bucket belongs to.
             algorithm: Name of the way in which this rank reduces.
         """
-        if is_agreement_point(self.iteration_number):
+        if is_agreement_point(self.iteration_number) and not self.is_paused:
             self._add(plan, algorithm)
 
     def compare(self) -> None:

@@ -62,6 +62,15 @@ class DesyncMonitor:
             weakref.finalize(self, stop)
             weakref.finalize(self, post_uncaught_error(self._statuses)).atexit = False
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether no fingerprints are compared, as ranks do different things by intention."""
+        return self._points.is_paused
+
+    @is_paused.setter
+    def is_paused(self, value: bool) -> None:
+        self._points.is_paused = value
+
     def forward_begins(self, kind: str) -> None:
         """A forward begins: a "training forward", an "evaluation forward" and so on; each kind is counted by itself."""
         self._num_forwards[kind] += 1

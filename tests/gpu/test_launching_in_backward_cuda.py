@@ -52,12 +52,12 @@ def test_gradients_are_those_of_the_plain_module(mode: str, split: str, nccl_gro
 def test_the_host_never_waits_for_the_device_in_a_backward(
     settings: dict[str, bool], split: str, nccl_group: None
 ) -> None:
-    """But in rounds that teach, 1, 2, 4 and 8, whose values are compared."""
+    """But in iterations that teach, 1, 2, 4 and 8, whose values are compared."""
     model = ddp_compile(ResidualLayers().cuda(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
     model.register_comm_hook(None, allreduce_hook)
-    for round_number in range(1, 8):
+    for iteration in range(1, 8):
         loss = model(torch.randn(8, WIDTH, device="cuda")).square().sum()
-        torch.cuda.set_sync_debug_mode("error" if round_number in (3, 5, 6, 7) else "default")
+        torch.cuda.set_sync_debug_mode("error" if iteration in (3, 5, 6, 7) else "default")
         try:
             loss.backward()
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from test_training_patterns import train as train_pattern
 from torch import nn
 
 from ddp_compile import ReplicationError, ddp_compile
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, GradientAllReduce
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, GradientAllReduce, Traits, build_algorithm
 
 Ranks = Callable[[int], RankPool]
 
@@ -66,6 +66,115 @@ EARLY_PATTERNS = [
 def test_buckets_may_leave_early_and_be_sent_again(with_halves: None, ranks: Ranks) -> None:
     for trained in ranks(2).run(train_in_all_ways, train_backward_pattern, EARLY_PATTERNS, "aot_eager"):
         assert max(each.worst for each in trained.values()) < 1e-6, trained
+
+
+class ParameterAverage(CommAlgorithm):
+    """The other payload: parameters are averaged before each forward, gradients stay each rank's own."""
+
+    name = "parameter average"
+    traits = Traits(payload="parameters")
+
+    def __init__(self) -> None:
+        self.num_backwards = 0
+
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def before_forward(self) -> None:
+        average(self.parameters)
+
+    def after_backward(self) -> None:
+        self.num_backwards += 1
+
+
+@torch.no_grad()
+def average(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        dist.all_reduce(parameter)
+        parameter /= dist.get_world_size()
+
+
+@dataclass(frozen=True)
+class ParameterAverageConfig(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> ParameterAverage:
+        return ParameterAverage()
+
+
+def train_with_averaged_parameters(split: str, backend: str) -> tuple[float, float]:
+    """How far it is from the same done by hand, and how far the ranks' own gradients are from their mean."""
+    torch.manual_seed(0)
+    module = Mlp()
+    by_hand = copy.deepcopy(module)
+    model = ddp_compile(module, algorithm=ParameterAverageConfig(), split=split, backend=backend, bucket_cap_mb=0.001)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, by_hand)]
+    torch.manual_seed(dist.get_rank())
+    for step in range(4):
+        x = torch.randn(6, 101)
+        average(by_hand.parameters())
+        for each, optimizer in zip((model, by_hand), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(each(x)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model.eval()(x)  # an evaluation moves nothing
+            model.train()
+        assert model._ddp_compile_state.reducer.algorithm.num_backwards == step + 1
+    pairs = zip(model.parameters(), by_hand.parameters(), strict=True)
+    far = max((p.grad - q.grad).abs().max().item() + (p - q).abs().max().item() for p, q in pairs)
+    first = next(model.parameters()).grad
+    mean = first.clone()
+    dist.all_reduce(mean)
+    return far, relative_difference(first, mean / dist.get_world_size())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_algorithm_may_communicate_parameters(split: str, world_size: int, ranks: Ranks) -> None:
+    for far, apart in ranks(world_size).run(train_with_averaged_parameters, split, "aot_eager"):
+        assert far == 0.0 and apart > 0.01
+
+
+@pytest.mark.parametrize(
+    ("traits", "says"),
+    [
+        ({"payload": "weights"}, "Traits(payload='weights'): pass one of 'gradients', 'parameters'"),
+        ({"layout": "flat"}, "Traits(layout='flat'): pass one of"),
+        (
+            {"payload": "parameters", "replayable": False},
+            "launches of gradient buckets",
+        ),
+        ({"payload": "parameters", "layout": "ddp"}, "launches of gradient buckets"),
+    ],
+)
+def test_traits_that_do_not_exist_or_contradict_each_other_are_refused(traits: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Traits(**traits)
+    assert says in str(refused.value)
+
+
+class WithoutLaunch(CommAlgorithm):
+    name = "nothing"
+
+
+class AverageThatGivesWay(ParameterAverage):
+    gives_way_to_comm_hook = True
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (WithoutLaunch, "WithoutLaunch has no launch(), which reduces a bucket of gradients"),
+        (AverageThatGivesWay, "AverageThatGivesWay has the payload 'parameters' and gives_way_to_comm_hook"),
+    ],
+)
+def test_an_algorithm_that_contradicts_itself_is_refused(algorithm: type[CommAlgorithm], says: str) -> None:
+    @dataclass(frozen=True)
+    class Config(AlgorithmConfig):
+        def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+            return algorithm()
+
+    with pytest.raises(TypeError) as refused:
+        build_algorithm(Config(), None)
+    assert says in str(refused.value)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -56,10 +57,62 @@ def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
         ({"split": "backward", "static_graph": True}, [1] * NUM_STEPS),
     ],
 )
-def test_there_is_one_message_in_a_iteration_whatever_is_on(
+def test_there_is_one_message_in_an_iteration_whatever_is_on(
     settings: dict[str, Any], messages: list[int], ranks: Ranks
 ) -> None:
     assert ranks(2).run(messages_in_each_step, settings) == [messages, messages]
+
+
+#: What would make a host wait for a GPU, had it computed the gradients: their values asked for in Python.
+ASKS_FOR_VALUES = [
+    *((Tensor, f"__{name}__") for name in ("bool", "int", "float", "index", "contains")),
+    *((Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "allclose", "unique")),
+    *((torch, name) for name in ("equal", "allclose", "nonzero", "is_nonzero", "unique")),
+]
+
+
+@contextmanager
+def counting_waits() -> Iterator[list[str]]:
+    """Flags that ranks tell each other are not counted: bytes, on the host in any case."""
+    waits: list[str] = []
+
+    def counting(function: Any) -> Any:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.dtype is not torch.uint8:
+                waits.append(function.__name__)
+            return function(tensor, *args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in ASKS_FOR_VALUES:
+            patched.setattr(owner, name, counting(getattr(owner, name)))
+        yield waits
+
+
+def waits_in_each_backward(settings: dict[str, Any]) -> list[list[str]]:
+    model = ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.003, backend="aot_eager", **settings)
+    waits = []
+    for _ in range(8):
+        loss = loss_of(model(torch.randn(2, 33)))
+        with counting_waits() as counted:
+            loss.backward()
+        waits.append(counted)
+        model.zero_grad()
+    return waits
+
+
+@pytest.mark.parametrize("split", ["forward", "backward", "none"])
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str, Any], ranks: Ranks) -> None:
+    """But in the first one, in which the ranks agree on the plan, and where buckets are watched to learn from them.
+
+    On a GPU, tests/gpu says the same with torch's own detection.
+    """
+    for waits in ranks(2).run(waits_in_each_backward, {"split": split, **settings}):
+        learning = [1, 2, 4, 8] if split == "backward" else [1]
+        assert [waits[i - 1] for i in range(1, 9) if i not in learning] == [[]] * (8 - len(learning)), waits
+        assert waits[0].count("allclose") == (6 if split == "backward" else 0), waits
 
 
 def tell(lengths: list[int]) -> list[list[int]]:
