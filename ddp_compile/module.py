@@ -168,6 +168,20 @@ class ReplicatedModule(nn.Module):
         """
         _state_of(self).buffers.register_hook(state, hook, comm_hook_location)
 
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Step inside ``backward()``, as with DistributedDataParallel; gradients stay where they are.
+
+        Args:
+            optim: Class of an optimizer of which torch has a functional form: SGD, Adam, AdamW and others.
+            args: Its arguments but for the parameters.
+            optim_params: The parameters to step; None for all that are reduced.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            ValueError: torch has no functional form of it, or the module does not reduce one of the parameters.
+        """
+        _state_of(self).optimizers.register(optim, optim_params, args, kwargs)
+
     @property
     def bucket_plan(self) -> BucketPlan:
         """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""

@@ -19,6 +19,7 @@ from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
+from ddp_compile.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicated_buffers import ReplicatedBuffers
@@ -85,6 +86,7 @@ class ReplicateState:
         moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
         self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
+        self.optimizers = OptimizersInBackward(self.parameters.named)
         self._compile_calls(module, compile_settings)
         settings = ReducerSettings(
             gradient_as_bucket_view=config.gradient_as_bucket_view,
@@ -93,6 +95,7 @@ class ReplicateState:
             launches_in_backward=in_backward,
             algorithm=algorithm,
             monitor=self.monitor,
+            on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
@@ -163,6 +166,8 @@ class ReplicateState:
             self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
+        if self._num_with_gradients == 0:
+            self.optimizers.adopt()
         self._num_with_gradients += 1
         if is_agreement_point(self._num_with_gradients):
             self._refuse_changes(module)

@@ -356,6 +356,7 @@ class Reducer:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         self.algorithm.after_backward()
+        self.settings.on_reduced()
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:

@@ -22,6 +22,7 @@ class ReducerSettings:
         launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
         algorithm: How a bucket is reduced.
         monitor: What ranks tell each other while they train.
+        on_reduced: Called when every ``.grad`` of an iteration is what it will be, before the backward returns.
         on_plan_sealed: Called once, on every rank, with the plan all ranks agreed on.
     """
 
@@ -31,4 +32,5 @@ class ReducerSettings:
     launches_in_backward: bool
     algorithm: CommAlgorithm
     monitor: DesyncMonitor
+    on_reduced: Callable[[], None]
     on_plan_sealed: Callable[[BucketPlan], None]

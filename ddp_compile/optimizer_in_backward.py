@@ -1,0 +1,62 @@
+"""Optimizer steps that belong to the backward: torch's ``_apply_optimizer_in_backward``, and ``_register_fused_optim``.
+
+DistributedDataParallel steps inside of the backward, bucket by bucket. Here the steps come when every bucket of the
+iteration has been reduced, which is before ``backward()`` returns as well: what a compiled backward has yet to compute
+may need the parameters as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed import optim
+from torch.nn import Parameter
+
+
+class OptimizersInBackward:
+    """Steps that are taken at the end of each iteration.
+
+    Args:
+        parameters: Those that are reduced, by their names.
+
+    Source: ``_setup_in_backward_optimizers`` and ``_register_fused_optim`` of torch 2.13, nn/parallel/distributed.py.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._functional: list[tuple[Any, Collection[Parameter]]] = []
+        self._stepped: list[Parameter] = []
+
+    def adopt(self) -> None:
+        """Take over from the hooks that ``_apply_optimizer_in_backward`` has set, before the first backward."""
+        self._stepped = [p for p in self._parameters.values() if getattr(p, "_in_backward_optimizers", None)]
+        if self._stepped:
+            handles: Any = optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map
+            for parameter in self._stepped:
+                for handle in handles.get(parameter, ()):
+                    handle.remove()
+
+    def register(
+        self, optimizer: type, parameters: Iterable[Parameter] | None, arguments: tuple[Any, ...], keywords: Any
+    ) -> None:
+        """See ``ReplicatedModule._register_fused_optim``."""
+        functional = optim.as_functional_optim(optimizer, *arguments, **keywords)
+        chosen = set(self._parameters.values()) if parameters is None else set(parameters)
+        if not chosen <= set(self._parameters.values()):
+            raise ValueError("optim_params has parameters that this module does not reduce; leave those out")
+        self._functional.append((functional, chosen))
+
+    def step(self) -> None:
+        """Every ``.grad`` is the mean over the ranks: take the steps."""
+        for parameter in self._stepped:
+            if parameter.grad is not None:
+                for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                    optimizer.step()
+                parameter.grad = None
+        for functional, chosen in self._functional:
+            with torch.no_grad():
+                for parameter in self._parameters.values():
+                    if parameter in chosen and parameter.grad is not None:
+                        functional.step_param(parameter, parameter.grad)
