@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,17 +88,7 @@ class ReplicateState:
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.optimizers = OptimizersInBackward(self.parameters.named)
         self._compile_calls(module, compile_settings)
-        settings = ReducerSettings(
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
-            launches_in_backward=in_backward,
-            algorithm=algorithm,
-            monitor=self.monitor,
-            on_reduced=self.optimizers.step,
-            on_plan_sealed=self._warn_without_overlap,
-        )
-        self.reducer = Reducer(parameters, self.builder, process_group, settings)
+        self.reducer = self._make_reducer(parameters, algorithm, in_backward)
         self.uneven_inputs = UnevenInputs(
             process_group, parameters[0].device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
@@ -116,6 +106,19 @@ class ReplicateState:
         device = next(iter(self.parameters.named.values())).device
         verify_modules_agree(description, self.process_group, device)
         self.parameters.refuse_shared(self.process_group.rank())
+
+    def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
+        settings = ReducerSettings(
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            find_unused_parameters=self.config.find_unused_parameters,
+            static_graph=self.config.static_graph,
+            launches_in_backward=in_backward,
+            algorithm=algorithm,
+            monitor=self.monitor,
+            on_reduced=self.optimizers.step,
+            on_plan_sealed=self._warn_without_overlap,
+        )
+        return Reducer(parameters, self.builder, self.process_group, settings)
 
     def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings) -> None:
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
