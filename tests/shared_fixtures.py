@@ -61,7 +61,7 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(params=[pytest.param("forward", marks=pytest.mark.long), "backward"], scope="module")
 def split(request: pytest.FixtureRequest) -> str:
-    """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart.
+    """Each way to have buckets launched while a compiled backward goes on, for tests that must not tell them apart.
 
     In CI the backward split, whose first iterations leave buckets to their hooks, as the forward split always does.
     What the cuts themselves can get wrong has both there: those tests name them.

@@ -128,7 +128,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
 
 @pytest.mark.parametrize("cap", [2.0, 5.0, 25.0])
 def test_peers_and_bound_have_the_buckets_that_ours_has(cap: float) -> None:
-    """Another first bucket would leave earlier or later, and the comparison would be one of settings."""
+    """Another first bucket would be launched earlier or later, and the comparison would be one of settings."""
     case = Case(implementation="ddp-eager", bucket_cap_mb=cap)
     model, make_batch, loss = make_workload(WorkloadSettings(model="gpt-small", batch_size=1))
     peer = IMPLEMENTATIONS["ddp-eager"](model, case).forward

@@ -1,4 +1,4 @@
-"""Training on a CUDA device with buckets that leave inside the compiled backward, with CUDA graphs and without."""
+"""Training on a CUDA device with buckets launched inside the compiled backward, with CUDA graphs and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to train, and how many buckets leave inside a compiled backward in each of their steps."""
+"""Ways to train, and how many buckets are launched inside a compiled backward in each of their steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ APPEARS_AT = 4
 
 
 def inner_weight(model: nn.Module) -> Tensor:
-    """Of the second layer: the bucket of the first one is ready when the backward ends, and never leaves inside it."""
+    """Of the second layer: the bucket of the first one is ready when the backward ends, and not before."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     return weights[min(1, len(weights) - 1)]
 
@@ -280,8 +280,8 @@ class Pattern(NamedTuple):
 
     Args:
         step: One step.
-        num_early: How many of the four buckets leave inside the backward in each step, without the last one, which is
-            ready when it ends; more where there are several backwards in one.
+        num_early: How many of the four buckets are launched inside the backward in each step, without the last one,
+            which is ready when it ends; more where there are several backwards in one.
         make: Makes the model.
         is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
     """
@@ -298,7 +298,7 @@ NEVER = (0, 0, 0, 0, 0, 0)
 TWICE = (3, 6, 6, 6, 6, 6)
 #: The regularised weight's bucket waits, the others do not.
 BUT_ONE = (0, 2, 2, 2, 2, 2)
-#: What leaves too early is sent again, and waits from then on.
+#: What is launched too early is launched again, and waits from then on.
 UNTIL_IT_APPEARS = (0, 3, 3, 3, 3, 2)
 PATTERNS = {
     "plain": Pattern(plain),

@@ -159,7 +159,7 @@ class FailsInBackward(torch.autograd.Function):
 
 
 class FailsAtLayer(Mlp):
-    """A graph break before each layer, so that some buckets have left when the backward fails."""
+    """A graph break before each layer, so that some buckets have been launched when the backward fails."""
 
     fails_at: int | None = None
 

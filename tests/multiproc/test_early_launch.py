@@ -1,4 +1,4 @@
-"""Places where a bucket that leaves inside the compiled backward could go wrong, beside ways to train."""
+"""Places where a bucket that is launched inside the compiled backward could go wrong, beside ways to train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.fixture(scope="module")
 def split() -> str:
-    """Under "forward" no bucket leaves before all its gradients have been accumulated."""
+    """Under "forward" no bucket is launched before all its gradients have been accumulated."""
     return "backward"
 
 
@@ -139,7 +139,7 @@ class LearnsLate(nn.Module):
 def use_a_parameter_twice(model: Any, x: Tensor, step: int) -> None:
     with torch.compiler.set_stance("force_eager" if step == 0 else "default"):
         loss = loss_of(model(x))
-    if step == 2:  # the bucket has left by then
+    if step == 2:  # the bucket has been launched by then
         loss = loss + model.layers[1].layers[1].weight.square().sum()
     loss.backward()
     if hasattr(model, "no_sync"):

@@ -188,8 +188,8 @@ class Encoder(nn.Module):
 def train_two_modules(settings: dict[str, Any]) -> float:
     """The largest difference to the mean of what plain copies compute.
 
-    On rank 1 the encoder's bucket lacks the gradients of the head, and leaves when the backward is over; on rank 0 it
-    leaves before.
+    On rank 1 the encoder's bucket lacks the gradients of the head, and is launched when the backward is over; on rank 0
+    it leaves before.
     """
     torch.manual_seed(3)
     decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -18,7 +18,7 @@ from ddp_compile.bench.profiling import peak_live_bytes
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 256
-#: Of ddp_compile, and of DistributedDataParallel, which leaves its first bucket at 1 MiB only if given a list.
+#: Of ddp_compile, and of DistributedDataParallel, which keeps its first bucket at 1 MiB only if given a list.
 CAPS_MIB = (1.0, 2.0)
 
 

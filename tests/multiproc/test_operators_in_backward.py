@@ -23,7 +23,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.fixture(scope="module")
 def split() -> str:
-    """Under "forward" a rank on its own has no say in when its buckets leave."""
+    """Under "forward" a rank on its own has no say in when its buckets are launched."""
     return "backward"
 
 

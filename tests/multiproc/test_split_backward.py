@@ -1,4 +1,4 @@
-"""Buckets that leave inside the compiled backward: exact in every way to train, and early where that is safe."""
+"""Buckets launched inside the compiled backward: exact in every way to train, and early where that is safe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
     Args:
         worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
-        num_early: How many buckets left inside the backward, for each step.
+        num_early: How many buckets were launched inside the backward, for each step.
     """
 
     worst: float
@@ -41,7 +41,7 @@ class Trained(NamedTuple):
 
 
 def count_early(model: nn.Module) -> list[int]:
-    """A list to which the number of each bucket is appended that leaves inside a backward."""
+    """A list to which the number of each bucket is appended that is launched inside a backward."""
     queue = model._ddp_compile_state.reducer._queue
     launched, complete_with = [], queue.complete_with
 
@@ -61,17 +61,17 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
     model = ddp_compile(make(), bucket_cap_mb=0.003, split="backward", backend=backend, **settings)
     if is_ddps:
         reference = DistributedDataParallel(reference)
-    left, num_early, worst = count_early(model), [], 0.0
+    launched, num_early, worst = count_early(model), [], 0.0
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(NUM_STEPS):
         torch.manual_seed(10 * step + dist.get_rank())
         x = torch.randn(6, 33)
-        left.clear()
+        launched.clear()
         for each, optimizer in zip((model, reference), optimizers, strict=True):
             optimizer.zero_grad()
             with torch._functorch.config.patch(donated_buffer=False):
                 step_of(each, x, step)
-        num_early.append(len(left))
+        num_early.append(len(launched))
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             if not is_ddps:
                 dist.all_reduce(q.grad)
@@ -180,7 +180,7 @@ def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be
 
 
 def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, float]:
-    """Buckets that left early in the second step, in order; how many graphs and buckets there are; the difference."""
+    """Buckets launched early in the second step, in order; how many graphs and buckets there are; the difference."""
     torch.manual_seed(3)
     make = (lambda: Checkpointed(257, 8)) if checkpointed else (lambda: Mlp(257, 8))
     reference = DistributedDataParallel(make())
@@ -188,14 +188,14 @@ def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, fl
     model.load_state_dict(reference.module.state_dict())
     torch.manual_seed(dist.get_rank())
     x = torch.randn(6, 257)
-    left = count_early(model)
+    launched = count_early(model)
     for each in (model, reference):
         for _ in range(2):
-            left.clear()
+            launched.clear()
             each.zero_grad()
             loss_of(each(x)).backward()
         if each is model:
-            early = list(left)
+            early = list(launched)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
     return early, len(model._ddp_compile_state.backend.reports), len(model.bucket_plan.buckets), worst
@@ -209,24 +209,24 @@ def train_with_hook(backend: str) -> tuple[float, list[int]]:
         copy.deepcopy(reference.module), bucket_cap_mb=0.006, split="backward", backend=backend, static_graph=True
     )
     model.register_comm_hook(None, allreduce_hook)
-    left = count_early(model)
+    launched = count_early(model)
     torch.manual_seed(dist.get_rank())
     x = torch.randn(6, 33)
     for _ in range(3):
-        left.clear()
+        launched.clear()
         for each in (model, reference):
             each.zero_grad()
             loss_of(each(x)).backward()
     assert model._ddp_compile_state.compiler.failures == []
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(relative_difference(p.grad, q.grad) for p, q in pairs), left
+    return max(relative_difference(p.grad, q.grad) for p, q in pairs), launched
 
 
 @pytest.mark.inductor
 def test_gradients_whose_places_are_not_aligned_wait_for_their_hooks(ranks: Ranks) -> None:
-    for worst, left in ranks(2).run(train_with_hook, "inductor"):
+    for worst, launched in ranks(2).run(train_with_hook, "inductor"):
         assert worst < 1e-5
-        assert left == []
+        assert launched == []
 
 
 def broken_promise(pattern: str) -> str:
@@ -283,7 +283,7 @@ def starts_in_a_step(backend: str) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_buckets_leave_while_the_rest_is_computed(backend: str, ranks: Ranks) -> None:
     for launches, products in ranks(2).run(starts_in_a_step, backend):
-        # Two products for each layer but the first one, whose bucket leaves when the backward ends.
+        # Two products for each layer but the first one, whose bucket is launched when the backward ends.
         assert len(launches) == 8 and len(products) == 15
         for i, start in enumerate(sorted(launches)[:7]):
             assert sum(product > start for product in products) >= 15 - 2 * (i + 1)

@@ -29,7 +29,7 @@ from ddp_compile.runtime import computed_bucket
 def replicated(split: str = "backward", **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
-    # With a hook buckets are sent on a single rank as well, and so leave inside the backward.
+    # With a hook buckets are launched on a single rank as well, and so inside the backward.
     model.register_comm_hook(None, allreduce_hook)
     return model
 
@@ -321,19 +321,19 @@ def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(
     model = ddp_compile(
         Experts(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", split=split, find_unused_parameters=True
     )
-    left = []
+    launched = []
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
-        left.append((bucket.index(), torch._C._current_autograd_node() is not None))
+        launched.append((bucket.index(), torch._C._current_autograd_node() is not None))
         return allreduce_hook(state, bucket)
 
     model.register_comm_hook(None, hook)
     for _ in range(2):
-        left.clear()
+        launched.clear()
         model(torch.randn(6, WIDTH)).sum().backward()
-    inside = [index for index, is_inside in left if is_inside]
+    inside = [index for index, is_inside in launched if is_inside]
     eager = [bucket.index for bucket in model.bucket_plan.buckets if bucket.frame is None]
-    assert len(eager) == 3 and set(eager) <= set(inside), (eager, left)
+    assert len(eager) == 3 and set(eager) <= set(inside), (eager, launched)
     assert f"\n{len(eager)} buckets of {len(model.bucket_plan.buckets)} are in no graph" in model.explain()
 
 

@@ -122,7 +122,7 @@ WRONG_IN_ONE_GRAPH = "buffer_read_then_written"
 def make_split(module: nn.Module, split: str, backend: str) -> nn.Module:
     model = ddp_compile(module, bucket_cap_mb=1e-5, split=split, backend=backend)
     if split == "backward":
-        # With a hook buckets are sent on a single rank as well, and so leave inside the backward.
+        # With a hook buckets are launched on a single rank as well, and so inside the backward.
         model.register_comm_hook(None, allreduce_hook)
     return model
 

@@ -139,7 +139,7 @@ def test_dtypes_and_devices_never_share_a_bucket_and_step_through_the_capacities
 
 
 def test_buckets_leave_in_the_order_in_which_their_last_gradient_is_ready() -> None:
-    # Neither bucket is ever full. The one opened first gets the last gradient, so it leaves last.
+    # Neither bucket is ever full. The one opened first gets the last gradient, so it is launched last.
     interleaved = [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)]
     assert members(plan_buckets(interleaved, 1000).buckets) == [[1, 2], [0, 3]]
 

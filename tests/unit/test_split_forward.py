@@ -161,7 +161,7 @@ def test_two_cuts_that_move_to_one_place_make_one_cut() -> None:
 
 
 def test_with_every_cut_or_none_a_graph_with_all_of_them_is_cut() -> None:
-    gm, parameter_of = held_chain()  # one is moved, and still lets its bucket leave before the next
+    gm, parameter_of = held_chain()  # one is moved, and still lets its bucket be launched before the next
     result = split_forward_pass(gm, dataclasses.replace(context(parameter_of, [1], [0]), every_cut_or_none=True))
     assert len(partitions(result.gm)) == 2
 
