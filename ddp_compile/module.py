@@ -77,7 +77,8 @@ class ReplicatedModule(nn.Module):
                 second forward before a backward, or with ``static_graph`` a rank without any batch.
         """
         return JoinOne(
-            [self],  # type: ignore[list-item]
+            self,
+            _state_of(self).uneven_inputs,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -107,7 +108,7 @@ class ReplicatedModule(nn.Module):
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        _state_of(self).uneven_inputs.config = config
+        _state_of(self).uneven_inputs.configure(config)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -205,6 +205,8 @@ class ReplicateState:
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
         reports = self.backend.reports
         rank = self.process_group.rank()
+        if not self._num_with_gradients and self.monitor.is_paused:  # inside ``Join``, without any input
+            return
         if not self._num_with_gradients:
             log.warning(
                 "rank %d: the module itself has not been called for training: gradients came through one of its"

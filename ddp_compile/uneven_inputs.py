@@ -26,31 +26,6 @@ from ddp_compile.runtime.reducer import Reducer
 _inside: list[Any] = []  # the modules whose `JoinOne` this process is in
 
 
-class JoinOne(Join):
-    """A ``Join`` of one module; a second one inside it is refused.
-
-    Each would have the ranks that train wait for its own shadows, and shadows are in one of them at a time.
-    """
-
-    def __enter__(self) -> None:
-        (module,) = self._joinables
-        if self._enable:
-            if _inside:
-                both = f"{type(module).__name__}.join() inside {type(_inside[-1]).__name__}.join()"
-                raise ReplicationError(
-                    f"rank {self._rank}: {both}: ranks without input could shadow one of them only. Write one"
-                    " torch.distributed.algorithms.Join([first, second]) around both"
-                )
-            _inside.append(module)
-
-    def __exit__(self, *raised: Any) -> None:
-        try:
-            super().__exit__(*raised)
-        finally:
-            if self._enable:
-                _inside.pop()
-
-
 class UnevenInputs:
     """The part of one replicated module in a ``Join``.
 
@@ -72,7 +47,7 @@ class UnevenInputs:
         shadow_buffers: Callable[[int], None],
         broadcast_model: Callable[[int], None],
     ) -> None:
-        self.config: Any = torch_internals.disabled_join_config()  #: set by ``Join``
+        self.config: Any = torch_internals.disabled_join_config()
         self.device = device
         self._process_group = process_group
         self._reducer = reducer
@@ -80,6 +55,11 @@ class UnevenInputs:
         self._broadcast_model = broadcast_model
         self._divides_by_initial_world_size = True
         self._notified: Any = None  # what ``Join`` is told is on its way until the next time
+
+    def configure(self, config: Any) -> None:
+        """A ``Join`` begins, or one has ended; what another one has left is undone."""
+        self.config = config
+        self._reducer.leave_join()
 
     def hook(self, divide_by_initial_world_size: bool) -> JoinHook:
         """What ``Join`` calls on a rank that has no input left.
@@ -112,6 +92,7 @@ class UnevenInputs:
         """
         if not self.config.enable:
             return 0
+        self._reducer.refuse_second_forward()  # before anything is sent
         self._notified = Join.notify_join_context(module)  # type: ignore[arg-type]
         training = self._ranks_that_train(synchronizes)
         self._enter(training)
@@ -131,8 +112,7 @@ class UnevenInputs:
         last = torch.tensor([self._process_group.rank() if is_last_joiner else -1], device=self.device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=self._process_group)
         self._broadcast_model(int(last.item()))
-        self.config = torch_internals.disabled_join_config()  # which ``Join`` leaves as it is
-        self._reducer.leave_join()
+        self.configure(torch_internals.disabled_join_config())
 
     def _ranks_that_train(self, synchronizes: bool) -> list[int]:
         """Ranks in the group whose next backward is to be reduced, ascending."""
@@ -142,8 +122,9 @@ class UnevenInputs:
         return [rank for rank, trains in enumerate(flags.tolist()) if trains]
 
     def _enter(self, training: list[int]) -> None:
-        count = self._process_group.size() if self._divides_by_initial_world_size else len(training)
-        self._reducer.enter_join(max(1, count))
+        if training:  # else nothing is reduced
+            size = self._process_group.size()
+            self._reducer.enter_join(size if self._divides_by_initial_world_size else len(training))
 
 
 class _Hook(JoinHook):
@@ -155,3 +136,33 @@ class _Hook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._inputs.end(is_last_joiner)
+
+
+class JoinOne(Join):
+    """A ``Join`` of one module; a second one inside it is refused.
+
+    Each would have the ranks that train wait for its own shadows, and shadows are in one of them at a time.
+    """
+
+    def __init__(self, module: Any, inputs: UnevenInputs, *arguments: Any, **keywords: Any) -> None:
+        super().__init__([module], *arguments, **keywords)
+        self._inputs = inputs
+
+    def __enter__(self) -> None:
+        (module,) = self._joinables
+        if self._enable:
+            if _inside:
+                both = f"{type(module).__name__}.join() inside {type(_inside[-1]).__name__}.join()"
+                raise ReplicationError(
+                    f"rank {self._rank}: {both}: ranks without input could shadow one of them only. Write one"
+                    " torch.distributed.algorithms.Join([first, second]) around both"
+                )
+            _inside.append(module)
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)
+        finally:
+            if self._enable:
+                _inside.pop()
+                self._inputs.configure(torch_internals.disabled_join_config())  # ``Join`` leaves it as it is

@@ -235,11 +235,6 @@ class Bucket:
         """Let ``.grad`` of the parameter at a position be this."""
         self.parameters[position].grad = gradient
 
-    def drop_gradients(self) -> None:
-        """Let every ``.grad`` be None."""
-        for position in range(len(self.parameters)):
-            self.store(position, None)
-
     def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
 
@@ -397,3 +392,9 @@ class Bucket:
                 make = RealParts if self._flat.is_complex() else FlattenPlan.for_bucket
                 self._flatten_plan = make(self.parameters, self._flat, offsets)
         return self._flatten_plan
+
+
+def drop_gradients(parameters: Iterable[Parameter]) -> None:
+    """Let every ``.grad`` be None."""
+    for parameter in parameters:
+        parameter.grad = None

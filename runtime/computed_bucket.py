@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.bucket import Bucket, drop_gradients
 
 
 class EarlyDecision(Enum):
@@ -58,7 +58,7 @@ class ComputedBucket:
         self.watch()
         self._values = [alias.clone() for alias in self._aliases] if compares_values else None
         if not self._in_sight:
-            bucket.drop_gradients()
+            drop_gradients(bucket.parameters)
 
     @property
     def is_launched(self) -> bool:

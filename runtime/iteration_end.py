@@ -51,6 +51,9 @@ class IterationEnd:
         """Whether the ranks have to hear which buckets were launched too early; of none they know no iteration."""
         return self.early.has_message and self._queue.has_launched
 
+    def _used_here(self) -> bytearray:
+        return self._policy.message_of_shadow() if self._queue.is_shadow else self._policy.message()
+
     def all_are_launched(self) -> None:
         """Behind the last bucket: tell the other ranks what was used here, if there will be no more to say.
 
@@ -58,7 +61,7 @@ class IterationEnd:
         """
         if self._policy.has_message and not self._early_has_message:
             self._queue.drain()
-            self._message.send([self._policy.message()])
+            self._message.send([self._used_here()])
 
     def hear_the_others(self) -> None:
         """Tell the other ranks what there is to say, if anything, and hear what they said.
@@ -71,7 +74,7 @@ class IterationEnd:
         if not early_speaks and not policy_speaks:
             return
         if not self._message.is_under_way:
-            parts = [self._policy.message()] if policy_speaks else []
+            parts = [self._used_here()] if policy_speaks else []
             if early_speaks:
                 parts.append(self.early.message(self._queue.algorithm.traits.replayable))
             self._queue.drain()

@@ -55,6 +55,7 @@ class LaunchQueue:
         self.divisor = self.world_size  #: what gradients are divided by
         self._num_launched = 0  # or passed over
         self.has_launched = False  #: whether anything has been sent in this iteration
+        self.is_shadow = False  #: whether that is zeros, on a rank that has no input left
 
     @property
     def sends(self) -> bool:
@@ -207,6 +208,7 @@ class LaunchQueue:
 
     def launch_shadows(self) -> None:
         """Launch every bucket with zeros: this rank has no input left, and the others train on."""
+        self.is_shadow = True
         for bucket in self._set.buckets:
             bucket.fill_with_nothing()
             bucket.iteration.is_shadow = True
@@ -275,6 +277,7 @@ class LaunchQueue:
             bucket.begin_iteration()
         self._num_launched = 0
         self.has_launched = False
+        self.is_shadow = False
 
 
 def _nothing() -> None:

@@ -26,7 +26,7 @@ from ddp_compile.runtime.arrivals.backward_passes import BackwardPasses, Backwar
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import AllRequired, StaticGraph, UnusedAllowed
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
-from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.bucket_receiver import BucketReceiver
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.early_launch import EarlyLaunch, NoEarlyLaunch
@@ -136,8 +136,6 @@ class Reducer:
         """
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
-        if synchronize and self._monitor.is_paused and self._lifecycle.phase == Phase(State.ARMED, True):
-            raise error_messages.second_forward_in_join(self.rank)
         if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
             self._undefined.watch_all(self._hooks.with_hooks_of_others())
             if synchronize:
@@ -160,9 +158,16 @@ class Reducer:
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Let the end of the next iteration wait for these, of a buffer comm hook for example."""
-        self._futures += futures
+        done = [future for future in self._futures if future.done()]
+        torch.futures.wait_all(done)  # for their errors: a forward need not have a backward
+        self._futures = [future for future in self._futures if not future.done()] + list(futures)
 
     # Inside ``Join``; see `ddp_compile.uneven_inputs`.
+
+    def refuse_second_forward(self) -> None:
+        """Raise a ReplicationError if a forward has come whose backward is to be reduced, and has not."""
+        if self._lifecycle.phase == Phase(State.ARMED, True):
+            raise error_messages.second_forward_in_join(self.rank)
 
     def enter_join(self, divisor: int) -> None:
         """Divide by this from now on, and compare no fingerprints: the ranks do different things by intention."""
@@ -188,10 +193,9 @@ class Reducer:
         if not self.buckets:
             self._seal_plan()
         self._queue.launch_shadows()
-        self._end.hear_the_others()
+        self._hear_the_others()
         self._queue.wait()
-        futures, self._futures = self._futures, []
-        torch.futures.wait_all(futures)
+        self._all_is_reduced()
         self._begin_iteration()
 
     # A gradient arrives.
@@ -308,8 +312,7 @@ class Reducer:
         # A backward that is still to come has the operators in it.
         self._early = self._end.early = self.receiver.early = NoEarlyLaunch()
         if self._lifecycle.phase.state in (State.REDUCING, State.FAILED):
-            for bucket in self.buckets:
-                bucket.drop_gradients()
+            drop_gradients(self.parameters)
 
     def _outputs_are_reached(self) -> None:
         """The first iteration of a static graph ends with this pass, even if all gradients come in passes inside it."""
@@ -347,17 +350,24 @@ class Reducer:
 
     def _finish_iteration(self) -> None:
         """Every bucket is launched: hear what the other ranks have to say, wait for the buckets and hand them over."""
+        self._hear_the_others()
+        self._queue.finish(self._policy.used_by_nobody)
+        self._all_is_reduced()
+        self.settings.on_reduced()
+        self._begin_iteration()
+
+    def _hear_the_others(self) -> None:
         try:
             self._end.hear_the_others()
         except GradientArrivalError:
             self._begin_iteration()  # the next one can be trained
             raise
-        self._queue.finish(self._policy.used_by_nobody)
+
+    def _all_is_reduced(self) -> None:
+        """Wait for what is not of buckets, and let the algorithm know that all is reduced."""
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         self.algorithm.after_backward()
-        self.settings.on_reduced()
-        self._begin_iteration()
 
     def _begin_iteration(self) -> None:
         """Replace all that belongs to the iteration that has ended; here alone."""

@@ -102,10 +102,13 @@ class CommAlgorithm(ABC):
         """
 
     def before_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """A forward whose backward is to be reduced begins, on every rank that trains."""
+        """A forward whose backward is to be reduced begins; inside ``Join`` also on ranks that have no input left."""
 
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
-        """Every ``.grad`` is what it will be: reduced, or with the payload ``"parameters"`` this rank's own."""
+        """Every ``.grad`` is what it will be: reduced, or with the payload ``"parameters"`` this rank's own.
+
+        Inside ``Join`` also on ranks that have no input left, and contribute zeros.
+        """
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start to reduce a bucket; every algorithm has it whose payload is gradients.

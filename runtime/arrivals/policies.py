@@ -73,6 +73,10 @@ class AllRequired:
         """What the ranks have to hear: a flag for each parameter, 1 where it was used."""
         return bytearray()
 
+    def message_of_shadow(self) -> bytearray:
+        """`message` of a rank that contributes zeros: what was used here has still to be sent."""
+        return bytearray()
+
     def hear(self, used: Sequence[int]) -> None:
         """Take note of the flags of all ranks: 1 where any rank has used the parameter."""
 
@@ -130,6 +134,9 @@ class UnusedAllowed(AllRequired):
 
     def message(self) -> bytearray:
         return self._used.take()
+
+    def message_of_shadow(self) -> bytearray:
+        return bytearray(len(self._names))
 
     def hear(self, used: Sequence[int]) -> None:
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)

@@ -94,6 +94,19 @@ def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers
     assert ranks(2).run(call_in_no_sync_and_join) == [[0, 3, 0, 0]] * 2
 
 
+def forward_without_backward() -> int:
+    model: Any = ddp_compile(make(), backend="eager")
+    model._register_buffer_comm_hook({"calls": 0}, average, "POST_FORWARD")
+    for _ in range(20):
+        model(torch.randn(6, WIDTH))
+        dist.barrier()
+    return len(model._ddp_compile_state.reducer._futures)
+
+
+def test_futures_of_forwards_without_backward_do_not_pile_up(ranks: Ranks) -> None:
+    assert max(ranks(2).run(forward_without_backward)) <= 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [

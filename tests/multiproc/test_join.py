@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -282,9 +283,12 @@ def what_is_refused() -> list[str]:
     with pytest.raises(ReplicationError) as refused, one.join(), other.join():
         pass
     said.append(str(refused.value))
-    with pytest.raises(ReplicationError) as refused, one.join():
-        one(torch.ones(1, 2))
-        one(torch.ones(1, 2))
+    for context in (nullcontext, other.no_sync):
+        with pytest.raises(ReplicationError) as refused, other.join(divide_by_initial_world_size=False):
+            loss = other(torch.ones(1, 2)).sum()
+            with context():
+                other(torch.ones(1, 2))
+        loss.backward()
     said.append(str(refused.value))
     exchanges = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=SendsParametersConfig())
     with pytest.raises(ReplicationError) as refused:
@@ -311,6 +315,132 @@ def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
     assert (
         "static_graph=True learns from the first iteration, in which this rank has had no input" in failures[0].message
     )
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, takes_branch: bool = False) -> Tensor:
+        x = self.body(x)
+        return self.branch(x) if takes_branch else x
+
+
+def shadow_with_something_unsent() -> list[float]:
+    """The differences to DistributedDataParallel, where a rank shadows before its own gradients are reduced."""
+    torch.manual_seed(0)
+    module, x = Branches(), torch.ones(2, 5)
+    reference = DistributedDataParallel(copy.deepcopy(module), find_unused_parameters=True)
+    model = ddp_compile(module, backend="eager", find_unused_parameters=True)
+    differences = []
+    for each in (model, reference):
+        with each.join():
+            with each.no_sync():
+                each(x, dist.get_rank() == 0).sum().backward()
+            if dist.get_rank() == 1:
+                each(x).sum().backward()
+        each(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        differences.append(relative_difference(ours.grad, theirs.grad))
+    return differences
+
+
+def test_a_shadow_does_not_use_up_what_it_has_still_to_send(ranks: Ranks) -> None:
+    for differences in ranks(2).run(shadow_with_something_unsent):
+        assert max(differences) < 1e-6, differences
+
+
+def go_on_after_an_early_termination() -> list[float]:
+    """A gradient inside another context that is not enabled, and one outside of any, beside DistributedDataParallel."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(5, 5), torch.ones(2, 5) * (1 + dist.get_rank())
+    reference = DistributedDataParallel(copy.deepcopy(module))
+    model = ddp_compile(module, backend="eager")
+    gradients: list[list[Tensor]] = []
+    for each in (model, reference):
+        gradients.append([])
+        with (
+            pytest.raises(RuntimeError),
+            each.join(divide_by_initial_world_size=False, throw_on_early_termination=True),
+        ):
+            for _ in range(1 + dist.get_rank()):
+                with each.no_sync():
+                    each(x).sum().backward()
+        each.zero_grad()
+        with each.join(enable=False):
+            each(x).sum().backward()
+        gradients[-1].append(next(each.parameters()).grad.clone())
+    one, other = model(x), model(2 * x)  # nothing is left that would refuse a second forward
+    (one.sum() + other.sum()).backward()
+    assert not model._join_config.enable
+    return [relative_difference(ours, theirs) for ours, theirs in zip(*gradients, strict=True)]
+
+
+def test_nothing_is_left_of_a_context_that_an_error_has_ended(ranks: Ranks) -> None:
+    for differences in ranks(2).run(go_on_after_an_early_termination):
+        assert max(differences) < 1e-6, differences
+
+
+def raise_where_a_contribution_comes_late() -> list[str]:
+    """What each rank gets, and whether it can be trained afterwards."""
+    torch.manual_seed(0)
+    model = ddp_compile(ManySteps(), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
+    model.register_comm_hook(None, allreduce_hook)
+    said = []
+    try:
+        with model.join():
+            for step in range(3 + 2 * dist.get_rank()):
+                loss = loss_of(model(torch.randn(5, WIDTH)))
+                if step == 4:
+                    loss = loss + model.layers[1].weight.square().sum()
+                loss.backward()
+    except RuntimeError as error:
+        said.append(str(error))
+    model.zero_grad()
+    loss_of(model(torch.randn(5, WIDTH))).backward()
+    return said
+
+
+def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_on(ranks: Ranks) -> None:
+    for (said,) in ranks(2).run(raise_where_a_contribution_comes_late):
+        assert "layers.1.weight got another gradient" in said
+
+
+class CountsCalls(CommAlgorithm):
+    """An all-reduce that counts what it is told of."""
+
+    name = "counting all-reduce"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.calls = [0, 0]
+
+    def before_forward(self) -> None:
+        self.calls[0] += 1
+
+    def after_backward(self) -> None:
+        self.calls[1] += 1
+
+    def launch(self, bucket: Any, is_last: bool) -> Any:
+        return self.group.allreduce([bucket.flat])
+
+
+class CountsCallsConfig(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return CountsCalls(process_group)
+
+
+def count_calls() -> list[int]:
+    model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=CountsCallsConfig())
+    with model.join():
+        for _ in range(1 + 2 * dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+    return model._ddp_compile_state.reducer.algorithm.calls
+
+
+def test_an_algorithm_is_told_the_same_on_every_rank(ranks: Ranks) -> None:
+    assert ranks(2).run(count_calls) == [[3, 3]] * 2
 
 
 def raise_while_the_other_shadows() -> None:

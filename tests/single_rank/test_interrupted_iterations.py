@@ -94,6 +94,17 @@ def test_what_a_broken_iteration_left_in_grad_is_dropped_with_the_reducer() -> N
     assert all(parameter.grad is None for parameter in plain.parameters())
 
 
+def test_what_an_interrupted_agreement_left_in_grad_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small_model()
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket_set, "agree_on_plan", press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            go_backward(model)
+    assert all(parameter.grad is None for parameter in model.unwrap().parameters())
+
+
 def test_after_a_whole_iteration_gradients_stay() -> None:
     model = small_model()
     go_backward(model)
