@@ -272,6 +272,19 @@ def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str, sing
         getattr(replicated(), name)
 
 
+def test_backwards_cannot_be_left_unfinished(single_rank_group: None) -> None:
+    model = replicated()
+    refusal = r"Net\.require_manual_backward_finalization = True is not taken \(rank 0\).*drop it and finalize_backward"
+    with pytest.raises(AttributeError, match=refusal):
+        model.require_manual_backward_finalization = True
+    model.require_manual_backward_finalization = False  # what it is
+    for name in ("require_manual_backward_finalization", "should_finalize_after_backward", "finalize_backward"):
+        assert not hasattr(model, name)
+    # A module that nothing reduces may have attributes of all names.
+    model.unwrap().require_manual_backward_finalization = True
+    assert vars(model)["require_manual_backward_finalization"]
+
+
 def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:
     calls: list[str] = []
     model = Net()
