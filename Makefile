@@ -16,6 +16,8 @@ TORCH_PIN := requirements/torch.txt
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
+# Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
 .PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint venv clean
 
@@ -104,7 +106,8 @@ clean:
 
 # Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is
 # not the system's: a new environment cannot see it). Anywhere else the pinned torch comes first. The build is not
-# isolated. So no requirement of "torch" can bring in another build of it.
+# isolated. So no requirement of "torch" can bring in another build of it. Nothing is compiled to bytecode but what an
+# import needs: of all of torch that takes half a minute, and most of it is never imported.
 $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -114,8 +117,9 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	    2>/dev/null; then \
 	    $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
-	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet -r $(TORCH_PIN); \
+	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --no-compile -r $(TORCH_PIN); \
 	fi
-	@$(BIN)/python -m pip install --quiet 'setuptools>=77' wheel
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[test,dev,bench,examples]'
+	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
+	@$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[test,dev,bench,examples]'
+	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@

@@ -159,6 +159,26 @@ class ReplicatedModule(nn.Module):
             hook, state = builtin, _state_of(self).process_group if state is None else state
         reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
 
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
+    ) -> None:
+        """Let ``hook(state, buffers)`` do what the broadcast of buffers does, as with DistributedDataParallel.
+
+        It is called for each forward whose backward is to be reduced, with the buffers by their names. Futures that it
+        returns in a list are waited for when that backward ends. Register the same one on every rank.
+
+        Args:
+            state: Passed to the hook.
+            hook: Any function of both.
+            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD``, a member of DistributedDataParallel's enumeration
+                or its name: whether it is called before the forward or behind it.
+
+        Raises:
+            TypeError: The hook is not callable.
+            ValueError: There is no such location.
+        """
+        _state_of(self).buffers.register_hook(state, hook, comm_hook_location)
+
     @property
     def bucket_plan(self) -> BucketPlan:
         """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""

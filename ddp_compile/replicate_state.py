@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_compile import torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_sparse
@@ -17,10 +17,11 @@ from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, grap
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import MissingGradientError, ReductionError
+from ddp_compile.errors import MissingGradientError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.replicated_buffers import ReplicatedBuffers
 from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.agreement_points import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
@@ -67,11 +68,13 @@ class ReplicateState:
         algorithm = build_algorithm(algorithm_config, process_group)
         self._agree(module, algorithm, in_backward)
         self.monitor = DesyncMonitor(process_group, parameters[0].device)
-        self._buffer_places = _places_of_buffers(module, config.parameters_to_ignore)
+        self.buffers = ReplicatedBuffers(
+            module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
+        )
         named_parameters = module.named_parameters()
         self._all_parameters = [p for name, p in named_parameters if name not in config.parameters_to_ignore]
         if config.init_sync:
-            broadcast_all([*self._all_parameters, *self._buffers()], process_group)
+            broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(parameters)
         gradients = describe_gradients(module, self.parameters.named)
         refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
@@ -94,7 +97,7 @@ class ReplicateState:
         )
         self.reducer = Reducer(parameters, self.builder, process_group, settings)
         self.uneven_inputs = UnevenInputs(
-            process_group, parameters[0].device, self.reducer, self._broadcast_buffers, self._broadcast_model
+            process_group, parameters[0].device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
         register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
@@ -138,7 +141,7 @@ class ReplicateState:
         self._prepare_for_backward(module)
         # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
         if self.requires_sync:
-            self._broadcast_buffers(source, kind)
+            self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
         num_graphs = self._num_graphs
         call = self._call_training if module.training else self._call_evaluation
         outputs = call(module, *args, **kwargs)
@@ -146,6 +149,7 @@ class ReplicateState:
             # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
             self._refuse_changes(module)
         if self.requires_sync:
+            self.reducer.await_at_the_end(self.buffers.after_forward())
             self.reducer.search_unused_parameters(outputs)
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
@@ -181,29 +185,14 @@ class ReplicateState:
         kind = "training forward" if module.training else "forward with gradients in evaluation mode"
         return kind if self.requires_sync else f"{kind} in no_sync"
 
-    def _buffers(self) -> list[Tensor]:
-        buffers = (owner._buffers[name] for owner, name in self._buffer_places if name in owner._buffers)
-        return [buffer for buffer in buffers if buffer is not None]
-
     def _broadcast_model(self, source: int) -> None:
         """Give every rank the parameters of one rank in the group, and its buffers where they are broadcast at all."""
-        buffers = self._buffers() if self.config.broadcast_buffers else []
-        broadcast_all([*self._all_parameters, *buffers], self.process_group, source)
+        broadcast_all([*self._all_parameters, *self.buffers.synchronised()], self.process_group, source)
 
-    def _broadcast_buffers(self, source: int, kind_of_forward: str = "shadow of a forward") -> None:
-        buffers = self._buffers() if self.config.broadcast_buffers else []
-        if not buffers:
-            return
-        self.monitor.buffers_are_broadcast(kind_of_forward)
-        try:
-            broadcast_all(buffers, self.process_group, source)
-        except RuntimeError as error:
-            failure = ReductionError(
-                f"rank {self.process_group.rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
-                " the forward failed. Another rank has raised, exited, or not called the model; look for its error."
-                f" ({error})"
-            )
-            raise self.monitor.report_failure(failure) from error
+    def _shadow_buffers(self, source: int) -> None:
+        """Take part in what the others do with buffers, on a rank that has no input left."""
+        self.reducer.await_at_the_end(self.buffers.before_forward("shadow of a forward", source))
+        self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
         reports = self.backend.reports
@@ -246,16 +235,6 @@ class ReplicateState:
 
 def _nothing() -> None:
     return None
-
-
-def _places_of_buffers(module: nn.Module, ignored: Collection[str]) -> list[tuple[nn.Module, str]]:
-    """Modules may put another tensor in a buffer's place, so places are kept, not tensors."""
-    return [
-        (owner, name)
-        for prefix, owner in module.named_modules()
-        for name in owner._buffers
-        if f"{prefix}.{name}".lstrip(".") not in ignored
-    ]
 
 
 def _needs_overlap(process_group: dist.ProcessGroup) -> bool:

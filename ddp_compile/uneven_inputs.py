@@ -58,7 +58,7 @@ class UnevenInputs:
         process_group: The ranks.
         device: Of the parameters.
         reducer: The module's.
-        broadcast_buffers: Gives every rank the buffers of the rank in the group that it is told.
+        shadow_buffers: Takes part in what is done with buffers; told the rank in the group whose hold.
         broadcast_model: Gives every rank the parameters, and buffers, of the rank in the group that it is told.
 
     Source: ``_DDPJoinHook`` of torch 2.13, nn/parallel/distributed.py.
@@ -69,14 +69,14 @@ class UnevenInputs:
         process_group: dist.ProcessGroup,
         device: torch.device,
         reducer: Reducer,
-        broadcast_buffers: Callable[[int], None],
+        shadow_buffers: Callable[[int], None],
         broadcast_model: Callable[[int], None],
     ) -> None:
         self.config: Any = torch_internals.disabled_join_config()  #: set by ``Join``
         self.device = device
         self._process_group = process_group
         self._reducer = reducer
-        self._broadcast_buffers = broadcast_buffers
+        self._shadow_buffers = shadow_buffers
         self._broadcast_model = broadcast_model
         self._divides_by_initial_world_size = True
         self._notified: Any = None  # what ``Join`` is told is on its way until the next time
@@ -123,7 +123,7 @@ class UnevenInputs:
         if training:  # else they accumulate
             self._enter(training)
             self._reducer.prepare_for_backward(synchronize=True)
-            self._broadcast_buffers(training[-1])
+            self._shadow_buffers(training[-1])
             self._reducer.shadow_backward()
 
     def end(self, is_last_joiner: bool) -> None:

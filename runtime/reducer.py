@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
@@ -84,6 +85,7 @@ class Reducer:
         self._end = IterationEnd(self._queue, self._policy, self._early, message, settings.monitor, names, self.rank)
         self._queue.on_all_launched = self._end.all_are_launched
         self._with_running_hooks: list[Bucket] = []  # whose last gradient is there, and may still be changed
+        self._futures: list[torch.futures.Future[Any]] = []
         self._passes = BackwardPasses()
         self._alone = BackwardsAlone(len(self.parameters), self.rank)
         if any(parameter.is_cpu for parameter in self.parameters):
@@ -156,6 +158,10 @@ class Reducer:
         """
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
 
+    def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Let the end of the next iteration wait for these, of a buffer comm hook for example."""
+        self._futures += futures
+
     # Inside ``Join``; see `ddp_compile.uneven_inputs`.
 
     def enter_join(self, divisor: int) -> None:
@@ -184,6 +190,8 @@ class Reducer:
         self._queue.launch_shadows()
         self._end.hear_the_others()
         self._queue.wait()
+        futures, self._futures = self._futures, []
+        torch.futures.wait_all(futures)
         self._begin_iteration()
 
     # A gradient arrives.
@@ -345,6 +353,8 @@ class Reducer:
             self._begin_iteration()  # the next one can be trained
             raise
         self._queue.finish(self._policy.used_by_nobody)
+        futures, self._futures = self._futures, []
+        torch.futures.wait_all(futures)
         self.algorithm.after_backward()
         self._begin_iteration()
 

@@ -1,97 +1,14 @@
-"""Fixtures that several kinds of tests share."""
+"""Where pytest begins: the fixtures that several kinds of tests share are those of `shared_fixtures`."""
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-# Before torch is imported: two threads a rank on two cores stall each other for milliseconds at every barrier.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import importlib
 
 import pytest
-import torch
-import torch.distributed as dist
-from cheap_compiles import make_compiles_cheap
-from rank_pool import RankPool
-
-from ddp_compile import ddp_compile
-
-torch.set_num_threads(1)
-make_compiles_cheap()
-# torch prints every graph for its trace where that has a handler, which pytest gives to loggers that do not propagate.
-logging.getLogger("torch.__trace").propagate = True
-
-# A shell without job control starts what it puts in the background with Ctrl-C ignored, and processes inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An identifier with an address is another one in each process, and pytest-xdist refuses to run any test then."""
-    unstable = [item.nodeid for item in items if re.search(r"\bat 0x[0-9a-f]+", item.nodeid)]
-    if unstable:
-        raise pytest.UsageError(f"parametrize(ids=...) has to name these tests, they contain addresses: {unstable}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One inductor cache for the whole run, empty at its start, so that no earlier run can hide a wrong cache key."""
-    own = tmp_path_factory.getbasetemp()
-    # Processes of pytest-xdist have folders of their own in that of the run.
-    path = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "inductor_cache"
-    path.mkdir(exist_ok=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
-    yield path
-
-
-@pytest.fixture
-def single_rank_group(tmp_path: Path) -> Iterator[None]:
-    """A gloo process group with this process as its only rank, and fresh Dynamo caches."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(params=[pytest.param("forward", marks=pytest.mark.long), "backward"], scope="module")
-def split(request: pytest.FixtureRequest) -> str:
-    """Each way to let buckets leave while a compiled backward goes on, for tests that must not tell them apart.
-
-    In CI the backward split, whose first iterations leave buckets to their hooks, as the forward split always does.
-    What the cuts themselves can get wrong has both there: those tests name them.
-    """
-    way: str = request.param
-    return way
-
-
-@pytest.fixture
-def each_split(split: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every call of `ddp_compile` that names no ``split`` has this one, in the ranks of a `RankPool` as well."""
-    defaults = ddp_compile.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "split", split)
-    return split
-
-
-@pytest.fixture(scope="session")
-def rank_pools(shared_inductor_cache: Path) -> Iterator[dict[int, RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture
-def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
-    """``ranks(2)`` is a pool of two processes in a gloo group; see `tests.rank_pool`."""
-
-    def pool_of(world_size: int) -> RankPool:
-        return rank_pools.setdefault(world_size, RankPool(world_size))
-
-    return pool_of
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that hands tests out runs none: to import torch there as well would be seconds of waiting."""
+    hands_tests_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_tests_out:
+        config.pluginmanager.register(importlib.import_module("shared_fixtures"))

@@ -20,17 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from cheap_compiles import make_compiles_cheap
+from process_copies import context_of_copies
 
 from ddp_compile import ddp_compile
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
-
-# What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
-# could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose.
-PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch._inductor.compile_fx"]
 
 
 class RankFailure(NamedTuple):
@@ -83,8 +79,7 @@ class RankPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = context_of_copies()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, theirs, sys.path), daemon=True)

@@ -53,6 +53,7 @@ from ddp_compile.torch_internals.process_groups import (
     disabled_join_config,
     group_timeout,
     holds_server,
+    preserved_versions,
     shut_down_connection,
 )
 from ddp_compile.torch_internals.tensors import (
@@ -117,6 +118,7 @@ __all__ = [
     "num_storage_uses",
     "partition_tracing_context",
     "post_accumulate_grad_hooks",
+    "preserved_versions",
     "profiled_range",
     "queue_backward_callback",
     "register_own",

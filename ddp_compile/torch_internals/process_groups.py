@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +20,20 @@ def broadcast_coalesced(
     process_group: Any, tensors: Sequence[Tensor], chunk_bytes: int, src_rank_in_group: int
 ) -> None:
     """Broadcast tensors of any dtypes in chunks of about ``chunk_bytes``, one collective for each dtype and chunk."""
-    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
     from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 
-    # Autograd takes the new values for the old ones: a second forward before the backward of a first one must not make
-    # that backward fail because a buffer has been broadcast in between.
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    with preserved_versions(tensors):
         _broadcast_coalesced(process_group, list(tensors), chunk_bytes, src_rank_in_group)
+
+
+def preserved_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """While buffers are made equal on all ranks: let autograd take the new values for the old ones.
+
+    Otherwise a forward before that, whose backward is still to come, could not be differentiated.
+    """
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def group_timeout(process_group: Any, device: torch.device) -> timedelta:

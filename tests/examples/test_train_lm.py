@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+import torch.distributed.run
+from process_copies import Ended, run_in_copy
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
@@ -19,12 +23,36 @@ RUN = ["--steps", "5", "--checkpoint-every", "3"]
 
 def run_example(out_dir: Path, *arguments: str | Path) -> str:
     """Run the example on two CPU ranks; returns what it printed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(SCRIPT), *SETTINGS, "--out-dir", str(out_dir), *map(str, arguments)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=120)
+    assert done.exit_code == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def be_a_rank(arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def run_ranks(out_dir: Path, *arguments: str | Path) -> None:
+    """The same without a launcher: ranks are copies of a process that has imported torch, which takes seconds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "LOCAL_WORLD_SIZE": "2"}
+    # Started by a launcher, whose store is the one above.
+    environment |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [str(SCRIPT), *SETTINGS, "--out-dir", str(out_dir), *map(str, arguments)]
+
+    def run_rank(rank: int) -> Ended:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_in_copy(be_a_rank, command, environment=environment | own, timeout_s=120)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in threads.map(run_rank, range(2)):
+            assert done.exit_code == 0, done.stdout + done.stderr
 
 
 def read_losses(out_dir: Path) -> dict[str, Any]:
@@ -53,7 +81,7 @@ def test_trains(whole: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
-    run_example(tmp_path, *RUN, "--resume", whole / "step3.pt")
+    run_ranks(tmp_path, *RUN, "--resume", whole / "step3.pt")
 
     straight, continued = read_losses(whole), read_losses(tmp_path)
     # Every digit: the JSON holds floats in the form that reads back as the same float.

@@ -133,6 +133,7 @@ class Leaf(nn.Module):
     def __init__(self, kind: str, shared: nn.Linear) -> None:
         super().__init__()
         self.kind = kind
+        self.function = LEAVES[kind]
         if kind in ("linear", "linear_", "frozen"):
             self.linear = nn.Linear(WIDTH, WIDTH)
             self.linear.requires_grad_(kind != "frozen")
@@ -156,7 +157,7 @@ class Leaf(nn.Module):
         self.calls = 0
 
     def forward(self, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
-        return LEAVES[self.kind](self, h, a)
+        return self.function(self, h, a)
 
 
 def no_grad_shared(block: Leaf, h: Tensor) -> Tensor:
@@ -229,11 +230,12 @@ class Holder(nn.Module):
     def __init__(self, block: Block, shared: nn.Linear) -> None:
         super().__init__()
         self.kind = block.kind
+        self.function = HOLDERS[block.kind]
         self.blocks = build(block.inner, shared)
         self.other = nn.Linear(WIDTH, WIDTH) if block.kind == "branch" else None
 
     def forward(self, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
-        return HOLDERS[self.kind](self, h, kept, a)
+        return self.function(self, h, kept, a)
 
     def run(self, h: Tensor, kept: Sequence[Tensor], a: Arguments) -> Tensor:
         return run(self.blocks, h, list(kept), a)
@@ -286,9 +288,10 @@ class Stateless(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.function = FUNCTIONS[kind]
 
     def forward(self, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:
-        return FUNCTIONS[self.kind](h, kept, a)
+        return self.function(h, kept, a)
 
 
 def run(blocks: nn.ModuleList, h: Tensor, kept: list[Tensor], a: Arguments) -> Tensor:

@@ -20,15 +20,10 @@ from ddp_compile.runtime.bucket import Bucket
 
 Ranks = Callable[[int], RankPool]
 
-NUM_CASES = 200
-NUM_CASES_IN_CI = 40  # each takes more than half a second of both cores
-FIRST_SEEDS = [
-    pytest.param(seed, marks=[] if seed < NUM_CASES_IN_CI else [pytest.mark.long])
-    for seed in range(0, NUM_CASES, CASES_IN_A_CALL)
-]
+NUM_CASES_IN_CI = 200  # each takes a quarter of a second of both cores
 
 
-@pytest.mark.parametrize("first_seed", FIRST_SEEDS)
+@pytest.mark.parametrize("first_seed", range(0, NUM_CASES_IN_CI, CASES_IN_A_CALL))
 def test_random_modules_train_as_with_ddp(first_seed: int, ranks: Ranks) -> None:
     seeds = range(first_seed, first_seed + CASES_IN_A_CALL)
     recipes = [recipe_of(seed) for seed in seeds]

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
     def __init__(self, blocks: tuple[Block, ...], outputs: str) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs = OUTPUTS[outputs]
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = build(blocks, self.first)
         self.last = nn.Linear(WIDTH, WIDTH)
@@ -55,7 +55,7 @@ class Net(nn.Module):
         if fail:
             raise DeliberateError
         h = run(self.blocks, h, [], Arguments(ids, scale, route))
-        return OUTPUTS[self.outputs](self.last(h), h, x)
+        return self.outputs(self.last(h), h, x)
 
 
 OUTPUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import RankPool
 from torch import nn
@@ -55,7 +56,8 @@ def count_buckets(cap_mb: float) -> dict[str, Any]:
 # A capacity below the bias's 1 KiB parts bias and weight; one node makes both ready, so they share a partition. With
 # the largest capacity the first bucket keeps its own of 1 MiB.
 @pytest.mark.parametrize(
-    ("cap_mb", "num_buckets", "num_partitions"), [(0.0005, 48, 24), (0.1, 24, 24), (1.0, 6, 6), (25.0, 2, 2)]
+    ("cap_mb", "num_buckets", "num_partitions"),
+    only([(0.0005, 48, 24), (1.0, 6, 6)], [(0.0005, 48, 24), (0.1, 24, 24), (1.0, 6, 6), (25.0, 2, 2)]),
 )
 def test_wire_plan_and_partitions_agree(
     cap_mb: float, num_buckets: int, num_partitions: int, each_split: str, ranks: Ranks

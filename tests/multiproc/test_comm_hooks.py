@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -140,7 +141,11 @@ def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
     return worst
 
 
-@pytest.mark.parametrize("name", [name for name in HOOKS if not name.startswith("ours")])
+# Those that are made of these in CI by a wrapper, or for another format, are left out of it.
+HOOKS_IN_CI = ["allreduce", "fp16", "power", "noop", "object", "other tensor", "resizing", "post local", "bf16 wrapper"]
+
+
+@pytest.mark.parametrize("name", only(HOOKS_IN_CI, [name for name in HOOKS if not name.startswith("ours")]))
 def test_gradients_are_those_of_ddp_with_the_same_hook(name: str, ranks: Ranks) -> None:
     assert ranks(2).run(train_with_hook, name, name) == [0.0, 0.0]
 
@@ -177,7 +182,7 @@ def test_collectives_of_callbacks_meet_no_others(ranks: Ranks) -> None:
     assert ranks(2).run(train_in_two_steps) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("allreduce", 1e-6), ("fp16", 1e-2)])
+@pytest.mark.parametrize(("name", "tolerance"), only([("allreduce", 1e-6)], [("allreduce", 1e-6), ("fp16", 1e-2)]))
 def test_three_ranks_agree_with_ddp(name: str, tolerance: float, ranks: Ranks) -> None:
     assert max(ranks(3).run(train_with_hook, name, name)) < tolerance
 

@@ -165,10 +165,21 @@ REFUSES = "the last backward raised after its reduction had started"
 
 
 class Scenario(NamedTuple):
+    """An exception, and what comes of it.
+
+    Args:
+        fail: What raises it.
+        raises: Its type, or one above.
+        says: What the next forward does.
+        settings: Of the model.
+        in_ci: Whether no other scenario of CI raises in the same place.
+    """
+
     fail: Callable[[Any], None]
     raises: type[BaseException]
     says: str
     settings: Mapping[str, Any] = MappingProxyType({})
+    in_ci: bool = True
 
 
 SCENARIOS = {
@@ -185,23 +196,25 @@ SCENARIOS = {
     "backward, between graphs": Scenario(raise_at("backward, middle", USER), ValueError, REFUSES),
     "backward, after all gradients": Scenario(raise_at("backward, first", USER), ValueError, REFUSES),
     "backward, gradients copied back": Scenario(
-        raise_at("backward, middle", USER), ValueError, REFUSES, {"gradient_as_bucket_view": False}
+        raise_at("backward, middle", USER), ValueError, REFUSES, {"gradient_as_bucket_view": False}, in_ci=False
     ),
     "backward, unused parameters sought": Scenario(
         raise_at("backward, middle", USER), ValueError, REFUSES, {"find_unused_parameters": True}
     ),
     "backward, static graph": Scenario(raise_at("backward, middle", USER), ValueError, REFUSES, {"static_graph": True}),
     "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
-    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES),
+    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES, in_ci=False),
     "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
-    "out of memory in backward": Scenario(raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES),
+    "out of memory in backward": Scenario(
+        raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES, in_ci=False
+    ),
     "hook on the first gradient": Scenario(raise_in_hook("register_hook", "d", USER), ValueError, GOES_ON),
     "hook on the last gradient": Scenario(raise_in_hook("register_hook", "a", USER), ValueError, REFUSES),
     "hook after accumulation": Scenario(
         raise_in_hook("register_post_accumulate_grad_hook", "a", USER), ValueError, REFUSES
     ),
     "comm hook": Scenario(raise_in_comm_hook(USER), ReductionError, REFUSES),
-    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES),
+    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES, in_ci=False),
     "optimizer": Scenario(raise_in_optimizer, ValueError, GOES_ON),
 }
 
@@ -228,10 +241,11 @@ def go_on_or_rebuild(model: Any, **settings: Any) -> tuple[Outcome, Any]:
     return Outcome(said, max(train_one_step(model, step) for step in (2, 3))), model
 
 
-def fail_on_every_rank(split: str) -> dict[str, Outcome]:
+def fail_on_every_rank(split: str, names: list[str]) -> dict[str, Outcome]:
     outcomes = {}
     models: dict[str, Any] = {}  # by settings: what one scenario leaves behind, the next one trains on with
-    for name, scenario in SCENARIOS.items():
+    for name in names:
+        scenario = SCENARIOS[name]
         settings = {"split": split, **scenario.settings}
         key = str(scenario.settings)
         model = models.get(key) or replicated(**settings)
@@ -243,12 +257,23 @@ def fail_on_every_rank(split: str) -> dict[str, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(rank_pools: dict[int, RankPool], split: str) -> list[dict[str, Outcome]]:
-    """All scenarios in one go: the ranks fail alike, so that nothing of one is left under way for the next."""
-    return rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank, split)
+def outcomes(rank_pools: dict[int, RankPool], split: str, request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
+    """All selected ones in one go: the ranks fail alike, so that nothing of one is left under way for the next."""
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if hasattr(item, "callspec") and item.originalname == "test_an_exception_on_every_rank"
+    }
+    names = [name for name in SCENARIOS if name in selected]
+    return rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank, split, names)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+ALL_SCENARIOS = [
+    pytest.param(name, marks=[] if scenario.in_ci else [pytest.mark.long]) for name, scenario in SCENARIOS.items()
+]
+
+
+@pytest.mark.parametrize("name", ALL_SCENARIOS)
 def test_an_exception_on_every_rank(name: str, split: str, outcomes: list[dict[str, Outcome]]) -> None:
     says = SCENARIOS[name].says
     if (name, split) == ("hook on the first gradient", "backward"):

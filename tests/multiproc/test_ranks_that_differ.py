@@ -384,15 +384,16 @@ def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
         (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
         (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
         (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
-        (
+        pytest.param(
             evaluate_with_gradients_and_buffers,
             "training forward 2, broadcast of buffers: failed",
             "ReductionError",
+            marks=pytest.mark.long,
         ),
         (stop_early, "iteration 2 is over", "nothing"),
         (step_once_in_no_sync, "iteration 2 is over", "nothing"),
         (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
-        (raise_in_backward, "backward of iteration 2", "ValueError"),
+        pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
         (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
         (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before iteration 2", "RanksDifferError"),
     ],

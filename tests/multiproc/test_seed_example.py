@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from process_copies import context_of_copies
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -33,14 +35,17 @@ def run_rank(rank: int, world_size: int, directory: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{directory}/store", world_size), rank=rank, world_size=world_size
     )
-    for split in SPLITS:  # one after the other, since importing torch takes longer than all else
+    for split in SPLITS:
         torch.save(example(split), f"{directory}/rank_{rank}_{split}.pt")
     dist.destroy_process_group()
 
 
-def test_spawned_example_ends_with_the_same_weights_on_every_rank(tmp_path: Path) -> None:
+# As the example starts them, and as copies of a process that has imported torch, which are there at once.
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
+def test_spawned_example_ends_with_the_same_weights_on_every_rank(method: str, tmp_path: Path) -> None:
     world_size = 2
-    mp.spawn(run_rank, args=(world_size, str(tmp_path)), nprocs=world_size, join=True)
+    context_of_copies()
+    mp.start_processes(run_rank, (world_size, str(tmp_path)), world_size, start_method=method)
     torch.manual_seed(0)
     untrained = nn.Linear(10, 10).state_dict()
     for split in SPLITS:

@@ -15,6 +15,7 @@ from backward_patterns import (
     PATTERNS,
     Checkpointed,
 )
+from in_ci import only
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import nn
@@ -90,20 +91,31 @@ def test_gradients_are_exact_and_buckets_are_launched_early(pattern: str, ranks:
         assert trained.num_early == PATTERNS[pattern].num_early
 
 
+SETTINGS_IN_CI = [
+    ("accumulate_in_no_sync", {"find_unused_parameters": True}),
+    ("shared_gradients", {"static_graph": True}),
+    ("plain", {"static_graph": True, "gradient_as_bucket_view": False}),
+    ("contributor_that_appears", {"gradient_as_bucket_view": False}),
+]
+
+
 @pytest.mark.parametrize(
     ("pattern", "setting"),
-    [
-        ("accumulate_in_no_sync", {"find_unused_parameters": True}),
-        ("contributor_that_appears_on_one_rank", {"find_unused_parameters": True}),
-        ("plain", {"static_graph": True}),
-        ("accumulate", {"static_graph": True}),
-        ("tensor_hook", {"static_graph": True}),
-        ("accumulate_in_no_sync", {"static_graph": True}),
-        ("shared_gradients", {"static_graph": True}),
-        ("plain", {"static_graph": True, "gradient_as_bucket_view": False}),
-        ("accumulate", {"gradient_as_bucket_view": False}),
-        ("contributor_that_appears", {"gradient_as_bucket_view": False}),
-    ],
+    only(
+        SETTINGS_IN_CI,
+        [
+            ("accumulate_in_no_sync", {"find_unused_parameters": True}),
+            ("contributor_that_appears_on_one_rank", {"find_unused_parameters": True}),
+            ("plain", {"static_graph": True}),
+            ("accumulate", {"static_graph": True}),
+            ("tensor_hook", {"static_graph": True}),
+            ("accumulate_in_no_sync", {"static_graph": True}),
+            ("shared_gradients", {"static_graph": True}),
+            ("plain", {"static_graph": True, "gradient_as_bucket_view": False}),
+            ("accumulate", {"gradient_as_bucket_view": False}),
+            ("contributor_that_appears", {"gradient_as_bucket_view": False}),
+        ],
+    ),
 )
 def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str, bool], ranks: Ranks) -> None:
     for trained in ranks(2).run(train, pattern, "aot_eager", **setting):
@@ -114,9 +126,10 @@ def test_gradients_are_exact_with_every_setting(pattern: str, setting: dict[str,
 @pytest.mark.parametrize(
     ("pattern", "static_graph"),
     [
-        ("plain", False),
-        ("contributor_that_appears_on_one_rank", False),
-        ("shared_gradients", False),
+        # Its C++ kernels take the compiler most of half a minute; `test_gradient_parity` has it without them.
+        pytest.param("plain", False, marks=pytest.mark.long),
+        pytest.param("contributor_that_appears_on_one_rank", False, marks=pytest.mark.long),
+        pytest.param("shared_gradients", False, marks=pytest.mark.long),
         ("shared_gradients", True),
         pytest.param("channels_last", False, marks=pytest.mark.long),
         pytest.param("channels_last", True, marks=pytest.mark.long),
@@ -234,7 +247,10 @@ def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(pat
         assert "static_graph=True, which promises that every iteration is like the first" in said
 
 
-@pytest.mark.parametrize(("cap_mb", "checkpointed"), [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)])
+CAPACITIES = [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)]
+
+
+@pytest.mark.parametrize(("cap_mb", "checkpointed"), only([(1, False), (0.25, True)], CAPACITIES))
 def test_every_bucket_but_the_last_leaves_inside_one_backward_whatever_the_capacity(
     cap_mb: float, checkpointed: bool, ranks: Ranks
 ) -> None:

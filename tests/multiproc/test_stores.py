@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from ends_in_backward import train_until_it_raises
 from models import Mlp, loss_of
+from process_copies import context_of_copies, run_in_copy
 from rank_pool import RankPool
 
 from ddp_compile import ddp_compile
@@ -70,6 +73,33 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Ranks) -> None:
     assert time.monotonic() - started < 30
 
 
+def end_in_backward(start: Callable[[int], None]) -> None:
+    """A rank whose backward raises tells the others what it raised, however its process was started."""
+    timeout = timedelta(seconds=15)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    start(store.port)
+    rank_status = store.get("test/rank_status/0").decode()
+    assert rank_status.endswith("backward of iteration 3: raised ValueError: a hook refused the gradient")
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
+def test_what_ends_a_process_of_torchs_in_its_backward_is_told_to_the_others(method: str) -> None:
+    def start(port: int) -> None:
+        with pytest.raises(mp.ProcessRaisedException, match="a hook refused the gradient"):
+            mp.start_processes(train_until_it_raises, (port,), start_method=method)
+
+    context_of_copies()
+    end_in_backward(start)
+
+
+def test_what_ends_a_process_of_pythons_in_its_backward_is_told_to_the_others() -> None:
+    def start(port: int) -> None:
+        ended = run_in_copy(train_until_it_raises, 0, port)
+        assert ended.exit_code == 1 and "a hook refused the gradient" in ended.stderr
+
+    end_in_backward(start)
+
+
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments],
@@ -80,16 +110,12 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param("interpreter", marks=pytest.mark.long), "spawn", pytest.param("fork", marks=pytest.mark.long)]
-)
-def test_what_ends_a_process_in_its_backward_is_told_to_the_others(way: str) -> None:
-    timeout = timedelta(seconds=15)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    ended = run_script("ends_in_backward.py", way, str(store.port))
-    assert "a hook refused the gradient" in ended.stderr
-    rank_status = store.get("test/rank_status/0").decode()
-    assert rank_status.endswith("backward of iteration 3: raised ValueError: a hook refused the gradient")
+@pytest.mark.long
+def test_what_ends_an_interpreter_in_its_backward_is_told_to_the_others() -> None:
+    def start(port: int) -> None:
+        assert "a hook refused the gradient" in run_script("ends_in_backward.py", str(port)).stderr
+
+    end_in_backward(start)
 
 
 def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:

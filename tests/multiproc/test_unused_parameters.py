@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import assert_buckets_launched_early, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ def test_three_ranks(ranks: Ranks) -> None:
         assert never_used == [True, True]
 
 
-@pytest.mark.parametrize("returns", ["dict", "dataclass"])
+@pytest.mark.parametrize("returns", only(["dataclass"], ["dict", "dataclass"]))
 def test_outputs_in_containers(ranks: Ranks, returns: str) -> None:
     for worst, _ in ranks(2).run(branch_by_rank_and_step, returns, True, True, "aot_eager"):
         assert worst < 1e-6
@@ -165,7 +166,7 @@ def gradients_from_before(as_view: bool) -> list[tuple[bool, float]]:
     ]
 
 
-@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_gradient_that_nobody_adds_to_keeps_every_bit(ranks: Ranks, world_size: int, as_view: bool) -> None:
     assert ranks(world_size).run(gradients_from_before, as_view) == [[(True, 0.0)] * 2] * world_size

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -54,7 +52,7 @@ def train(num_layers_a_bucket: int | None) -> tuple[int, bool]:
     return 0 if num_layers_a_bucket is None else len(call._ddp_compile_state.reducer.early_buckets), right
 
 
-def main(store: str, wanted: list[int | None]) -> None:
+def print_training(store: str, wanted: list[int | None]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
     results = []
     for num_layers_a_bucket in wanted:
@@ -64,7 +62,3 @@ def main(store: str, wanted: list[int | None]) -> None:
         misses = counters["aot_autograd"]["autograd_cache_miss"], counters["inductor"]["fxgraph_cache_miss"]
         results.append({"num_early": num_early, "right": right, "hits": hits, "misses": misses})
     print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(str(Path(sys.argv[1])), json.loads(sys.argv[2]))

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch._inductor.config as inductor_config
+from cached_training import print_training
+from process_copies import run_in_copy
 from torch import fx
 from torch._inductor import custom_graph_pass
 
 from ddp_compile.torch_internals import backward_compile
 
-SCRIPT = Path(__file__).parent / "cached_training.py"
-
 
 def train_in_a_process(directory: Path, wanted: list[int | None]) -> list[dict[str, Any]]:
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory / "cache")}
     store = directory / f"store_{len(list(directory.iterdir()))}"
-    command = [sys.executable, str(SCRIPT), str(store), json.dumps(wanted)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    answer: list[dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
+    ended = run_in_copy(print_training, str(store), wanted, environment=environment, timeout_s=240)
+    assert ended.exit_code == 0, ended.stderr
+    answer: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
     return answer
 
 

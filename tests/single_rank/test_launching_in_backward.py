@@ -62,7 +62,7 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
     [
         "aot_eager",
         "aot_eager_default_partitioner",
-        pytest.param("inductor", marks=pytest.mark.inductor),
+        pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.long]),
         pytest.param(inductor.compile_fx, marks=[pytest.mark.inductor, pytest.mark.long]),
         aot_autograd(fw_compiler=boxed_nop),
     ],
@@ -420,7 +420,11 @@ def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
 # With few rows gradients take most of the memory.
 @pytest.mark.parametrize(
     ("backend", "rows"),
-    [("aot_eager", 4), ("aot_eager", MANY_ROWS), pytest.param("inductor", MANY_ROWS, marks=pytest.mark.inductor)],
+    [
+        ("aot_eager", 4),
+        ("aot_eager", MANY_ROWS),
+        pytest.param("inductor", MANY_ROWS, marks=[pytest.mark.inductor, pytest.mark.long]),
+    ],
 )
 def test_peak_memory_is_that_of_a_backward_without_launches(
     backend: str, rows: int, single_rank_group: None, tmp_path: Path

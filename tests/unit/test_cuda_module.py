@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from process_copies import run_in_copy
 
 from ddp_compile import kernels
 from ddp_compile.errors import KernelUnavailableError
@@ -87,6 +86,7 @@ def test_without_a_device_the_reason_is_given(caplog: pytest.LogCaptureFixture) 
 def test_looking_at_the_status_loads_no_bindings_where_there_is_no_device() -> None:
     program = (
         "import sys, torch\n"
+        "assert 'ddp_compile' not in sys.modules\n"
         "torch.cuda.is_available = lambda: False\n"
         "bindings = lambda: {name for name in sys.modules if name.split('.')[0] == 'cuda'}\n"
         "before = bindings()\n"  # torch may have imported some itself
@@ -95,7 +95,8 @@ def test_looking_at_the_status_loads_no_bindings_where_there_is_no_device() -> N
         "assert not torch.cuda.is_initialized()\n"
         "assert bindings() == before\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).resolve().parents[2])
+    ended = run_in_copy(exec, program, {})
+    assert ended.exit_code == 0, ended.stderr
 
 
 def test_the_description_names_what_runs(cuda_machine: type[FakeCompiler], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,13 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_values import DTYPES, same_bits
+from process_copies import run_in_copy
 from torch import Tensor
 
 from ddp_compile import kernels
 from ddp_compile.kernels import FlattenPlan
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 # kMinElementsPerThread in native/csrc/library.cpp.
 MIN_ELEMENTS_PER_THREAD = 1 << 19
@@ -156,9 +153,5 @@ def check_without_threads() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_where_no_thread_can_be_started_one_does_the_work_of_all() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    program = "from test_kernel_threads import *; torch.set_num_threads(1); check_without_threads()"
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
+    ended = run_in_copy(check_without_threads)
+    assert ended.exit_code == 0, ended.stderr

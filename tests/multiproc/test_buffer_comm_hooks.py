@@ -1,0 +1,107 @@
+"""What a user's hook makes of the buffers, in place of the broadcast: as with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import loss_of, relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 8
+
+
+def average(state: dict[str, int], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
+    """The mean of the running statistics, under way while the model computes."""
+    state["calls"] += 1
+    state["names"] = sorted(name.removeprefix("module.") for name in buffers)
+    futures = []
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            buffer /= dist.get_world_size()
+            futures.append(dist.all_reduce(buffer, async_op=True).get_future())
+    return futures
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def train_both(location: str, split: str) -> tuple[float, list[dict[str, Any]]]:
+    """The largest difference of a buffer or gradient to DistributedDataParallel's, and what both hooks have seen."""
+    model: Any = ddp_compile(make(), bucket_cap_mb=1e-4, backend="aot_eager", split=split)
+    reference = DistributedDataParallel(make())
+    states: list[dict[str, Any]] = [{"calls": 0}, {"calls": 0}]
+    for each, state in zip((model, reference), states, strict=True):
+        each._register_buffer_comm_hook(state, average, Location[location])
+    worst = 0.0
+    for step in range(5):
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for each in (model, reference):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        ours, theirs = dict(model.named_buffers()), dict(reference.module.named_buffers())
+        worst = max([worst, *(relative_difference(ours[name].float(), theirs[name].float()) for name in theirs)])
+        grads = zip(model.parameters(), reference.parameters(), strict=True)
+        worst = max([worst, *(relative_difference(p.grad, q.grad) for p, q in grads)])
+        with torch.no_grad():
+            copy.deepcopy(reference.module).eval()(x)
+            model.eval()(x)  # calls no hook, so that a rank may evaluate on its own
+            model.train()
+    return worst, states
+
+
+@pytest.mark.parametrize("location", ["PRE_FORWARD", "POST_FORWARD"])
+def test_buffers_are_those_of_ddp_with_the_same_hook(location: str, split: str, ranks: Ranks) -> None:
+    for worst, (ours, theirs) in ranks(2).run(train_both, location, split):
+        assert worst < 1e-6
+        assert ours == theirs and ours["calls"] == 5
+        assert ours["names"] == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+
+
+def call_in_no_sync_and_join() -> list[int]:
+    """How often the hook was called in each, on a rank that has one batch fewer than the other one as well."""
+    counts = []
+    for ignore in ([], ["1.running_mean", "1.running_var", "1.num_batches_tracked"]):
+        model: Any = ddp_compile(make(), backend="eager", parameters_to_ignore=ignore)
+        state = {"calls": 0}
+        model._register_buffer_comm_hook(state, average, "POST_FORWARD")
+        with model.no_sync():
+            loss_of(model(torch.randn(6, WIDTH))).backward()
+        counts.append(state["calls"])
+        with model.join():
+            for _ in range(2 + dist.get_rank()):
+                loss_of(model(torch.randn(6, WIDTH))).backward()
+        counts.append(state["calls"])
+    return counts
+
+
+def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers(ranks: Ranks) -> None:
+    assert ranks(2).run(call_in_no_sync_and_join) == [[0, 3, 0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((None, "average"), TypeError, "the buffer comm hook 'average' is not callable"),
+        ((None, average, "LATER"), ValueError, "comm_hook_location='LATER' must be PRE_FORWARD or POST_FORWARD"),
+    ],
+)
+def test_what_is_no_hook_is_refused(
+    arguments: tuple[Any, ...], error: type[Exception], says: str, single_rank_group: None
+) -> None:
+    model: Any = ddp_compile(make(), backend="eager")
+    with pytest.raises(error) as refused:
+        model._register_buffer_comm_hook(*arguments)
+    assert says in str(refused.value)

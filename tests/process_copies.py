@@ -1,0 +1,69 @@
+"""Processes that are copies of one that has imported torch and its compilers, which takes seconds.
+
+For what needs a process of its own, yet not one that begins before torch is imported. Nothing here imports the code
+under test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
+# could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose.
+PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch._inductor.compile_fx"]
+
+
+def context_of_copies() -> ForkServerContext:
+    """Its processes are copies of one and the same, whose hash seed is its own; to call before the first one starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+class Ended(NamedTuple):
+    """A process that has ended, and what it has printed; the exit code is that of a signal if it took too long."""
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+
+
+def run_in_copy(
+    function: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None, timeout_s: float = 60.0
+) -> Ended:
+    """Call a function in a new process, with ``environment`` or that of this process.
+
+    It ends as those of `multiprocessing` do: with the code 1 and a traceback if the function raises, and without the
+    end of the interpreter.
+    """
+    with tempfile.TemporaryDirectory(prefix="copy_") as directory:
+        files = [Path(directory) / name for name in ("stdout", "stderr")]
+        for file in files:
+            file.touch()
+        args_of_copy = (files, dict(os.environ if environment is None else environment), sys.path, function, args)
+        process = context_of_copies().Process(target=_serve_once, args=args_of_copy)
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        return Ended(process.exitcode, *(file.read_text() for file in files))
+
+
+def _serve_once(
+    files: list[Path], environment: dict[str, str], path: list[str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    sys.modules["torch"].set_num_threads(1)
+    function(*args)
