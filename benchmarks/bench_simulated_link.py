@@ -36,8 +36,7 @@ DEFAULT = "ddp-eager,compile-ddp,ddp-inner-compile,ddp_compile-forward,ddp_compi
 
 def serve(turns: Connection, implementation: str, arguments: argparse.Namespace) -> None:
     """One implementation: a turn for each message, answered with the seconds of its steps."""
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-2:])  # the link's thread has a core beside computation
+    torch.set_num_threads(arguments.threads)
     init_simulated_process_group(LinkModel.from_rate(arguments.rate, arguments.ranks), torch.device("cpu"))
     settings = WorkloadSettings(model=arguments.model, optimizer="adamw", device="cpu")
     workload = make_workload(settings)
@@ -84,11 +83,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks that are pretended")
     parser.add_argument("--bucket-cap-mb", type=float, default=5.0)
     parser.add_argument("--implementations", default=DEFAULT)
-    parser.add_argument("--again", default="compile-ddp", help="implementation that is measured twice")
+    parser.add_argument("--again", default="ddp-inner-compile", help="implementation that is measured twice")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OpenMP threads of a process")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
-    names = [*arguments.implementations.split(","), f"{arguments.again} again"]
+    names = arguments.implementations.split(",")
+    if arguments.again:
+        names.append(f"{arguments.again} again")
     times = measure(names, arguments)
     peers = [name for name in names if not name.startswith(OURS_PREFIX) and not name.endswith(" again")]
     best = min(peers, key=lambda name: statistics.median(times[name]))

@@ -21,8 +21,8 @@ Ranks = Callable[[int], RankPool]
 WIDTH = 8
 
 
-def average(state: dict[str, int], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
-    """The mean of the running statistics, under way while the model computes."""
+def average(state: dict[str, Any], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
+    """The mean of the running statistics; where the forward does not read them, it is under way in the backward."""
     state["calls"] += 1
     state["names"] = sorted(name.removeprefix("module.") for name in buffers)
     futures = []
@@ -30,6 +30,9 @@ def average(state: dict[str, int], buffers: Mapping[str, Tensor]) -> list[torch.
         if buffer.is_floating_point():
             buffer /= dist.get_world_size()
             futures.append(dist.all_reduce(buffer, async_op=True).get_future())
+    if state.get("waits"):
+        torch.futures.wait_all(futures)
+        return None
     return futures
 
 
@@ -42,7 +45,7 @@ def train_both(location: str, split: str) -> tuple[float, list[dict[str, Any]]]:
     """The largest difference of a buffer or gradient to DistributedDataParallel's, and what both hooks have seen."""
     model: Any = ddp_compile(make(), bucket_cap_mb=1e-4, backend="aot_eager", split=split)
     reference = DistributedDataParallel(make())
-    states: list[dict[str, Any]] = [{"calls": 0}, {"calls": 0}]
+    states: list[dict[str, Any]] = [{"calls": 0, "waits": location == "PRE_FORWARD"} for _ in range(2)]
     for each, state in zip((model, reference), states, strict=True):
         each._register_buffer_comm_hook(state, average, Location[location])
     worst = 0.0
