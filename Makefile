@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+TORCH ?=
 JOBS ?= 2
 CASES ?= 5000
 # Expanded when training starts, which is after the installation.
@@ -18,18 +19,19 @@ STAMP := $(VENV)/.installed
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help train test test-long parity bench gpu-bench gpu-check lint venv clean
+.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite, in parallel unless ARGS says which tests'
 	@echo 'make test-long  run the tests that CI leaves out, and $(CASES) random modules beside DistributedDataParallel'
+	@echo 'make compat TORCH=2.15.0  run most tests with another torch, in an environment of its own (several GB)'
 	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
 	@echo 'make lint    run ruff and mypy'
-	@echo 'make clean   delete the virtual environment, caches, builds and outputs of the examples'
+	@echo 'make clean   delete the virtual environments, caches, builds and outputs of the examples'
 	@echo
 	@echo 'Variables:'
 	@echo '  ARGS=...     passed on: make train ARGS="--steps 500", make test ARGS="-k plan"'
@@ -63,6 +65,20 @@ test-long: $(STAMP)
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
 	exit $$status
 
+# Whatever build of that torch pip finds by its name; one with CUDA runs on the CPU too.
+compat: $(TORCH:%=.venv-%/.installed)
+	@test -n '$(TORCH)' || { echo 'Say which torch: make compat TORCH=2.15.0' >&2; exit 2; }
+	.venv-$(TORCH)/bin/python tests/compat/run.py -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+.venv-%/.installed: pyproject.toml setup.py $(wildcard kernels/native/csrc/*)
+	@rm -f $@
+	@echo 'Installing torch $* into .venv-$*, which happens once and takes some minutes'
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --no-compile 'torch==$*'
+	@.venv-$*/bin/python -m pip install --quiet 'setuptools>=77,<82' wheel
+	@.venv-$*/bin/python -m pip install --quiet --no-build-isolation -e '.[test,bench]'
+	@touch $@
+
 parity: $(STAMP)
 	$(BIN)/python tests/parity/write_page.py
 
@@ -85,7 +101,7 @@ lint: $(STAMP)
 venv: $(STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info runs kernels/native/*.so
+	rm -rf $(VENV) .venv-* .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info runs kernels/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is

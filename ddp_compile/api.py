@@ -15,6 +15,7 @@ from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
 from ddp_compile.module import replicate
 from ddp_compile.validation.module_checks import check_module, names_to_ignore, resolve_process_group
+from ddp_compile.validation.torch_version import warn_of_newer_torch
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -115,5 +116,6 @@ def ddp_compile(
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     group = resolve_process_group(process_group, device_mesh)
+    warn_of_newer_torch(group.rank())
     replicate(module, group, config, algorithm, compile_settings)
     return module

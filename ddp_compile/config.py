@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
 
 _MIB = 1024 * 1024
 
-# Arguments of torch 2.13's DistributedDataParallel that have another name here, or none, and what to do instead.
-# docs/arguments.md lists all of them, and a test compares the two.
+# Arguments of DistributedDataParallel, of torch 2.11 to 2.15, that have another name here, or none, and what to do
+# instead. docs/arguments.md lists all of them, and a test compares the two.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
     "output_device": "the output stays on the module's device; drop output_device",
@@ -24,6 +28,9 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
+    "lazy_bucket_allocation": (
+        "drop it: flat buffers are allocated in the first backward and stay, as DistributedDataParallel's do without it"
+    ),
 }
 
 
@@ -31,11 +38,20 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise a TypeError that says what to write instead of an argument that ``ddp_compile`` does not take.
 
     Arguments of DistributedDataParallel that are given with the value that changes nothing (``None``, ``False``,
-    ``dim=0``) are let through, so that a call written for it keeps working.
+    ``dim=0``) are let through, so that a call written for it keeps working; so are defaults of arguments that only a
+    torch has that is newer than this package.
     """
     for name, value in arguments.items():
         if name not in DDP_ARGUMENTS_REPLACED:
-            raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}")
+            newer = inspect.signature(DistributedDataParallel).parameters.get(name)
+            if newer is None:
+                raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}")
+            if value is newer.default:
+                continue
+            raise TypeError(
+                f"ddp_compile() does not take {name}={value!r}; this version of it does not know that argument, which"
+                f" DistributedDataParallel of torch {torch.__version__} has: drop it, or leave it {newer.default!r}"
+            )
         if value is None or (name == "dim" and value == 0):
             continue
         if value is False and name != "forward_sync_buffers":  # its False turns something off that is on here

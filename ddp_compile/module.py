@@ -122,6 +122,17 @@ class ReplicatedModule(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         _state_of(self).requires_sync = bool(value)
 
+    def _refuse_manual_finalization(self, required: bool) -> None:
+        if required:
+            raise AttributeError(
+                f"{type(self).__name__}.require_manual_backward_finalization = {required!r} is not taken (rank"
+                f" {_state_of(self).process_group.rank()}): after backward() every gradient is reduced; drop it and"
+                " finalize_backward(), and let what shall overlap with reductions run in a hook inside the backward"
+            )
+
+    #: Of torch 2.15's DistributedDataParallel. Without it the assignment would be one to any attribute, unnoticed.
+    require_manual_backward_finalization = property(None, _refuse_manual_finalization)
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
 

@@ -53,7 +53,7 @@ def _data_parallel(model: nn.Module, case: Case) -> DistributedDataParallel:
     """
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     parameters = inspect.signature(DistributedDataParallel).parameters
-    if "bucket_cap_mb_list" in parameters:  # new in torch 2.13, as is the other one
+    if "bucket_cap_mb_list" in parameters:
         settings["bucket_cap_mb_list"] = [min(1.0, case.bucket_cap_mb), case.bucket_cap_mb]
     elif case.bucket_cap_mb != 25.0:
         settings["bucket_cap_mb"] = case.bucket_cap_mb

@@ -1,4 +1,4 @@
-"""Every private torch name this package relies on: torch 2.13.0, and 2.11.0, where names were read in sources only.
+"""Every private torch name this package relies on, in torch 2.11 to 2.15; docs/torch_facts.md says where they differ.
 
 Nothing else in the package may import from a torch module that starts with an underscore; a test guards it.
 """

@@ -116,7 +116,7 @@ def num_references(tensors: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def _references_from_cpp_show() -> bool:
-    """Whether a tensor that C++ holds as well has one reference more (torch 2.13); torch 2.11 counts them apart."""
+    """Whether a tensor that C++ holds as well has one reference more, as in torch 2.11.0 to 2.15.0."""
     parameter, gradient = torch.nn.Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu")
     alone = sys.getrefcount(gradient)
     parameter.grad = gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,9 @@ WIDTH, NUM_LAYERS, CAP_MB, NUM_STEPS = 33, 4, 0.004, 5
 def power_sgd(hook: Hook, **settings: Any) -> tuple[Any, Hook]:
     """Compresses from the third step on, so that error feedback and warm start act in the fourth."""
     return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **settings), hook
+
+
+QUANTIZES_ON_GLOO = torch.__version__ >= "2.15"  # compared by release
 
 
 def post_local_sgd() -> tuple[Any, Hook]:
@@ -266,10 +270,32 @@ def train_with_an_unfit_hook() -> None:
     loss_of(model(torch.randn(2, 4))).backward()
 
 
+@pytest.mark.skipif(QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
 def test_a_hook_of_torchs_that_gloo_cannot_run_is_named(ranks: Ranks) -> None:
     for failure in ranks(2).run_expecting_failures(train_with_an_unfit_hook):
         assert failure.kind == "ReductionError"
         assert "quantization_pertensor_hook failed on bucket 0" in failure.message
+
+
+def gradient_with_quantization(replicate: Callable[[nn.Module], Any]) -> Tensor:
+    torch.manual_seed(5)
+    module = nn.Linear(16, 16)
+    model = replicate(module)
+    model.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
+    torch.manual_seed(dist.get_rank())
+    loss_of(model(torch.randn(2, 16))).backward()
+    assert module.weight.grad is not None
+    return module.weight.grad
+
+
+def train_with_quantization() -> float:
+    ours = gradient_with_quantization(functools.partial(ddp_compile, backend="aot_eager"))
+    return relative_difference(ours, gradient_with_quantization(DistributedDataParallel))
+
+
+@pytest.mark.skipif(not QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
+def test_gradients_are_those_of_ddp_with_torchs_quantization(ranks: Ranks) -> None:
+    assert ranks(2).run(train_with_quantization) == [0.0, 0.0]
 
 
 def register_on_rank_0() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
-from ddp_compile.bench.profiling import peak_live_bytes
+from ddp_compile.bench.profiling import live_bytes, peak_live_bytes
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 256
@@ -111,3 +111,27 @@ def peaks_of_zeroed_gradients() -> dict[bool, int]:
 def test_gradients_set_to_zero_cost_no_more_than_none(ranks: Ranks) -> None:
     for found in ranks(2).run(peaks_of_zeroed_gradients):
         assert found[False] <= 1.002 * found[True], found
+
+
+def bytes_live_behind_forwards(gradient_as_bucket_view: bool) -> list[int]:
+    trained = ddp_compile(
+        products(), bucket_cap_mb=0.5, backend="eager", gradient_as_bucket_view=gradient_as_bucket_view
+    )
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    x = torch.randn(ROWS_PER_RANK, WIDTH)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(trained(x))
+        found.append(live_bytes(list(trained.parameters())))
+        loss.backward()
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
+def test_flat_buffers_are_made_in_the_first_backward_and_stay(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
+    gradients = 4 * 12 * WIDTH * WIDTH
+    for first, second, third in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view):
+        assert 0.99 * gradients < second - first < 1.01 * gradients
+        assert third == second

@@ -5,7 +5,8 @@ tests have, and the markers of each; `tests/unit/test_ddp_parity.py` compares th
 
 In each row ``says`` is what an argument, method or behaviour of DistributedDataParallel is here; ``verdict`` whether it
 is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` what proves it: node
-ids below tests/, of a whole test or of one of its cases.
+ids below tests/, of a whole test or of one of its cases. ``since`` is the torch that brought it, where not all have it
+that the package supports.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import contextlib
 import json
 import sys
 import tomllib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from ddp_compile.validation.torch_version import NEWEST_TESTED
+
+OLDEST = "2.11"  # pyproject.toml
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ddp_parity.md"
 SECTIONS = {
@@ -34,10 +38,11 @@ PROVED = ("same", "better", "refused")
 HEAD = """\
 # DistributedDataParallel, line by line
 
-Every argument, public method and documented behaviour of torch 2.13's DistributedDataParallel, and what it is here:
-the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. The last column is the
-number of tests that hold the line; most compare gradients with DistributedDataParallel's own, on two or three ranks
-with gloo. How arguments are written here: [arguments.md](arguments.md).
+Every argument, public method and documented behaviour of DistributedDataParallel, of torch {oldest} to {newest}, and
+what it is here: the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. What came
+after torch {oldest} says since when. The last column is the number of tests that hold the line; most compare gradients
+with DistributedDataParallel's own, on two or three ranks with gloo. How arguments are written here:
+[arguments.md](arguments.md).
 
 `make parity` runs these tests and writes this page from `tests/parity/*.toml`; do not edit it.
 """
@@ -49,6 +54,16 @@ class Row(NamedTuple):
     verdict: str
     says: str
     tests: tuple[str, ...]
+    since: str = ""  #: version of the first torch that has it; empty if all have it
+
+    def is_in(self, torch_version: str) -> bool:
+        """Whether a torch has it, by its version."""
+        return release_of(torch_version) >= release_of(self.since or OLDEST)
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """What two versions are compared by: (2, 15) of "2.15.0+cpu"."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def load_rows() -> list[Row]:
@@ -58,8 +73,30 @@ def load_rows() -> list[Row]:
         entries = tomllib.loads((Path(__file__).parent / f"{section}.toml").read_text())
         for name, entry in entries.items():
             tests = tuple(f"tests/{test}" for test in entry.get("tests", ()))
-            rows.append(Row(section, name, entry["verdict"], entry["says"], tests))
+            rows.append(Row(section, name, entry["verdict"], entry["says"], tests, entry.get("since", "")))
     return rows
+
+
+def differences(section: str, rows: Sequence[Row], names: Set[str], torch_version: str) -> list[str]:
+    """Where the rows of a section and what DistributedDataParallel has are not the same: one line for each name.
+
+    Args:
+        section: "arguments" or "methods"; of methods there may be rows for private ones, which are not looked for.
+        rows: All rows.
+        names: What the installed torch has.
+        torch_version: Its version.
+    """
+    of_section = [row for row in rows if row.section == section]
+    known = {row.name for row in of_section if row.is_in(torch_version)}
+    ahead = {row.name: row.since for row in of_section if row.name not in known}
+    lines = []
+    for name in sorted(names - known):
+        since = f', whose row says since = "{ahead[name]}"' if name in ahead else ", which has no row"
+        lines.append(f"torch {torch_version} has {name}{since}: tests/parity/{section}.toml")
+    if section == "arguments":
+        for name in sorted(known - names):
+            lines.append(f"torch {torch_version} has no {name}, which has a row: tests/parity/{section}.toml")
+    return lines
 
 
 def cases_of(row: Row, cases: Mapping[str, Any]) -> list[str]:
@@ -95,12 +132,17 @@ def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
     """
     proving = {case for row in rows for case in cases_of(row, cases)}
     totals = ", ".join(f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS)
-    lines = [HEAD, f"{len(rows)} lines: {totals}. {len(proving)} tests.", ""]
+    lines = [
+        HEAD.format(oldest=OLDEST, newest=NEWEST_TESTED),
+        f"{len(rows)} lines: {totals}. {len(proving)} tests.",
+        "",
+    ]
     for section, title in SECTIONS.items():
         lines += [f"## {title}", "", "| DistributedDataParallel | | here | tests |", "|---|---|---|---|"]
         for row in rows:
             if row.section == section:
                 name = row.name if section == "behaviour" else f"`{row.name}`"
+                name += f" (since {row.since})" if row.since else ""
                 lines.append(f"| {name} | {row.verdict} | {row.says} | {len(cases_of(row, cases)) or ''} |")
         lines.append("")
     return "\n".join(lines)

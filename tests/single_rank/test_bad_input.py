@@ -173,6 +173,7 @@ REFUSED_ARGUMENTS = {
     "bucket_cap_mb_list": [1, 25],
     "batched_grad_copy": True,
     "forward_sync_buffers": False,
+    "lazy_bucket_allocation": True,
     "algorithm": "local_sgd",
 }
 
@@ -182,6 +183,19 @@ def test_a_ddp_argument_is_refused_with_what_to_write_instead(name: str, single_
     value = REFUSED_ARGUMENTS[name]
     with pytest.raises(TypeError, match=re.escape(f"{name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")):
         ddp_compile(nn.Linear(3, 3), **{name: value})
+
+
+def test_an_argument_of_a_torch_newer_than_the_package_is_refused_as_such(
+    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def newer(self: object, module: nn.Module, brand_new: bool = False) -> None: ...
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", newer)
+    with pytest.raises(TypeError, match=r"does not take brand_new=True; .*torch 2.* has: drop it, or leave it False"):
+        ddp_compile(nn.Linear(3, 3), brand_new=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'never_heard_of'"):
+        ddp_compile(nn.Linear(3, 3), never_heard_of=None)
+    ddp_compile(nn.Linear(3, 3), brand_new=False)
 
 
 def test_ddp_arguments_that_are_off_are_let_through(single_rank_group: None) -> None:

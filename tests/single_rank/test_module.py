@@ -253,14 +253,9 @@ def test_compiling_the_module_again_changes_nothing(
         "scatter",
         "gather",
         "to_kwargs",
-        "join",
-        "join_hook",
-        "join_device",
-        "join_process_group",
         "will_sync_module_buffers",
         "_get_ddp_logging_data",
         "_register_builtin_comm_hook",
-        "_register_buffer_comm_hook",
         "_set_static_graph",
         "_update_process_group",
     ],
@@ -270,6 +265,19 @@ def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str, sing
     assert hasattr(nn.parallel.DistributedDataParallel(Net()), name)
     with pytest.raises(AttributeError, match=f"'Net' object has no attribute '{name}'"):
         getattr(replicated(), name)
+
+
+def test_backwards_cannot_be_left_unfinished(single_rank_group: None) -> None:
+    model = replicated()
+    refusal = r"Net\.require_manual_backward_finalization = True is not taken \(rank 0\).*drop it and finalize_backward"
+    with pytest.raises(AttributeError, match=refusal):
+        model.require_manual_backward_finalization = True
+    model.require_manual_backward_finalization = False  # what it is
+    for name in ("require_manual_backward_finalization", "should_finalize_after_backward", "finalize_backward"):
+        assert not hasattr(model, name)
+    # A module that nothing reduces may have attributes of all names.
+    model.unwrap().require_manual_backward_finalization = True
+    assert vars(model)["require_manual_backward_finalization"]
 
 
 def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:

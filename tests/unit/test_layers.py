@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from parity.write_page import release_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "ddp_compile"
 # rglob does not follow the links to passes/, runtime/ and kernels/.
@@ -216,3 +220,28 @@ def test_the_bucket_alone_writes_gradients() -> None:
     # The other one makes a gradient of its own, whose references it counts.
     assert writers == {"ddp_compile.runtime.bucket", "ddp_compile.runtime.gradient_views"}
     assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3
+
+
+# Names that are looked for before they are used, and the first torch that has them: docs/torch_facts.md.
+SINCE = {"torch._inductor.custom_graph_pass.get_custom_graph_passes": "2.13"}
+
+
+def exists(name: str) -> bool:
+    """Whether the installed torch has what a dotted name says."""
+    found: Any = torch
+    parts = name.split(".")
+    for i, part in enumerate(parts[1:], start=2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:i]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def test_private_names_are_where_they_are_asked_for() -> None:
+    names = {name for module in below(INTERNALS) for name in private_torch_names(TREES[module])}
+    assert len(names) > 40 and "torch._C._current_graph_task_id" in names
+    later = {name for name, since in SINCE.items() if release_of(torch.__version__) < release_of(since)}
+    assert {name for name in names if not exists(name)} == later

@@ -1,0 +1,74 @@
+"""A torch that is newer than those tested is said once, and works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_compile import ddp_compile
+from ddp_compile.validation.torch_version import NEWEST_TESTED, is_newer_than_tested, warn_of_newer_torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def as_in_a_new_process() -> Iterator[None]:
+    warn_of_newer_torch.cache_clear()
+    yield
+    warn_of_newer_torch.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ("2.11.0", False),
+        (f"{NEWEST_TESTED}.0", False),
+        (f"{NEWEST_TESTED}.7+cpu", False),
+        ("2.16.0a0+git1234567", True),
+        ("2.100.0", True),
+        ("3.0.0", True),
+        ("unknown", False),
+    ],
+)
+def test_versions_are_compared_by_their_release(version: str, newer: bool) -> None:
+    assert is_newer_than_tested(version) is newer
+
+
+@pytest.mark.usefixtures("single_rank_group", "as_in_a_new_process")
+def test_a_newer_torch_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99.0+cpu"))
+    for _ in range(2):
+        ddp_compile(nn.Linear(3, 3))
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert said.getMessage().startswith(
+        f"rank 0: torch 2.99.0+cpu is newer than torch {NEWEST_TESTED}, the newest that"
+    )
+    assert f"install torch {NEWEST_TESTED} or a newer ddp_compile" in said.getMessage()
+
+
+@pytest.mark.usefixtures("single_rank_group", "as_in_a_new_process")
+@pytest.mark.parametrize("version", ["2.11.0", f"{NEWEST_TESTED}.9"])
+def test_nothing_is_said_of_a_torch_that_was_tested(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    ddp_compile(nn.Linear(3, 3))
+    assert [record for record in caplog.records if "newer" in record.getMessage()] == []
+
+
+@pytest.mark.usefixtures("as_in_a_new_process")
+def test_rank_0_speaks_for_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    warn_of_newer_torch(1)
+    assert caplog.records == []
+
+
+def test_the_newest_that_was_tested_is_the_newest_of_the_page() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    versions = re.findall(r"^\| (\d+)\.(\d+)\.\d+", page, re.MULTILINE)
+    assert max((int(major), int(minor)) for major, minor in versions) == tuple(map(int, NEWEST_TESTED.split(".")))
