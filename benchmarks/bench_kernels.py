@@ -9,7 +9,6 @@ and 80th percentile of the rounds, a chart beside the CSV the medians. Nothing i
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
 import os
 import platform
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from ddp_compile import kernels
 from ddp_compile.bench.provenance import commit, processor
+from ddp_compile.bench.report import write_csv
 
 SCALE = 0.25
 #: How long one turn of a way takes at least; shorter calls are repeated.
@@ -348,10 +348,7 @@ def main() -> None:
     print(tabulate(rows, headers="keys"))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *about])
-            writer.writeheader()
-            writer.writerows({**row, **about} for row in rows)
+        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
         try:
             draw(rows, arguments.output.with_suffix(".png"))
         except ImportError as error:

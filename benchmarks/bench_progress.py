@@ -13,7 +13,6 @@ and a 128th of that, of the step.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ from torch import nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.provenance import commit, processor
+from ddp_compile.bench.report import write_csv
 from ddp_compile.runtime.desync.agreement_points import ITERATIONS_BETWEEN_AGREEMENTS
 
 WORLD_SIZE = 2
@@ -155,10 +155,7 @@ def main() -> None:
     print(", ".join(about.values()))
     print(tabulate([row], headers="keys"))
     if arguments.output:
-        with arguments.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*row, *about])
-            writer.writeheader()
-            writer.writerow({**row, **about})
+        write_csv(arguments.output, [*row, *about], [{**row, **about}])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ two: milliseconds of a backward (of the slower rank), and the median of the rati
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.provenance import commit, processor
+from ddp_compile.bench.report import write_csv
 from ddp_compile.bench.results import median_and_interval
 
 NUMEL = 16
@@ -130,10 +130,7 @@ def main() -> None:
     print(", ".join(about.values()))
     print(tabulate(rows, headers="keys"))
     if arguments.output:
-        with arguments.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *about])
-            writer.writeheader()
-            writer.writerows({**row, **about} for row in rows)
+        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ one whose median is the smallest. "again" is a second process of that peer, whic
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import time
@@ -23,6 +22,7 @@ from tabulate import tabulate
 
 from ddp_compile.bench.implementations import OURS_PREFIX, implementation_named
 from ddp_compile.bench.provenance import commit, processor
+from ddp_compile.bench.report import write_csv
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
@@ -105,10 +105,7 @@ def main() -> None:
     print(", ".join(about.values()), f"best peer {best}", sep=", ")
     print(tabulate(rows, headers="keys"))
     if arguments.output:
-        with arguments.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], *about])
-            writer.writeheader()
-            writer.writerows({**row, **about} for row in rows)
+        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
 
 
 if __name__ == "__main__":

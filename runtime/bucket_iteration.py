@@ -34,7 +34,6 @@ class BucketIteration:
         "copied_back",
         "flattened",
         "is_claimed",
-        "is_shadow",
         "kept",
         "own",
         "pending",
@@ -52,7 +51,6 @@ class BucketIteration:
         self.computed: ComputedBucket | None = None
         #: This rank's gradients where ``.grad`` has them no longer and they may have to be sent once more.
         self.own: list[Tensor] | None = None
-        self.is_shadow = False  #: whether this rank has no input left, and contributes zeros
         self.is_claimed = False
         self.kept: dict[int, Tensor] = {}  # by position: what an unused parameter held in the flat buffer
         # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds

@@ -46,12 +46,17 @@ class BucketReceiver:
         lifecycle: Lifecycle,
         reducer: Arrivals,
     ) -> None:
-        self.early = early
+        self._early = early
         self._set = bucket_set
         self._queue = queue
         self._hooks = hooks
         self._lifecycle = lifecycle
         self._reducer = reducer
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Let every bucket wait from now on: a backward that is still to come has the operators in it."""
+        self._is_stopped = True
 
     def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Take note that a compiled backward has computed a whole bucket, and launch it if that is safe.
@@ -65,7 +70,7 @@ class BucketReceiver:
         """
         bucket, decision = self._decide(tuple(param_indices), moves=False)
         if bucket is not None:
-            self.early.follow(bucket, decision, gradients, can_be_replayed=self._queue.algorithm.traits.replayable)
+            self._early.follow(bucket, decision, gradients, can_be_replayed=self._queue.algorithm.traits.replayable)
 
     def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """`mark_bucket_ready` for a backward that returns other tensors than those it has computed.
@@ -81,12 +86,12 @@ class BucketReceiver:
         if bucket is not None and decision is EarlyDecision.LAUNCH:
             bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
             views = bucket.new_views()
-            self.early.follow(bucket, decision, views, moved=gradients)
+            self._early.follow(bucket, decision, views, moved=gradients)
             return views
         pairs = zip(param_indices, gradients, strict=True)
         copies = [torch.empty_like(self._set.parameters[index]).copy_(gradient) for index, gradient in pairs]
         if bucket is not None:
-            self.early.follow(bucket, decision, copies, can_be_replayed=False)
+            self._early.follow(bucket, decision, copies, can_be_replayed=False)
         return copies
 
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
@@ -95,19 +100,19 @@ class BucketReceiver:
         Args:
             buckets: The parameters of each, in its order.
         """
-        self.early.ignore(buckets)
+        self._early.ignore(buckets)
 
     def _decide(self, param_indices: tuple[int, ...], moves: bool) -> tuple[Bucket | None, EarlyDecision]:
         """What becomes of a bucket that a graph has computed: None if it waits, else the backward has begun."""
         wait, phase = (None, EarlyDecision.WAIT), self._lifecycle.phase
-        if not self._queue.sends or phase.state in (State.LOCAL, State.FAILED):
+        if self._is_stopped or not self._queue.sends or phase.state in (State.LOCAL, State.FAILED):
             return wait
         if not self._set.buckets and not phase.after_forward:
             return wait  # see `BackwardsAlone`
         self._reducer.hooks_have_run()
         self._hooks.flush(param_indices[0])
         self._reducer.hooks_have_run()
-        decision = self.early.decide(param_indices, not moves and self._queue.algorithm.traits.replayable)
+        decision = self._early.decide(param_indices, not moves and self._queue.algorithm.traits.replayable)
         if decision is EarlyDecision.WAIT:
             return wait
         self._reducer.enter_backward(param_indices)

@@ -257,6 +257,7 @@ class EarlyLaunch(NoEarlyLaunch):
             A flag for each parameter that got another contribution after its bucket had been launched; one for each
             bucket that cannot be launched again; one for each that does not have one contributor.
         """
+        is_shadow = self._queue.is_shadow  # which has nothing to say
         late, cannot, has_more = bytearray(len(self._parameters)), bytearray(), bytearray()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
@@ -264,7 +265,6 @@ class EarlyLaunch(NoEarlyLaunch):
                 computed.compare()
                 for index in computed.late:
                     late[index] = 1
-            is_shadow = bucket.iteration.is_shadow  # which has nothing to say
             holds_its_own = is_shadow or _holds_its_own(bucket)
             cannot.append(bucket.may_launch_early and not (can_be_replayed and holds_its_own))
             has_one = is_shadow or (computed is not None and computed.has_one_contributor)
@@ -316,8 +316,6 @@ def own_gradients(bucket: Bucket) -> list[Tensor]:
     """This rank's gradients of a bucket that has been launched in this iteration, complete now."""
     if bucket.iteration.own is not None:
         return bucket.iteration.own
-    if bucket.iteration.is_shadow:
-        return []
     assert bucket.iteration.computed is not None
     return bucket.iteration.computed.own_gradients()
 

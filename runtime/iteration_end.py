@@ -38,7 +38,7 @@ class IterationEnd:
         names: Sequence[str],
         rank: int,
     ) -> None:
-        self.early = early
+        self._early = early
         self._queue = queue
         self._policy = policy
         self._message = message
@@ -49,7 +49,7 @@ class IterationEnd:
     @property
     def _early_has_message(self) -> bool:
         """Whether the ranks have to hear which buckets were launched too early; of none they know no iteration."""
-        return self.early.has_message and self._queue.has_launched
+        return self._early.has_message and self._queue.has_launched
 
     def _used_here(self) -> bytearray:
         return self._policy.message_of_shadow() if self._queue.is_shadow else self._policy.message()
@@ -76,7 +76,7 @@ class IterationEnd:
         if not self._message.is_under_way:
             parts = [self._used_here()] if policy_speaks else []
             if early_speaks:
-                parts.append(self.early.message(self._queue.algorithm.traits.replayable))
+                parts.append(self._early.message(self._queue.algorithm.traits.replayable))
             self._queue.drain()
             self._message.send(parts)
         if early_speaks:
@@ -90,7 +90,7 @@ class IterationEnd:
         if policy_speaks:
             self._policy.hear(heard[0])
         if early_speaks:
-            self._launch_again(self.early.verdict(heard[-1]))
+            self._launch_again(self._early.verdict(heard[-1]))
 
     def _launch_again(self, verdict: Verdict) -> None:
         """Launch buckets once more that were launched too early."""
@@ -98,7 +98,7 @@ class IterationEnd:
         algorithm = self._queue.algorithm
         if not verdict.can_be_replayed:
             name = None if algorithm.traits.replayable else algorithm.name
-            raise error_messages.contributor_after_launch(self._rank, names, name, self.early.has_moved)
+            raise error_messages.contributor_after_launch(self._rank, names, name, self._early.has_moved)
         for bucket in verdict.buckets:
             log.warning(
                 "rank %d: %s was launched inside the backward before all was there, is launched again, and will not be"
@@ -107,6 +107,6 @@ class IterationEnd:
                 bucket.describe(),
                 ", ".join(names),
             )
-            self._queue.launch_again(bucket, own_gradients(bucket))
+            self._queue.launch_again(bucket, [] if self._queue.is_shadow else own_gradients(bucket))
         self._queue.wait()
-        self.early.put_back()
+        self._early.put_back()

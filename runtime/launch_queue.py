@@ -198,9 +198,9 @@ class LaunchQueue:
 
         Args:
             bucket: It has been waited for. The algorithm is replayable.
-            gradients: What to send in place of what was sent.
+            gradients: What to send in place of what was sent; a shadow sends zeros.
         """
-        if bucket.iteration.is_shadow:
+        if self.is_shadow:
             bucket.fill_with_nothing()
         else:
             bucket.flatten(gradients, self._scale)
@@ -211,7 +211,6 @@ class LaunchQueue:
         self.is_shadow = True
         for bucket in self._set.buckets:
             bucket.fill_with_nothing()
-            bucket.iteration.is_shadow = True
             bucket.iteration.pending.clear()
             bucket.iteration.state = BucketState.READY
         self._launch_ready()

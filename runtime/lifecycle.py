@@ -13,9 +13,7 @@ class State(Enum):
     LOCAL = auto()  #: it stays on this rank
     REDUCING = auto()  #: it belongs to the iteration that has started
     INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
-    FAILED = (
-        auto()
-    )  #: a backward has raised in the middle of an iteration: this rank may be out of step with the others
+    FAILED = auto()  #: a backward has raised in mid-iteration: this rank may be out of step with the others
 
 
 class Event(Enum):
@@ -25,9 +23,7 @@ class Event(Enum):
     LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
     LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
-    ITERATION_ENDS = (
-        auto()
-    )  #: every bucket has been handed over, or the iteration is given up; all is ready for the next one
+    ITERATION_ENDS = auto()  #: every bucket has been handed over, or the iteration is given up
 
 
 class Phase(NamedTuple):

@@ -309,8 +309,7 @@ class Reducer:
         Some of those are means and some this rank's own, and a reduction that is under way may still write to them.
         """
         self._hooks.remove()
-        # A backward that is still to come has the operators in it.
-        self._early = self._end.early = self.receiver.early = NoEarlyLaunch()
+        self.receiver.stop()
         if self._lifecycle.phase.state in (State.REDUCING, State.FAILED):
             drop_gradients(self.parameters)
 

@@ -92,22 +92,22 @@ def write_files(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "provenance.json").write_text(json.dumps({**run, **provenance}, indent=1) + "\n")
     in_every_row = {name: provenance[name] for name in PROVENANCE_COLUMNS}
-    _write_csv(
+    write_csv(
         directory / "summary.csv",
         [*RUN_COLUMNS, *SUMMARY_COLUMNS, *PROVENANCE_COLUMNS],
         ({**run, **asdict(row), **in_every_row} for row in rows),
     )
-    _write_csv(
+    write_csv(
         directory / "steps.csv",
         ["link", "implementation", "mode", "bucket_cap_mb", "round", "step", *_STEP_COLUMNS],
         _step_rows(result),
     )
-    _write_csv(
+    write_csv(
         directory / "messages.csv",
         ["link", "message_bytes", "all_reduce_ms", "all_reduce_ms_p25", "all_reduce_ms_p75", "cpu_ms"],
         _message_rows(result),
     )
-    _write_csv(
+    write_csv(
         directory / "ready.csv",
         ["implementation", "mode", "bucket_cap_mb", "link", "ms", "ready_mib"],
         _ready_rows(result),
@@ -142,7 +142,8 @@ def _cell(row: SummaryRow, column: str, style: str) -> str:
     return "" if value is None else format(value, style)
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to a file, floats with six digits."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
