@@ -33,6 +33,7 @@ def ddp_compile(
     broadcast_buffers: bool = True,
     init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
+    lazy_bucket_allocation: bool = False,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     parameters_to_ignore: Iterable[str] = (),
@@ -69,6 +70,8 @@ def ddp_compile(
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
             somebody else holds the gradient, or a view of before. False copies the result into the gradients that
             autograd made.
+        lazy_bucket_allocation: Allocate each flat buffer when its gradients are there, and let it go when the backward
+            has ended: forwards have that much more memory, once ``zero_grad()`` has freed the gradients.
         find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
             The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
         static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
@@ -104,6 +107,7 @@ def ddp_compile(
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        lazy_bucket_allocation=lazy_bucket_allocation,
         find_unused_parameters=find_unused_parameters,
         static_graph=static_graph,
         parameters_to_ignore=ignored,

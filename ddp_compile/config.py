@@ -28,9 +28,6 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
-    "lazy_bucket_allocation": (
-        "drop it: flat buffers are allocated in the first backward and stay, as DistributedDataParallel's do without it"
-    ),
 }
 
 
@@ -69,6 +66,7 @@ class ReplicateConfig:
         broadcast_buffers: Broadcast rank 0's buffers before each synchronised forward with gradients.
         init_sync: Broadcast rank 0's parameters and buffers once, when the module is replicated.
         gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
+        lazy_bucket_allocation: Flat buffers are allocated in each backward, and let go when it ends.
         find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
@@ -79,6 +77,7 @@ class ReplicateConfig:
     broadcast_buffers: bool = True
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
+    lazy_bucket_allocation: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
@@ -91,6 +90,7 @@ class ReplicateConfig:
             "broadcast_buffers",
             "init_sync",
             "gradient_as_bucket_view",
+            "lazy_bucket_allocation",
             "find_unused_parameters",
             "static_graph",
         ):

@@ -110,6 +110,7 @@ class ReplicateState:
     def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
         settings = ReducerSettings(
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
             find_unused_parameters=self.config.find_unused_parameters,
             static_graph=self.config.static_graph,
             launches_in_backward=in_backward,

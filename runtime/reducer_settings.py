@@ -16,6 +16,7 @@ class ReducerSettings:
 
     Args:
         gradient_as_bucket_view: See `Bucket`.
+        lazy_bucket_allocation: See `Bucket`.
         find_unused_parameters: Let buckets be launched without the gradients that a backward does not bring.
         static_graph: Learn from the first iteration which gradients come, and how often; every later iteration is the
             same.
@@ -27,6 +28,7 @@ class ReducerSettings:
     """
 
     gradient_as_bucket_view: bool
+    lazy_bucket_allocation: bool
     find_unused_parameters: bool
     static_graph: bool
     launches_in_backward: bool

@@ -173,7 +173,6 @@ REFUSED_ARGUMENTS = {
     "bucket_cap_mb_list": [1, 25],
     "batched_grad_copy": True,
     "forward_sync_buffers": False,
-    "lazy_bucket_allocation": True,
     "algorithm": "local_sgd",
 }
 

@@ -267,17 +267,34 @@ def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str, sing
         getattr(replicated(), name)
 
 
-def test_backwards_cannot_be_left_unfinished(single_rank_group: None) -> None:
+def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for(single_rank_group: None) -> None:
     model = replicated()
-    refusal = r"Net\.require_manual_backward_finalization = True is not taken \(rank 0\).*drop it and finalize_backward"
-    with pytest.raises(AttributeError, match=refusal):
-        model.require_manual_backward_finalization = True
-    model.require_manual_backward_finalization = False  # what it is
-    for name in ("require_manual_backward_finalization", "should_finalize_after_backward", "finalize_backward"):
-        assert not hasattr(model, name)
-    # A module that nothing reduces may have attributes of all names.
-    model.unwrap().require_manual_backward_finalization = True
-    assert vars(model)["require_manual_backward_finalization"]
+    assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match=r"rank 0: .*backwards end by themselves; set model.require_manual"):
+        model.finalize_backward()
+    model(torch.ones(2, 6)).sum().backward()
+    model.require_manual_backward_finalization = True
+    assert model.require_manual_backward_finalization and model.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match=r"no backward that is reduced has come .*outside of no_sync"):
+        model.finalize_backward()
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"finalization = False was set while .*; set it before a forward"):
+        model.require_manual_backward_finalization = False
+    model.finalize_backward()
+    model.require_manual_backward_finalization = False
+    model(torch.ones(2, 6)).sum().backward()
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_backward_is_not_finalized_inside_itself(single_rank_group: None) -> None:
+    model = replicated()
+    model.require_manual_backward_finalization = True
+    x = torch.ones(2, 6, requires_grad=True)
+    x.register_hook(lambda _: model.finalize_backward())
+    loss = model(x).sum()
+    model.first.weight.register_hook(lambda _: None)
+    with pytest.raises(RuntimeError, match=r"call it (once )?behind"):
+        loss.backward()
 
 
 def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:
