@@ -24,7 +24,6 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "delay_all_reduce_named_params": "name the parameters in parameters_to_ignore and reduce them yourself",
     "param_to_hook_all_reduce": "name the parameters in parameters_to_ignore and reduce them yourself",
     "mixed_precision": "use torch.autocast, or build the module in the wanted dtype",
-    "skip_all_reduce_unused_params": "drop it: parameters that nobody used are sent with their bucket, as zeros",
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
@@ -68,6 +67,7 @@ class ReplicateConfig:
         gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
         lazy_bucket_allocation: Flat buffers are allocated in each backward, and let go when it ends.
         find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.
+        skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
     """
@@ -79,6 +79,7 @@ class ReplicateConfig:
     gradient_as_bucket_view: bool = True
     lazy_bucket_allocation: bool = False
     find_unused_parameters: bool = False
+    skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
 
@@ -92,6 +93,7 @@ class ReplicateConfig:
             "gradient_as_bucket_view",
             "lazy_bucket_allocation",
             "find_unused_parameters",
+            "skip_all_reduce_unused_params",
             "static_graph",
         ):
             if not isinstance(getattr(self, name), bool):

@@ -112,6 +112,7 @@ class ReplicateState:
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
             lazy_bucket_allocation=self.config.lazy_bucket_allocation,
             find_unused_parameters=self.config.find_unused_parameters,
+            skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
             static_graph=self.config.static_graph,
             launches_in_backward=in_backward,
             algorithm=algorithm,

@@ -79,6 +79,12 @@ class Bucket:
         if self._lazy_allocation:
             self._buffer.drop()
 
+    def leave_out(self) -> None:
+        """It is not sent in this iteration, and waits for nothing."""
+        self.iteration.pending.clear()
+        self.iteration.is_left_out = True
+        self.iteration.state = BucketState.READY
+
     def arrive(self, index: int) -> bool:
         """AccumulateGrad has stored one gradient; returns whether it was the last one missing."""
         self.iteration.pending.discard(index)

@@ -133,6 +133,16 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
     )
 
 
+def used_after_all(rank: int, names: Sequence[str]) -> GradientArrivalError:
+    """With ``skip_all_reduce_unused_params``, something was used that no rank had used in the first iteration."""
+    return GradientArrivalError(
+        f"rank {rank}: {', '.join(names)} got a gradient, on this rank or another one, but none in the first iteration:"
+        " skip_all_reduce_unused_params=True promises that what is unused stays so, and their gradients have not been"
+        " averaged. Every rank has raised this: set the gradients to zero, and replicate the module again without it:"
+        " ddp_compile(model.unwrap(), ...)"
+    )
+
+
 def contributor_after_launch(
     rank: int, names: Sequence[str], launched_once: str | None, has_moved: bool
 ) -> GradientArrivalError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ddp_compile.errors import GradientArrivalError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
@@ -120,7 +121,11 @@ class IterationEnd:
             failure = error_messages.reduction_failed(self._rank, what, error)
             raise self._monitor.report_failure(failure) from error
         if policy_speaks:
-            self._policy.hear(heard[0])
+            try:
+                self._policy.hear(heard[0])
+            except GradientArrivalError:
+                self._queue.wait()  # nothing may be under way when the iteration is given up
+                raise
         if early_speaks:
             self._launch_again(self._early.verdict(heard[-1]))
 

@@ -70,7 +70,9 @@ class Reducer:
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
         self._policy = AllRequired()
         if settings.static_graph or settings.find_unused_parameters:
-            self._policy = (StaticGraph if settings.static_graph else UnusedAllowed)(self.parameters, names, self.rank)
+            self._policy = (StaticGraph if settings.static_graph else UnusedAllowed)(
+                self.parameters, names, self.rank, settings.skip_all_reduce_unused_params
+            )
         self._queue = LaunchQueue(
             self._bucket_set, process_group, settings.monitor, settings.algorithm, self._policy, self._undefined
         )
@@ -244,6 +246,8 @@ class Reducer:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._seal_plan()
+        if before is not State.REDUCING:
+            self._queue.leave_out_unused()
         begins = self._passes.call_back_at_the_end(self.finalize_backward)
         learns = self._bucket_set.notes_arrivals or (self._early.is_learning and self._queue.sends)
         if begins and not (learns or self._policy.counts_each):
