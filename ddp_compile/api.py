@@ -115,6 +115,7 @@ def ddp_compile(
         skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         static_graph=static_graph,
         parameters_to_ignore=ignored,
+        device_mesh=device_mesh,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

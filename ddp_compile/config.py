@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
@@ -70,6 +71,7 @@ class ReplicateConfig:
         skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
+        device_mesh: The mesh that the ranks were given as, if they were.
     """
 
     caps_bytes: tuple[int, ...]
@@ -82,6 +84,7 @@ class ReplicateConfig:
     skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
+    device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):

@@ -18,6 +18,7 @@ from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.compile.backend import GraphReport
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
+from ddp_compile.ddp_attributes import attributes_for
 from ddp_compile.errors import ReplicationError
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicate_state import ReplicateState
@@ -296,6 +297,7 @@ def _replicated_class(original: Any) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_ddp_compile_original": original,
+        **attributes_for(original, _state_of),
     }
     return type(original.__name__, (ReplicatedModule, original), names)
 
