@@ -1,6 +1,6 @@
 """Buckets that take turns over several process groups, as in section 5.4 of Li et al. 2020, "PyTorch Distributed".
 
-    python -m ddp_compile bench --implementations ddp_compile-auto,benchmarks.round_robin:two,benchmarks.round_robin:three
+    python -m ddp_compile bench --implementations ddp_compile-auto,benchmarks.round_robin:two
 
 What it showed: docs/decisions/round_robin_groups.md.
 """
