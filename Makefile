@@ -52,7 +52,7 @@ test: $(STAMP)
 	@status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not alone and not long' \
 	    --durations 15 || status=$$?; \
-	$(BIN)/python -m pytest -m 'alone and not long' --durations 15 || status=$$?; \
+	$(BIN)/python -m pytest -m 'alone and not long' --durations 15 tests/bench || status=$$?; \
 	exit $$status
 else
 test: $(STAMP)
