@@ -33,7 +33,9 @@ def ddp_compile(
     broadcast_buffers: bool = True,
     init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
+    lazy_bucket_allocation: bool = False,
     find_unused_parameters: bool = False,
+    skip_all_reduce_unused_params: bool = False,
     static_graph: bool = False,
     parameters_to_ignore: Iterable[str] = (),
     algorithm: AlgorithmConfig = GRADIENT_ALL_REDUCE,
@@ -69,8 +71,12 @@ def ddp_compile(
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
             somebody else holds the gradient, or a view of before. False copies the result into the gradients that
             autograd made.
+        lazy_bucket_allocation: Allocate each flat buffer when its gradients are there, and let it go when the backward
+            has ended: forwards have that much more memory, once ``zero_grad()`` has freed the gradients.
         find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
             The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
+        skip_all_reduce_unused_params: Do not send a bucket again that no rank uses in the first iteration. If one is
+            used after all, every rank raises. For ``find_unused_parameters`` and ``static_graph``.
         static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
             first iteration's gradients are launched at its end. Takes the place of ``find_unused_parameters``.
@@ -104,14 +110,23 @@ def ddp_compile(
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        lazy_bucket_allocation=lazy_bucket_allocation,
         find_unused_parameters=find_unused_parameters,
+        skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         static_graph=static_graph,
         parameters_to_ignore=ignored,
+        device_mesh=device_mesh,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(
             "find_unused_parameters=True has no effect beside static_graph=True, which learns from the first iteration"
             " what is unused; drop one of them",
+            stacklevel=2,
+        )
+    if skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
+        warnings.warn(
+            "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or static_graph=True,"
+            " since every parameter has to get a gradient; pass one of them, or drop it",
             stacklevel=2,
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
@@ -24,13 +25,9 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "delay_all_reduce_named_params": "name the parameters in parameters_to_ignore and reduce them yourself",
     "param_to_hook_all_reduce": "name the parameters in parameters_to_ignore and reduce them yourself",
     "mixed_precision": "use torch.autocast, or build the module in the wanted dtype",
-    "skip_all_reduce_unused_params": "drop it: parameters that nobody used are sent with their bucket, as zeros",
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
-    "lazy_bucket_allocation": (
-        "drop it: flat buffers are allocated in the first backward and stay, as DistributedDataParallel's do without it"
-    ),
 }
 
 
@@ -69,9 +66,12 @@ class ReplicateConfig:
         broadcast_buffers: Broadcast rank 0's buffers before each synchronised forward with gradients.
         init_sync: Broadcast rank 0's parameters and buffers once, when the module is replicated.
         gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
+        lazy_bucket_allocation: Flat buffers are allocated in each backward, and let go when it ends.
         find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.
+        skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
+        device_mesh: The mesh that the ranks were given as, if they were.
     """
 
     caps_bytes: tuple[int, ...]
@@ -79,9 +79,12 @@ class ReplicateConfig:
     broadcast_buffers: bool = True
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
+    lazy_bucket_allocation: bool = False
     find_unused_parameters: bool = False
+    skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
+    device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -91,7 +94,9 @@ class ReplicateConfig:
             "broadcast_buffers",
             "init_sync",
             "gradient_as_bucket_view",
+            "lazy_bucket_allocation",
             "find_unused_parameters",
+            "skip_all_reduce_unused_params",
             "static_graph",
         ):
             if not isinstance(getattr(self, name), bool):

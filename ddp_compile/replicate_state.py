@@ -64,11 +64,12 @@ class ReplicateState:
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
         parameters = list(self.parameters.named.values())
+        self.device = parameters[0].device
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         in_backward = launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self._agree(module, algorithm, in_backward)
-        self.monitor = DesyncMonitor(process_group, parameters[0].device)
+        self.monitor = DesyncMonitor(process_group, self.device)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
@@ -90,7 +91,7 @@ class ReplicateState:
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
         self.uneven_inputs = UnevenInputs(
-            process_group, parameters[0].device, self.reducer, self._shadow_buffers, self._broadcast_model
+            process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
         register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
@@ -103,14 +104,15 @@ class ReplicateState:
             f"parameters that another replicated module reduces={shared}",
             *describe_module(module, self.config, in_backward),
         ]
-        device = next(iter(self.parameters.named.values())).device
-        verify_modules_agree(description, self.process_group, device)
+        verify_modules_agree(description, self.process_group, self.device)
         self.parameters.refuse_shared(self.process_group.rank())
 
     def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
         settings = ReducerSettings(
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
             find_unused_parameters=self.config.find_unused_parameters,
+            skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
             static_graph=self.config.static_graph,
             launches_in_backward=in_backward,
             algorithm=algorithm,
