@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
+from ddp_compile.delayed_all_reduce import delayed_parameters
 from ddp_compile.module import replicate
 from ddp_compile.validation.module_checks import check_module, names_to_ignore, resolve_process_group
 from ddp_compile.validation.torch_version import warn_of_newer_torch
@@ -38,6 +39,8 @@ def ddp_compile(
     skip_all_reduce_unused_params: bool = False,
     static_graph: bool = False,
     parameters_to_ignore: Iterable[str] = (),
+    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+    param_to_hook_all_reduce: nn.Parameter | None = None,
     algorithm: AlgorithmConfig = GRADIENT_ALL_REDUCE,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
@@ -81,6 +84,9 @@ def ddp_compile(
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
             first iteration's gradients are launched at its end. Takes the place of ``find_unused_parameters``.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
+        delay_all_reduce_named_params: Names and parameters that the reducer leaves out: their gradients are averaged at
+            the end of a backward in which that of ``param_to_hook_all_reduce`` comes, inside ``no_sync`` as well.
+        param_to_hook_all_reduce: See ``delay_all_reduce_named_params``.
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
         mode: As in ``torch.compile``.
@@ -101,7 +107,8 @@ def ddp_compile(
         RanksDifferError: The ranks were given different models.
     """
     refuse_unknown_arguments(unknown)
-    ignored = names_to_ignore(parameters_to_ignore)
+    delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+    ignored = names_to_ignore(parameters_to_ignore) | delayed.named.keys()
     check_module(module, ignored)
     check_algorithm(algorithm)
     config = ReplicateConfig(
@@ -115,6 +122,7 @@ def ddp_compile(
         skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         static_graph=static_graph,
         parameters_to_ignore=ignored,
+        delayed=delayed,
         device_mesh=device_mesh,
     )
     if find_unused_parameters and static_graph:

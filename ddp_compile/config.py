@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
@@ -22,8 +23,6 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "output_device": "the output stays on the module's device; drop output_device",
     "dim": "drop dim: inputs are not scattered, every rank loads its own part of the batch",
     "check_reduction": "drop check_reduction: DistributedDataParallel ignores it as well",
-    "delay_all_reduce_named_params": "name the parameters in parameters_to_ignore and reduce them yourself",
-    "param_to_hook_all_reduce": "name the parameters in parameters_to_ignore and reduce them yourself",
     "mixed_precision": "use torch.autocast, or build the module in the wanted dtype",
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
@@ -56,6 +55,19 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"ddp_compile() does not take {name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")
 
 
+@dataclass(frozen=True, slots=True)
+class DelayedParameters:
+    """Parameters whose gradients are averaged when another one has come.
+
+    Args:
+        named: They, by name; most often none.
+        trigger: The parameter whose gradient is waited for.
+    """
+
+    named: Mapping[str, Parameter] = field(default_factory=dict)
+    trigger: Parameter | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicateConfig:
     """What one replicated module was asked to do.
@@ -71,6 +83,7 @@ class ReplicateConfig:
         skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
+        delayed: Those of them that are reduced all the same, by themselves.
         device_mesh: The mesh that the ranks were given as, if they were.
     """
 
@@ -84,6 +97,7 @@ class ReplicateConfig:
     skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
+    delayed: DelayedParameters = field(default_factory=DelayedParameters)
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:

@@ -91,7 +91,9 @@ class ReplicatedModule(nn.Module):
         Args:
             kwargs: ``divide_by_initial_world_size``, as in `join`; those of other Joinables are ignored.
         """
-        return _state_of(self).uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
+        state = _state_of(self)
+        state.delayed.refuse_join()
+        return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -236,6 +238,7 @@ class ReplicatedModule(nn.Module):
         """
         state = _state_of(self)
         state.reducer.remove_hooks()
+        state.delayed.remove_hook()
         state.parameters.release()
         delattr(self, _STATE)
         self.__class__ = _original_class(type(self))

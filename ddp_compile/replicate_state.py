@@ -17,6 +17,7 @@ from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, grap
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
+from ddp_compile.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.errors import MissingGradientError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
@@ -75,8 +76,8 @@ class ReplicateState:
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
-        named_parameters = module.named_parameters()
-        self._all_parameters = [p for name, p in named_parameters if name not in config.parameters_to_ignore]
+        left_alone = config.parameters_to_ignore - config.delayed.named.keys()
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in left_alone]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(parameters)
@@ -90,6 +91,7 @@ class ReplicateState:
         self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.optimizers = OptimizersInBackward(self.parameters.named)
+        self.delayed = DelayedAllReduce(config.delayed, process_group)
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
         self.uneven_inputs = UnevenInputs(
@@ -104,6 +106,7 @@ class ReplicateState:
         description = [
             f"algorithm={algorithm.name}",
             f"parameters that another replicated module reduces={shared}",
+            f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             *describe_module(module, self.config, in_backward),
         ]
         verify_modules_agree(description, self.process_group, self.device)
