@@ -184,6 +184,7 @@ def refusals() -> dict[str, str]:
             parallelize(Blocks(), mesh["tp"], in_columns_and_rows), device_mesh=mesh["tp"]
         ),
         "no mesh": lambda: ddp_compile(parallelize(Blocks(), mesh["tp"], in_columns_and_rows)),
+        "a delayed one": lambda: delays_a_part(mesh),
         "on both dimensions": lambda: ddp_compile(on_both_dimensions(mesh), device_mesh=mesh["dp"]),
         "a sharded submodule": lambda: ddp_compile(with_sharded_head(mesh["tp"]), device_mesh=mesh["dp"]),
     }
@@ -200,6 +201,12 @@ def on_both_dimensions(mesh: DeviceMesh) -> nn.Module:
     model = Blocks()
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Replicate(), Shard(1)]))
     return model
+
+
+def delays_a_part(mesh: DeviceMesh) -> None:
+    model = parallelize(Blocks(), mesh["tp"], in_columns_and_rows)
+    delayed = {"delay_all_reduce_named_params": [("first.up.weight", model.first.up.weight)]}
+    ddp_compile(model, device_mesh=mesh["dp"], param_to_hook_all_reduce=model.head.weight, **delayed)
 
 
 def with_sharded_head(mesh: DeviceMesh) -> nn.Module:
@@ -223,6 +230,7 @@ def test_meshes_that_do_not_fit_are_refused_on_every_rank_by_name(ranks: Ranks) 
             in (said["on both dimensions"])
         )
         assert all(way_out in said[name] for name in ("the dimension of the parts", "no mesh", "on both dimensions"))
+        assert "first.up.weight is a DTensor, whose all-reduce cannot be delayed" in said["a delayed one"]
         assert said["a sharded submodule"].startswith(
             f"rank {rank}: submodule head is a FSDPModule, which shards head.weight, head.bias; it reduces and shards"
         )
