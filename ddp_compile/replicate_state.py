@@ -32,6 +32,7 @@ from ddp_compile.runtime.reducer_settings import ReducerSettings
 from ddp_compile.uneven_inputs import UnevenInputs
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
+from ddp_compile.validation.sharded_tensors import refuse_sharded_over_replicas
 from ddp_compile.validation.wrappers import refuse_wrapper_around
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ReplicateState:
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
+        refuse_sharded_over_replicas(module, config.parameters_to_ignore, process_group)
         parameters = list(self.parameters.named.values())
         self.device = parameters[0].device
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
