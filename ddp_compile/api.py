@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
+from ddp_compile.delayed_all_reduce import delayed_parameters
 from ddp_compile.module import replicate
 from ddp_compile.validation.module_checks import check_module, names_to_ignore, resolve_process_group
 from ddp_compile.validation.torch_version import warn_of_newer_torch
@@ -33,9 +34,13 @@ def ddp_compile(
     broadcast_buffers: bool = True,
     init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
+    lazy_bucket_allocation: bool = False,
     find_unused_parameters: bool = False,
+    skip_all_reduce_unused_params: bool = False,
     static_graph: bool = False,
     parameters_to_ignore: Iterable[str] = (),
+    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+    param_to_hook_all_reduce: nn.Parameter | None = None,
     algorithm: AlgorithmConfig = GRADIENT_ALL_REDUCE,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
@@ -69,12 +74,19 @@ def ddp_compile(
         gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
             somebody else holds the gradient, or a view of before. False copies the result into the gradients that
             autograd made.
+        lazy_bucket_allocation: Allocate each flat buffer when its gradients are there, and let it go when the backward
+            has ended: forwards have that much more memory, once ``zero_grad()`` has freed the gradients.
         find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
             The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
+        skip_all_reduce_unused_params: Do not send a bucket again that no rank uses in the first iteration. If one is
+            used after all, every rank raises. For ``find_unused_parameters`` and ``static_graph``.
         static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
             first iteration's gradients are launched at its end. Takes the place of ``find_unused_parameters``.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
+        delay_all_reduce_named_params: Names and parameters that the reducer leaves out: their gradients are averaged at
+            the end of a backward in which that of ``param_to_hook_all_reduce`` comes, inside ``no_sync`` as well.
+        param_to_hook_all_reduce: See ``delay_all_reduce_named_params``.
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
         mode: As in ``torch.compile``.
@@ -95,7 +107,8 @@ def ddp_compile(
         RanksDifferError: The ranks were given different models.
     """
     refuse_unknown_arguments(unknown)
-    ignored = names_to_ignore(parameters_to_ignore)
+    delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+    ignored = names_to_ignore(parameters_to_ignore) | delayed.named.keys()
     check_module(module, ignored)
     check_algorithm(algorithm)
     config = ReplicateConfig(
@@ -104,14 +117,24 @@ def ddp_compile(
         broadcast_buffers=broadcast_buffers,
         init_sync=init_sync,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        lazy_bucket_allocation=lazy_bucket_allocation,
         find_unused_parameters=find_unused_parameters,
+        skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         static_graph=static_graph,
         parameters_to_ignore=ignored,
+        delayed=delayed,
+        device_mesh=device_mesh,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(
             "find_unused_parameters=True has no effect beside static_graph=True, which learns from the first iteration"
             " what is unused; drop one of them",
+            stacklevel=2,
+        )
+    if skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
+        warnings.warn(
+            "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or static_graph=True,"
+            " since every parameter has to get a gradient; pass one of them, or drop it",
             stacklevel=2,
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)

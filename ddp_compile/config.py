@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
@@ -21,16 +23,10 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "output_device": "the output stays on the module's device; drop output_device",
     "dim": "drop dim: inputs are not scattered, every rank loads its own part of the batch",
     "check_reduction": "drop check_reduction: DistributedDataParallel ignores it as well",
-    "delay_all_reduce_named_params": "name the parameters in parameters_to_ignore and reduce them yourself",
-    "param_to_hook_all_reduce": "name the parameters in parameters_to_ignore and reduce them yourself",
     "mixed_precision": "use torch.autocast, or build the module in the wanted dtype",
-    "skip_all_reduce_unused_params": "drop it: parameters that nobody used are sent with their bucket, as zeros",
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",
-    "lazy_bucket_allocation": (
-        "drop it: flat buffers are allocated in the first backward and stay, as DistributedDataParallel's do without it"
-    ),
 }
 
 
@@ -59,6 +55,19 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
         raise TypeError(f"ddp_compile() does not take {name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")
 
 
+@dataclass(frozen=True, slots=True)
+class DelayedParameters:
+    """Parameters whose gradients are averaged when another one has come.
+
+    Args:
+        named: They, by name; most often none.
+        trigger: The parameter whose gradient is waited for.
+    """
+
+    named: Mapping[str, Parameter] = field(default_factory=dict)
+    trigger: Parameter | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicateConfig:
     """What one replicated module was asked to do.
@@ -69,9 +78,13 @@ class ReplicateConfig:
         broadcast_buffers: Broadcast rank 0's buffers before each synchronised forward with gradients.
         init_sync: Broadcast rank 0's parameters and buffers once, when the module is replicated.
         gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
+        lazy_bucket_allocation: Flat buffers are allocated in each backward, and let go when it ends.
         find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.
+        skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
+        delayed: Those of them that are reduced all the same, by themselves.
+        device_mesh: The mesh that the ranks were given as, if they were.
     """
 
     caps_bytes: tuple[int, ...]
@@ -79,9 +92,13 @@ class ReplicateConfig:
     broadcast_buffers: bool = True
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
+    lazy_bucket_allocation: bool = False
     find_unused_parameters: bool = False
+    skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
+    delayed: DelayedParameters = field(default_factory=DelayedParameters)
+    device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -91,7 +108,9 @@ class ReplicateConfig:
             "broadcast_buffers",
             "init_sync",
             "gradient_as_bucket_view",
+            "lazy_bucket_allocation",
             "find_unused_parameters",
+            "skip_all_reduce_unused_params",
             "static_graph",
         ):
             if not isinstance(getattr(self, name), bool):

@@ -18,6 +18,7 @@ from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.compile.backend import GraphReport
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
+from ddp_compile.ddp_attributes import attributes_for
 from ddp_compile.errors import ReplicationError
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicate_state import ReplicateState
@@ -90,7 +91,9 @@ class ReplicatedModule(nn.Module):
         Args:
             kwargs: ``divide_by_initial_world_size``, as in `join`; those of other Joinables are ignored.
         """
-        return _state_of(self).uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
+        state = _state_of(self)
+        state.delayed.refuse_join()
+        return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -122,16 +125,36 @@ class ReplicatedModule(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         _state_of(self).requires_sync = bool(value)
 
-    def _refuse_manual_finalization(self, required: bool) -> None:
-        if required:
-            raise AttributeError(
-                f"{type(self).__name__}.require_manual_backward_finalization = {required!r} is not taken (rank"
-                f" {_state_of(self).process_group.rank()}): after backward() every gradient is reduced; drop it and"
-                " finalize_backward(), and let what shall overlap with reductions run in a hook inside the backward"
-            )
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether gradients are reduced only when `finalize_backward` has been called behind a backward.
 
-    #: Of torch 2.15's DistributedDataParallel. Without it the assignment would be one to any attribute, unnoticed.
-    require_manual_backward_finalization = property(None, _refuse_manual_finalization)
+        False unless it is set, as with torch 2.15's DistributedDataParallel; set it between two steps. What runs
+        between the backward and `finalize_backward` has the last reductions behind it, an optimizer step over other
+        parameters for example. The gradients are not to be touched meanwhile.
+        """
+        return _state_of(self).reducer.finalizes_manually
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        _state_of(self).reducer.require_manual_finalization(bool(required))
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` has to be called behind the backward, and not in a hook inside it: always."""
+        return self.require_manual_backward_finalization
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions of the backward that has returned; afterwards each ``.grad`` is the mean.
+
+        To be called once behind each backward that is reduced, where `require_manual_backward_finalization` is set.
+
+        Raises:
+            RuntimeError: Nothing waits for it: it is not set, no such backward has come, or not returned.
+            ReductionError: A reduction failed or timed out.
+            GradientArrivalError: A gradient came too late to be in the mean.
+        """
+        _state_of(self).reducer.finalize_manually()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
@@ -215,6 +238,7 @@ class ReplicatedModule(nn.Module):
         """
         state = _state_of(self)
         state.reducer.remove_hooks()
+        state.delayed.remove_hook()
         state.parameters.release()
         delattr(self, _STATE)
         self.__class__ = _original_class(type(self))
@@ -276,6 +300,7 @@ def _replicated_class(original: Any) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_ddp_compile_original": original,
+        **attributes_for(original, _state_of),
     }
     return type(original.__name__, (ReplicatedModule, original), names)
 

@@ -17,6 +17,7 @@ from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, grap
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
+from ddp_compile.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.errors import MissingGradientError, ReplicationError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
@@ -64,16 +65,17 @@ class ReplicateState:
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
         parameters = list(self.parameters.named.values())
+        self.device = parameters[0].device
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         in_backward = launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self._agree(module, algorithm, in_backward)
-        self.monitor = DesyncMonitor(process_group, parameters[0].device)
+        self.monitor = DesyncMonitor(process_group, self.device)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
-        named_parameters = module.named_parameters()
-        self._all_parameters = [p for name, p in named_parameters if name not in config.parameters_to_ignore]
+        left_alone = config.parameters_to_ignore - config.delayed.named.keys()
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in left_alone]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(parameters)
@@ -87,10 +89,11 @@ class ReplicateState:
         self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.optimizers = OptimizersInBackward(self.parameters.named)
+        self.delayed = DelayedAllReduce(config.delayed, process_group)
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
         self.uneven_inputs = UnevenInputs(
-            process_group, parameters[0].device, self.reducer, self._shadow_buffers, self._broadcast_model
+            process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
         register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
@@ -101,16 +104,18 @@ class ReplicateState:
         description = [
             f"algorithm={algorithm.name}",
             f"parameters that another replicated module reduces={shared}",
+            f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             *describe_module(module, self.config, in_backward),
         ]
-        device = next(iter(self.parameters.named.values())).device
-        verify_modules_agree(description, self.process_group, device)
+        verify_modules_agree(description, self.process_group, self.device)
         self.parameters.refuse_shared(self.process_group.rank())
 
     def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
         settings = ReducerSettings(
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
             find_unused_parameters=self.config.find_unused_parameters,
+            skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
             static_graph=self.config.static_graph,
             launches_in_backward=in_backward,
             algorithm=algorithm,

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.kernels import FlattenPlan
 from ddp_compile.plan.spec import BucketSpec, shorten_names
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import Pending
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.bucket_iteration import BucketIteration, BucketState
-from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
-from ddp_compile.runtime.real_parts import RealParts
+from ddp_compile.runtime.flat_buffer import FlatBuffer
+from ddp_compile.runtime.gradient_views import held_by_others
 
 
 class Bucket:
@@ -31,6 +30,8 @@ class Bucket:
         parameters: Its parameters, in the order of ``spec.gradients``.
         gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer, where nobody can tell; see Note
             [Gradients that others hold]. Otherwise the result is copied back into the gradients the engine made.
+        lazy_allocation: Whether the flat buffer is let go when an iteration ends, and allocated when its gradients are
+            there.
         rank: This rank, for messages.
 
     The bucket owns ``flat``. On a CUDA device the stream on which the last gradient arrived writes it, then the process
@@ -38,7 +39,12 @@ class Bucket:
     """
 
     def __init__(
-        self, spec: BucketSpec, parameters: Sequence[Parameter], gradient_as_bucket_view: bool, rank: int
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[Parameter],
+        gradient_as_bucket_view: bool,
+        lazy_allocation: bool,
+        rank: int,
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
@@ -50,9 +56,9 @@ class Bucket:
         self.was_launched_too_early = False
         self.iteration = BucketIteration(self.param_indices)
         self._rank = rank
-        self._flat: Tensor | None = None
-        self._flatten_plan: FlattenPlan | RealParts | None = None
-        self._views: GradientViews | None = None
+        self._lazy_allocation = lazy_allocation
+        self._buffer = FlatBuffer(spec, parameters, rank)
+        self._sparse: Tensor | None = None
 
     # The iteration.
 
@@ -69,6 +75,15 @@ class Bucket:
     def begin_iteration(self) -> None:
         """Forget the iteration that has ended."""
         self.iteration = BucketIteration(self.param_indices)
+        self._sparse = None
+        if self._lazy_allocation:
+            self._buffer.drop()
+
+    def leave_out(self) -> None:
+        """It is not sent in this iteration, and waits for nothing."""
+        self.iteration.pending.clear()
+        self.iteration.is_left_out = True
+        self.iteration.state = BucketState.READY
 
     def arrive(self, index: int) -> bool:
         """AccumulateGrad has stored one gradient; returns whether it was the last one missing."""
@@ -94,8 +109,7 @@ class Bucket:
     @property
     def flat(self) -> Tensor:
         """What is reduced, once it has been flattened: shape (n,) of the gradients' dtype, or a sparse gradient."""
-        assert self._flat is not None
-        return self._flat
+        return self._buffer.tensor if self._sparse is None else self._sparse
 
     @property
     def is_aligned(self) -> bool:
@@ -108,11 +122,9 @@ class Bucket:
         Args:
             gradients: The ``.grad`` of each parameter.
         """
-        if self.iteration.is_claimed:
-            return
-        self.iteration.is_claimed = True
-        if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
-            self.drop_flat()
+        if not self.iteration.is_claimed:
+            self.iteration.is_claimed = True
+            self._buffer.claim(gradients)
 
     def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
         """Bring the gradients, times ``scale``, into the flat buffer.
@@ -121,22 +133,10 @@ class Bucket:
         """
         if self.spec.is_sparse:
             with torch.no_grad():
-                self._flat = gradients[0].mul_(scale)
+                self._sparse = gradients[0].mul_(scale)
             return
         self.iteration.flattened = gradients
-        plan = self._plan()
-        assert self._flat is not None
-        if gradients[0].dtype != self._flat.dtype:  # nearly all that is converted, at hardly any cost
-            self._refuse_converted()
-        try:
-            plan.flatten(gradients, scale)
-        except ValueError:
-            self._refuse_converted()
-            # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
-            # asking each gradient in each step costs more than reading its address.
-            if not any(gradient.is_sparse for gradient in gradients):
-                raise
-            plan.flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
+        self._buffer.flatten(gradients, scale)
 
     def contributions(self, sends: bool, undefined: UndefinedGradients) -> list[Tensor]:
         """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.
@@ -176,7 +176,7 @@ class Bucket:
         parameter = self.parameters[position]
         if self.spec.is_sparse:
             return self._without_rows() if parameter.grad is None else parameter.grad.clone()
-        view = self._plan().views[position]
+        view = self._buffer.places[position]
         if parameter.grad is None:
             return view.zero_()
         if parameter.grad.data_ptr() == view.data_ptr():
@@ -186,10 +186,10 @@ class Bucket:
     def fill_with_nothing(self) -> None:
         """Bring zeros into the flat buffer, a new one, so that ``.grad`` stays what it is."""
         if self.spec.is_sparse:
-            self._flat = self._without_rows()
+            self._sparse = self._without_rows()
             return
         self.drop_flat()
-        self._plan()
+        _ = self._buffer.places  # allocated, and zeros
 
     def _without_rows(self) -> Tensor:
         """A sparse gradient of zeros, as embeddings give them: one sparse dimension, which ranks have to agree on."""
@@ -208,8 +208,7 @@ class Bucket:
         """The flattened gradients are being reduced."""
         self.iteration.work = work
         self.iteration.state = BucketState.LAUNCHED
-        if self._views is not None:
-            self._views.follow()  # a comm hook may have resized the buffer
+        self._buffer.follow()  # a comm hook may have resized it
 
     @property
     def is_under_way(self) -> bool:
@@ -222,8 +221,7 @@ class Bucket:
             assert self.iteration.work is not None
             self.iteration.work.wait()
             self.iteration.state = BucketState.REDUCED
-            if self._views is not None:
-                self._views.follow()  # a comm hook may resize the buffer when its communication is over
+            self._buffer.follow()  # a comm hook may resize it when its communication is over
 
     # ``.grad``.
 
@@ -247,7 +245,7 @@ class Bucket:
         """
         if not self.gradient_as_bucket_view or self.spec.is_sparse:
             return
-        views = self._gradient_views()
+        views = self._buffer.gradient_views
         gradients = self.gradients()
         self.iteration.flattened = ()  # `gradients` keeps the objects, and is the only list that does
         if views.are(gradients):
@@ -275,14 +273,14 @@ class Bucket:
             return
         for position in left_alone:
             if position in self.iteration.kept:
-                self._plan().views[position].copy_(self.iteration.kept[position])
+                self._buffer.places[position].copy_(self.iteration.kept[position])
         if not self.gradient_as_bucket_view:
             self._copy_back(left_alone)
         for position in self.iteration.copied_back - left_alone:
             gradient = self.parameters[position].grad
             if gradient is not None:
                 with torch.no_grad():
-                    gradient.copy_(self._plan().views[position])
+                    gradient.copy_(self._buffer.places[position])
 
     def fill_with_zeros(self, indices: Set[int]) -> None:
         """Let ``.grad`` of these parameters be zeros where they hold none."""
@@ -294,7 +292,7 @@ class Bucket:
         """Move the gradients that there are into the flat buffer, between two backwards, which frees the old ones'."""
         if self.spec.is_sparse or not self.gradient_as_bucket_view:
             return
-        views = self._gradient_views().tensors
+        views = self._buffer.gradient_views.tensors
         held = held_by_others(self.gradients(), views)
         for position, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
             if parameter.grad is not None and parameter.grad is not view and position not in held:
@@ -302,7 +300,7 @@ class Bucket:
 
     def _copy_back(self, left_alone: Set[int]) -> None:
         gradients = []
-        for position, (parameter, view) in enumerate(zip(self.parameters, self._plan().views, strict=True)):
+        for position, (parameter, view) in enumerate(zip(self.parameters, self._buffer.places, strict=True)):
             if position in left_alone:
                 gradients.append(torch.empty_like(view))  # thrown away
                 continue
@@ -310,7 +308,7 @@ class Bucket:
                 self.store(position, torch.empty_like(view))
             assert parameter.grad is not None
             gradients.append(parameter.grad)
-        self._plan().unflatten(gradients)
+        self._buffer.unflatten(gradients)
 
     def _positions_of(self, indices: Set[int]) -> set[int]:
         """Where in the bucket the parameters of these numbers stand."""
@@ -322,20 +320,15 @@ class Bucket:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the flat buffer."""
-        if self._flat is None or tensor.layout is not torch.strided:
-            return False
-        begin = self._flat.data_ptr()
-        return begin <= tensor.data_ptr() < begin + self._flat.nbytes
+        return self._buffer.holds(tensor)
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all of these are zeros in their places in the flat buffer; only where looking does not wait."""
-        if self._views is None or self._flat is None or not self._flat.is_cpu or not self._views.are(gradients):
-            return False
-        return not self._flat.any()
+        return self._buffer.holds_zeros(gradients)
 
     def new_views(self) -> list[Tensor]:
         """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
-        return [view.detach() for view in self._gradient_views().tensors]
+        return [view.detach() for view in self._buffer.gradient_views.tensors]
 
     def lay_out_as(self, spec: BucketSpec) -> None:
         """Give the gradients their places in a new flat buffer, between two backwards.
@@ -344,54 +337,16 @@ class Bucket:
             spec: The same bucket with another layout. Each ``.grad`` stays where it is until the next flatten.
         """
         self.spec = spec
-        self.drop_flat()
+        self._buffer.lay_out_as(spec)
 
     def drop_flat(self) -> None:
         """Leave the flat buffer to whoever holds a part of it; the next use makes another one."""
-        self._flat = None
-        self._flatten_plan = None
-        self._views = None
+        self._buffer.drop()
 
     def describe(self) -> str:
         """The bucket for an error message: its number, size and the ends of its list of parameters."""
         names = shorten_names([gradient.fqn for gradient in self.spec.gradients])
         return f"bucket {self.spec.index} ({self.spec.num_bytes} bytes: {names})"
-
-    def _gradient_views(self) -> GradientViews:
-        if self._views is None:
-            with torch.inference_mode(False):
-                self._views = GradientViews(self._plan().views)
-        return self._views
-
-    def _refuse_converted(self) -> None:
-        """Refuse parameters of another dtype, size or device than when they were replicated.
-
-        Raises:
-            ParametersChangedError: Names them.
-        """
-        changes = []
-        for spec, parameter in zip(self.spec.gradients, self.parameters, strict=True):
-            was = f"{spec.dtype}[{spec.numel}]"
-            is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
-            if self._flat is not None and parameter.device != self._flat.device:
-                was, is_now = f"{was} on {self._flat.device}", f"{is_now} on {parameter.device}"
-            if was != is_now:
-                changes.append(f"{was} before and {is_now} now: {spec.fqn}")
-        if changes:
-            raise error_messages.parameters_changed(self._rank, changes)
-
-    def _plan(self) -> FlattenPlan | RealParts:
-        if self._flatten_plan is None:
-            self._refuse_converted()
-            # Made at the first use, when the seal is behind us; zeros, so that the padding is and stays zero.
-            first = self.parameters[0]
-            offsets = [offset // first.element_size() for offset in self.spec.byte_offsets]
-            num_elements = self.spec.num_bytes // first.element_size()
-            with torch.inference_mode(False):  # or no later backward could write it
-                self._flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-                make = RealParts if self._flat.is_complex() else FlattenPlan.for_bucket
-                self._flatten_plan = make(self.parameters, self._flat, offsets)
-        return self._flatten_plan
 
 
 def drop_gradients(parameters: Iterable[Parameter]) -> None:

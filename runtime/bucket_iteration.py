@@ -34,6 +34,7 @@ class BucketIteration:
         "copied_back",
         "flattened",
         "is_claimed",
+        "is_left_out",
         "kept",
         "own",
         "pending",
@@ -52,6 +53,7 @@ class BucketIteration:
         #: This rank's gradients where ``.grad`` has them no longer and they may have to be sent once more.
         self.own: list[Tensor] | None = None
         self.is_claimed = False
+        self.is_left_out = False  #: whether it is not sent, since no rank uses it
         self.kept: dict[int, Tensor] = {}  # by position: what an unused parameter held in the flat buffer
         # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds
         # it gets it back, and both are slow to free.

@@ -42,7 +42,7 @@ class BucketSet:
         self.parameters = tuple(parameters)  #: in registration order; they are spoken of by their number
         self._builder = builder
         self._process_group = process_group
-        self._gradient_as_bucket_view = settings.gradient_as_bucket_view
+        self._settings = settings
         self._monitor = settings.monitor
         # With `find_unused_parameters` one iteration says nothing about the next.
         self._first_is_typical = settings.static_graph or not settings.find_unused_parameters
@@ -140,7 +140,13 @@ class BucketSet:
             bucket = present.get((spec.gradients, spec.layout))
             if bucket is None:
                 parameters = [self.parameters[gradient.index] for gradient in spec.gradients]
-                bucket = Bucket(spec, parameters, self._gradient_as_bucket_view, self._process_group.rank())
+                bucket = Bucket(
+                    spec,
+                    parameters,
+                    self._settings.gradient_as_bucket_view,
+                    self._settings.lazy_bucket_allocation,
+                    self._process_group.rank(),
+                )
             bucket.spec = spec
             buckets.append(bucket)
         self.buckets = tuple(buckets)

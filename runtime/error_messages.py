@@ -15,6 +15,7 @@ from ddp_compile.errors import (
     ReplicationError,
 )
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.lifecycle import State
 
 
 def no_plan_to_agree_on(rank: int, plan: BucketPlan, error: RuntimeError) -> ReductionError:
@@ -132,6 +133,16 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
     )
 
 
+def used_after_all(rank: int, names: Sequence[str]) -> GradientArrivalError:
+    """With ``skip_all_reduce_unused_params``, something was used that no rank had used in the first iteration."""
+    return GradientArrivalError(
+        f"rank {rank}: {', '.join(names)} got a gradient, on this rank or another one, but none in the first iteration:"
+        " skip_all_reduce_unused_params=True promises that what is unused stays so, and their gradients have not been"
+        " averaged. Every rank has raised this: set the gradients to zero, and replicate the module again without it:"
+        " ddp_compile(model.unwrap(), ...)"
+    )
+
+
 def contributor_after_launch(
     rank: int, names: Sequence[str], launched_once: str | None, has_moved: bool
 ) -> GradientArrivalError:
@@ -189,6 +200,46 @@ def comm_hook_in_backward(rank: int, name: str) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: register_comm_hook was given the {name} while a backward has not been completed; register the"
         " hook before the first backward, or between two steps"
+    )
+
+
+def not_finalized(rank: int, what: str) -> ReductionError:
+    """`finalize_backward` was forgotten.
+
+    Args:
+        rank: This rank.
+        what: What has come instead.
+    """
+    return ReductionError(
+        f"rank {rank}: {what} before finalize_backward(): with require_manual_backward_finalization = True the"
+        " reductions of a backward are under way until model.finalize_backward() waits for them. Call it once behind"
+        " each backward that is reduced, before the gradients are used"
+    )
+
+
+def nothing_to_finalize(rank: int, state: State | None) -> RuntimeError:
+    """`finalize_backward` was called where nothing waits for it.
+
+    Args:
+        rank: This rank.
+        state: Of the reducer; None where backwards end by themselves.
+    """
+    by_itself = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
+    none_came = "no backward that is reduced has come since the last call; call it once behind each, outside of no_sync"
+    why = {
+        None: by_itself,
+        State.REDUCING: "the backward has not returned, and more gradients may come; call it behind the backward",
+        State.INCOMPLETE: "gradients are missing; another backward has to bring them, or the next forward names them",
+        State.FAILED: "the last backward raised after its reduction had started; the next forward says how to go on",
+    }.get(state, none_came)
+    return RuntimeError(f"rank {rank}: finalize_backward() was called, but {why}")
+
+
+def manual_finalization_in_backward(rank: int, required: bool) -> RuntimeError:
+    """Nobody could tell who has to wait for the reductions that are under way."""
+    return RuntimeError(
+        f"rank {rank}: require_manual_backward_finalization = {required} was set while a backward has not been"
+        " completed; set it before a forward, or behind finalize_backward()"
     )
 
 

@@ -1,10 +1,14 @@
-"""What the ranks tell each other when every bucket has been launched, and what follows from it."""
+"""The end of an iteration: what the ranks tell each other behind the buckets, and all that has to be waited for."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+
+from ddp_compile.errors import GradientArrivalError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
@@ -16,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class IterationEnd:
-    """Sends the one message of an iteration, and lets those who have something in it hear the others.
+    """Sends the one message of an iteration, lets those who have something in it hear the others, and waits.
 
     Args:
         queue: Launches the buckets.
@@ -24,6 +28,7 @@ class IterationEnd:
         early: Says which buckets were launched too early.
         message: Carries what they say.
         monitor: What is told of ranks that did not come.
+        on_reduced: Called when every ``.grad`` is what it will be.
         names: Fully qualified names of the parameters.
         rank: This rank, for messages.
     """
@@ -35,6 +40,7 @@ class IterationEnd:
         early: NoEarlyLaunch,
         message: IterationMessage,
         monitor: DesyncMonitor,
+        on_reduced: Callable[[], None],
         names: Sequence[str],
         rank: int,
     ) -> None:
@@ -43,6 +49,8 @@ class IterationEnd:
         self._policy = policy
         self._message = message
         self._monitor = monitor
+        self._on_reduced = on_reduced
+        self._futures: list[torch.futures.Future[Any]] = []
         self._names = names
         self._rank = rank
 
@@ -63,22 +71,47 @@ class IterationEnd:
             self._queue.drain()
             self._message.send([self._used_here()])
 
-    def hear_the_others(self) -> None:
-        """Tell the other ranks what there is to say, if anything, and hear what they said.
+    def await_also(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Let the end of the next iteration wait for these as well."""
+        done = [future for future in self._futures if future.done()]
+        torch.futures.wait_all(done)  # for their errors: a forward need not have a backward
+        self._futures = [future for future in self._futures if not future.done()] + list(futures)
+
+    def finish(self) -> None:
+        """Hear what the other ranks have to say, wait for the buckets, and hand their gradients over.
 
         Raises:
             ReductionError: A reduction, or the message, failed or timed out.
             GradientArrivalError: A bucket was launched too early and cannot be launched again.
+            RanksDifferError: The ranks have found that they are out of step.
         """
+        self._hear_the_others()
+        if self._queue.is_shadow:
+            self._queue.wait()
+        else:
+            self._queue.finish(self._policy.used_by_nobody)
+        futures, self._futures = self._futures, []
+        torch.futures.wait_all(futures)
+        self._queue.algorithm.after_backward()
+        if not self._queue.is_shadow:
+            self._on_reduced()
+
+    def tell_the_others(self) -> None:
+        """The backward has ended: tell the other ranks what there is to say, if anything, unless they know."""
+        early_speaks, policy_speaks = self._early_has_message, self._policy.has_message
+        if self._message.is_under_way or not (early_speaks or policy_speaks):
+            return
+        parts = [self._used_here()] if policy_speaks else []
+        if early_speaks:
+            parts.append(self._early.message(self._queue.algorithm.traits.replayable))
+        self._queue.drain()
+        self._message.send(parts)
+
+    def _hear_the_others(self) -> None:
         early_speaks, policy_speaks = self._early_has_message, self._policy.has_message
         if not early_speaks and not policy_speaks:
             return
-        if not self._message.is_under_way:
-            parts = [self._used_here()] if policy_speaks else []
-            if early_speaks:
-                parts.append(self._early.message(self._queue.algorithm.traits.replayable))
-            self._queue.drain()
-            self._message.send(parts)
+        self.tell_the_others()
         if early_speaks:
             self._queue.wait()  # before anything is launched again
         try:
@@ -88,7 +121,11 @@ class IterationEnd:
             failure = error_messages.reduction_failed(self._rank, what, error)
             raise self._monitor.report_failure(failure) from error
         if policy_speaks:
-            self._policy.hear(heard[0])
+            try:
+                self._policy.hear(heard[0])
+            except GradientArrivalError:
+                self._queue.wait()  # nothing may be under way when the iteration is given up
+                raise
         if early_speaks:
             self._launch_again(self._early.verdict(heard[-1]))
 

@@ -79,6 +79,11 @@ class LaunchQueue:
         return self._set.buckets[self._num_launched :]
 
     @property
+    def _last_bucket(self) -> Bucket | None:
+        """The one that is launched last."""
+        return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_left_out), None)
+
+    @property
     def missing(self) -> list[int]:
         """The parameters that buckets wait for, in plan order."""
         return [
@@ -86,6 +91,12 @@ class LaunchQueue:
         ]
 
     # A bucket becomes ready.
+
+    def leave_out_unused(self) -> None:
+        """When an iteration begins: pass over the buckets that no rank uses."""
+        for bucket in self._set.buckets:
+            if bucket.is_pending and self._policy.leaves_out(bucket):
+                bucket.leave_out()
 
     def complete(self, bucket: Bucket) -> None:
         """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
@@ -173,8 +184,8 @@ class LaunchQueue:
             self._num_launched += 1
         try:
             while not self.all_launched and (bucket := self.not_launched[0]).state is BucketState.READY:
-                if self.sends:
-                    self._launch(bucket, is_last=bucket is self._set.buckets[-1])
+                if self.sends and not bucket.iteration.is_left_out:
+                    self._launch(bucket, is_last=bucket is self._last_bucket)
                 bucket.iteration.state = BucketState.LAUNCHED
                 self._num_launched += 1
         except ReductionError as error:  # of an algorithm, which may wait for the bucket before
@@ -209,7 +220,8 @@ class LaunchQueue:
     def launch_shadows(self) -> None:
         """Launch every bucket with zeros: this rank has no input left, and the others train on."""
         self.is_shadow = True
-        for bucket in self._set.buckets:
+        self.leave_out_unused()
+        for bucket in [bucket for bucket in self._set.buckets if bucket.is_pending]:
             bucket.fill_with_nothing()
             bucket.iteration.pending.clear()
             bucket.iteration.state = BucketState.READY

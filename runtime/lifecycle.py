@@ -12,6 +12,7 @@ class State(Enum):
     ARMED = auto()  #: it starts an iteration
     LOCAL = auto()  #: it stays on this rank
     REDUCING = auto()  #: it belongs to the iteration that has started
+    LAUNCHED = auto()  #: none may come: the backward has ended, and its reductions are waited for by hand
     INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
     FAILED = auto()  #: a backward has raised in mid-iteration: this rank may be out of step with the others
 
@@ -23,6 +24,7 @@ class Event(Enum):
     LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
     LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
+    ALL_LAUNCHED = auto()  #: a backward has ended, and its reductions are not waited for yet
     ITERATION_ENDS = auto()  #: every bucket has been handed over, or the iteration is given up
 
 
@@ -53,9 +55,14 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
     }
     for before in (armed, expecting):
         reducing, failed = before._replace(state=State.REDUCING), before._replace(state=State.FAILED)
+        launched = before._replace(state=State.LAUNCHED)
         table |= {
             (before, Event.GRADIENT): reducing,
             (reducing, Event.ITERATION_ENDS): armed,
+            (reducing, Event.ALL_LAUNCHED): launched,
+            (launched, Event.ITERATION_ENDS): armed,
+            # AccumulateGrad has written into what is being reduced.
+            (launched, Event.GRADIENT): failed,
             # The backward before has raised: nothing was reset.
             (reducing, Event.FORWARD): failed,
             (reducing, Event.LOCAL_FORWARD): failed,
@@ -73,8 +80,9 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
     return table
 
 
-#: Every change there is. A forward while gradients are missing is refused, and gives the iteration up first; a gradient
-#: after a forward inside ``no_sync``, and a further one of an iteration, change nothing.
+#: Every change there is. A forward while gradients are missing is refused, and gives the iteration up first; one while
+#: reductions are not waited for is refused, and changes nothing. A gradient after a forward inside ``no_sync``, and a
+#: further one of an iteration, change nothing.
 TABLE = _table()
 
 

@@ -70,7 +70,9 @@ class Reducer:
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
         self._policy = AllRequired()
         if settings.static_graph or settings.find_unused_parameters:
-            self._policy = (StaticGraph if settings.static_graph else UnusedAllowed)(self.parameters, names, self.rank)
+            self._policy = (StaticGraph if settings.static_graph else UnusedAllowed)(
+                self.parameters, names, self.rank, settings.skip_all_reduce_unused_params
+            )
         self._queue = LaunchQueue(
             self._bucket_set, process_group, settings.monitor, settings.algorithm, self._policy, self._undefined
         )
@@ -82,10 +84,12 @@ class Reducer:
         self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
         may_speak = settings.launches_in_backward or self._policy.has_message
         message = IterationMessage(process_group, self.parameters[0].device, may_speak)
-        self._end = IterationEnd(self._queue, self._policy, self._early, message, settings.monitor, names, self.rank)
+        self._end = IterationEnd(
+            self._queue, self._policy, self._early, message, settings.monitor, settings.on_reduced, names, self.rank
+        )
         self._queue.on_all_launched = self._end.all_are_launched
         self._with_running_hooks: list[Bucket] = []  # whose last gradient is there, and may still be changed
-        self._futures: list[torch.futures.Future[Any]] = []
+        self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward
         self._passes = BackwardPasses()
         self._alone = BackwardsAlone(len(self.parameters), self.rank)
         if any(parameter.is_cpu for parameter in self.parameters):
@@ -134,6 +138,8 @@ class Reducer:
             MissingGradientError: The backward before left parameters without a gradient.
             ReductionError: The backward before raised after its reduction had started.
         """
+        if self._lifecycle.phase.state is State.LAUNCHED:
+            raise error_messages.not_finalized(self.rank, "a forward")
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
@@ -158,9 +164,7 @@ class Reducer:
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Let the end of the next iteration wait for these, of a buffer comm hook for example."""
-        done = [future for future in self._futures if future.done()]
-        torch.futures.wait_all(done)  # for their errors: a forward need not have a backward
-        self._futures = [future for future in self._futures if not future.done()] + list(futures)
+        self._end.await_also(futures)
 
     # Inside ``Join``; see `ddp_compile.uneven_inputs`.
 
@@ -193,10 +197,7 @@ class Reducer:
         if not self.buckets:
             self._seal_plan()
         self._queue.launch_shadows()
-        self._hear_the_others()
-        self._queue.wait()
-        self._all_is_reduced()
-        self._begin_iteration()
+        self._finish_iteration()
 
     # A gradient arrives.
 
@@ -235,13 +236,18 @@ class Reducer:
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
             # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
-            if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
+            failed = self._lifecycle.on(Event.GRADIENT) is State.FAILED
+            if before is State.LAUNCHED:
+                raise error_messages.not_finalized(self.rank, f"a gradient of {self._fqn(arriving[0])}")
+            if failed:
                 raise error_messages.out_of_step(self.rank)
             self._undefined.watch_all(self._hooks.with_hooks_of_others())  # once more: hooks may be new
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._seal_plan()
+        if before is not State.REDUCING:
+            self._queue.leave_out_unused()
         begins = self._passes.call_back_at_the_end(self.finalize_backward)
         learns = self._bucket_set.notes_arrivals or (self._early.is_learning and self._queue.sends)
         if begins and not (learns or self._policy.counts_each):
@@ -301,6 +307,28 @@ class Reducer:
                 self._early.hand_over_for_now()
                 self._lifecycle.on(Event.LEFT_OUT)
                 return
+        if self.finalizes_manually:
+            self._end.tell_the_others()
+            self._lifecycle.on(Event.ALL_LAUNCHED)
+        else:
+            self._finish_iteration()
+
+    def require_manual_finalization(self, required: bool) -> None:
+        """Set `finalizes_manually`; raises RuntimeError while a backward has not been completed."""
+        if self._lifecycle.phase.state not in (State.ARMED, State.LOCAL):
+            raise error_messages.manual_finalization_in_backward(self.rank, required)
+        self.finalizes_manually = required
+
+    def finalize_manually(self) -> None:
+        """Wait for the reductions of the backward that has ended, and hand the gradients over.
+
+        Raises:
+            RuntimeError: No backward has launched anything that is not waited for by itself.
+            ReductionError, GradientArrivalError: As `finalize_backward`.
+        """
+        state = self._lifecycle.phase.state
+        if state is not State.LAUNCHED:
+            raise error_messages.nothing_to_finalize(self.rank, state if self.finalizes_manually else None)
         self._finish_iteration()
 
     def remove_hooks(self) -> None:
@@ -310,7 +338,7 @@ class Reducer:
         """
         self._hooks.remove()
         self.receiver.stop()
-        if self._lifecycle.phase.state in (State.REDUCING, State.FAILED):
+        if self._lifecycle.phase.state in (State.REDUCING, State.LAUNCHED, State.FAILED):
             drop_gradients(self.parameters)
 
     def _outputs_are_reached(self) -> None:
@@ -348,25 +376,13 @@ class Reducer:
     # The iteration ends.
 
     def _finish_iteration(self) -> None:
-        """Every bucket is launched: hear what the other ranks have to say, wait for the buckets and hand them over."""
-        self._hear_the_others()
-        self._queue.finish(self._policy.used_by_nobody)
-        self._all_is_reduced()
-        self.settings.on_reduced()
-        self._begin_iteration()
-
-    def _hear_the_others(self) -> None:
+        """Every bucket is launched: wait for them, and hand their gradients over."""
         try:
-            self._end.hear_the_others()
+            self._end.finish()
         except GradientArrivalError:
             self._begin_iteration()  # the next one can be trained
             raise
-
-    def _all_is_reduced(self) -> None:
-        """Wait for what is not of buckets, and let the algorithm know that all is reduced."""
-        futures, self._futures = self._futures, []
-        torch.futures.wait_all(futures)
-        self.algorithm.after_backward()
+        self._begin_iteration()
 
     def _begin_iteration(self) -> None:
         """Replace all that belongs to the iteration that has ended; here alone."""

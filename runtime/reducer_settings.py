@@ -16,7 +16,9 @@ class ReducerSettings:
 
     Args:
         gradient_as_bucket_view: See `Bucket`.
+        lazy_bucket_allocation: See `Bucket`.
         find_unused_parameters: Let buckets be launched without the gradients that a backward does not bring.
+        skip_all_reduce_unused_params: Send no bucket again that no rank uses in the first iteration.
         static_graph: Learn from the first iteration which gradients come, and how often; every later iteration is the
             same.
         launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
@@ -27,7 +29,9 @@ class ReducerSettings:
     """
 
     gradient_as_bucket_view: bool
+    lazy_bucket_allocation: bool
     find_unused_parameters: bool
+    skip_all_reduce_unused_params: bool
     static_graph: bool
     launches_in_backward: bool
     algorithm: CommAlgorithm

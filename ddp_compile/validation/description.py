@@ -30,7 +30,13 @@ def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_back
     """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
     ignored = config.parameters_to_ignore
     sparse_ids = _with_sparse_gradients(module)
-    settings = ("broadcast_buffers", "init_sync", "find_unused_parameters", "static_graph")
+    settings = (
+        "broadcast_buffers",
+        "init_sync",
+        "find_unused_parameters",
+        "skip_all_reduce_unused_params",
+        "static_graph",
+    )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # What is launched inside a backward is followed by a message between the ranks.
     lines.append(f"buckets launched inside the backward={launches_in_backward}")

@@ -37,6 +37,10 @@ class AllRequired:
                 pass may be the end of the iteration.
         """
 
+    def leaves_out(self, bucket: Bucket) -> bool:
+        """When an iteration begins: whether its bucket is not sent at all; the same on every rank."""
+        return False
+
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
         """At each gradient of a backward: what need not be waited for; empty but for the first.
 
@@ -78,7 +82,11 @@ class AllRequired:
         return bytearray()
 
     def hear(self, used: Sequence[int]) -> None:
-        """Take note of the flags of all ranks: 1 where any rank has used the parameter."""
+        """Take note of the flags of all ranks: 1 where any rank has used the parameter.
+
+        Raises:
+            GradientArrivalError: On every rank, since one was used whose bucket has been left out.
+        """
 
     def begin_iteration(self) -> None:
         """Forget what belongs to the iteration that has ended."""
@@ -95,14 +103,19 @@ class UnusedAllowed(AllRequired):
         parameters: In registration order; they are spoken of by their number.
         names: Their fully qualified names.
         rank: This rank, for messages.
+        leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
     """
 
     counts_each = True
     has_message = True
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool = False
+    ) -> None:
         self._names = names
         self._rank = rank
+        self._leaves_out_unused = leaves_out_unused
+        self._unused_at_first: Set[int] | None = None  # by all ranks; None until the first iteration has ended
         self._used = UsedParameters(parameters)
         self._unreached: set[int] | None = None  # from all outputs since the last iteration
 
@@ -113,11 +126,18 @@ class UnusedAllowed(AllRequired):
         unreached = self._used.unreached_from(outputs)
         self._unreached = unreached if self._unreached is None else self._unreached & unreached
 
+    def leaves_out(self, bucket: Bucket) -> bool:
+        if not self._leaves_out_unused or not self._unused_at_first:
+            return False
+        return self._unused_at_first >= set(bucket.param_indices)
+
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
         absent, self._unreached = self._unreached or set(), set()
         return absent.difference(arriving)
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
+        if self.leaves_out(bucket):
+            return False  # all ranks will hear of it
         unused = bucket.iteration.unused
         if index not in unused:
             if is_undefined:
@@ -140,6 +160,11 @@ class UnusedAllowed(AllRequired):
 
     def hear(self, used: Sequence[int]) -> None:
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
+        if self._unused_at_first is None:
+            self._unused_at_first = self.used_by_nobody
+        elif self._leaves_out_unused and not self._unused_at_first <= self.used_by_nobody:
+            late = sorted(self._unused_at_first - self.used_by_nobody)
+            raise error_messages.used_after_all(self._rank, [self._names[index] for index in late])
 
     def begin_iteration(self) -> None:
         self._unreached = None
@@ -153,8 +178,10 @@ class StaticGraph(UnusedAllowed):
     come as often.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
-        super().__init__(parameters, names, rank)
+    def __init__(
+        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool = False
+    ) -> None:
+        super().__init__(parameters, names, rank, leaves_out_unused)
         self._num_parameters = len(parameters)
         self._num_arrivals: Counter[int] = Counter()
         self._still_to_come: Counter[int] = Counter()

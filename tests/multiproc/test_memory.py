@@ -113,9 +113,13 @@ def test_gradients_set_to_zero_cost_no_more_than_none(ranks: Ranks) -> None:
         assert found[False] <= 1.002 * found[True], found
 
 
-def bytes_live_behind_forwards(gradient_as_bucket_view: bool) -> list[int]:
+def bytes_live_behind_forwards(gradient_as_bucket_view: bool, lazy_bucket_allocation: bool) -> list[int]:
     trained = ddp_compile(
-        products(), bucket_cap_mb=0.5, backend="eager", gradient_as_bucket_view=gradient_as_bucket_view
+        products(),
+        bucket_cap_mb=0.5,
+        backend="eager",
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        lazy_bucket_allocation=lazy_bucket_allocation,
     )
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     x = torch.randn(ROWS_PER_RANK, WIDTH)
@@ -132,6 +136,13 @@ def bytes_live_behind_forwards(gradient_as_bucket_view: bool) -> list[int]:
 @pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
 def test_flat_buffers_are_made_in_the_first_backward_and_stay(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
     gradients = 4 * 12 * WIDTH * WIDTH
-    for first, second, third in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view):
+    for first, second, third in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, False):
         assert 0.99 * gradients < second - first < 1.01 * gradients
         assert third == second
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
+def test_lazily_allocated_they_are_gone_when_gradients_are(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
+    gradients = 4 * 12 * WIDTH * WIDTH
+    for first, *later in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, True):
+        assert max(later) - first < 0.01 * gradients

@@ -21,6 +21,9 @@ backend = "aot_eager"
 #: As the tests put modules onto the CPU that they mean for GPUs.
 _OF_GPUS = ("device_ids", "output_device")
 
+#: Attributes that the tests read, and that are the replicated module's here.
+_READ_OFF = ("bucket_bytes_cap_list", "device_mesh", "process_group")
+
 
 def _without_gpus(arguments: dict[str, Any]) -> dict[str, Any]:
     global made_one
@@ -63,6 +66,9 @@ class Replicated(nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name) if name in _READ_OFF else super().__getattr__(name)
+
     # A pickled module is plain: who loads it calls ddp_compile again.
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -80,10 +86,6 @@ class Replicated(nn.Module, Joinable):
 
     def _remove_autograd_hooks(self) -> None:
         self.module.unwrap()
-
-    @property
-    def process_group(self) -> Any:
-        return self.module.join_process_group
 
     def no_sync(self) -> Any:
         return self.module.no_sync()

@@ -166,14 +166,10 @@ REFUSED_ARGUMENTS = {
     "output_device": 0,
     "dim": 1,
     "check_reduction": True,
-    "delay_all_reduce_named_params": [("weight", None)],
-    "param_to_hook_all_reduce": nn.Parameter(torch.zeros(2)),
     "mixed_precision": torch.bfloat16,
-    "skip_all_reduce_unused_params": True,
     "bucket_cap_mb_list": [1, 25],
     "batched_grad_copy": True,
     "forward_sync_buffers": False,
-    "lazy_bucket_allocation": True,
     "algorithm": "local_sgd",
 }
 

@@ -27,9 +27,9 @@ def test_every_phase_knows_what_comes_next() -> None:
     for phase in set(TABLE.values()):
         known = {event for before, event in TABLE if before == phase}
         # Gradients of a forward inside no_sync, and further ones of an iteration, change nothing; a forward while
-        # some are missing is refused before.
+        # some are missing, or are not waited for, is refused before.
         assert Event.GRADIENT in known or phase.state in (State.LOCAL, State.REDUCING)
-        assert {Event.FORWARD, Event.LOCAL_FORWARD} <= known or phase.state is State.INCOMPLETE
+        assert {Event.FORWARD, Event.LOCAL_FORWARD} <= known or phase.state in (State.INCOMPLETE, State.LAUNCHED)
 
 
 def test_what_has_failed_stays_so() -> None:
@@ -107,6 +107,27 @@ def raise_in_the_middle(begin: Callable[[Any], None], *then: Callable[[Any], Any
     return scenario
 
 
+def finalize_by_hand(begin: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The second of two backwards comes before the first one has been finalized."""
+
+    def scenario(model: Any) -> None:
+        model.require_manual_backward_finalization = True
+        begin(model)
+        for refused in (forward, local_forward):
+            with pytest.raises(ReductionError, match=r"a forward before finalize_backward\(\)"):
+                refused(model)
+        model.finalize_backward()
+        with pytest.raises(RuntimeError, match="no backward that is reduced has come"):
+            model.finalize_backward()
+        begin(model)
+        with pytest.raises(ReductionError, match=r"a gradient of first.weight before finalize_backward\(\)"):
+            regulariser(model)
+        with pytest.raises(RuntimeError, match="the last backward raised"):
+            model.finalize_backward()
+
+    return scenario
+
+
 def forward(model: Any) -> Any:
     return model(X)
 
@@ -124,6 +145,8 @@ SCENARIOS: list[Callable[[Any], None]] = [
     in_two_backwards,
     leave_out_and_go_on,
     leave_out_and_go_on_locally,
+    finalize_by_hand(whole_step),
+    finalize_by_hand(regulariser),
     raise_in_the_middle(whole_step, forward, forward, local_forward, regulariser),
     raise_in_the_middle(whole_step, local_forward),
     raise_in_the_middle(regulariser, forward, forward, local_forward, regulariser),

@@ -18,7 +18,7 @@ BEHIND = -10  #: that the listener hears when all hooks have run
 
 def bucket_of(params: list[Parameter], *param_indices: int) -> Bucket:
     spec = BucketSpec(0, tuple(GradientSpec(i, f"p{i}", 2, "float32", "cpu") for i in param_indices), 1)
-    return Bucket(spec, [params[i] for i in param_indices], gradient_as_bucket_view=True, rank=0)
+    return Bucket(spec, [params[i] for i in param_indices], gradient_as_bucket_view=True, lazy_allocation=False, rank=0)
 
 
 class Listener:

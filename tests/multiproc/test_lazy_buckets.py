@@ -1,0 +1,43 @@
+"""Flat buffers that are let go when each backward has ended: the gradients are the same in every way to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rank_pool import RankPool
+from test_algorithms import train_in_all_ways
+from test_split_backward import train as train_backward_pattern
+from test_training_patterns import PATTERNS
+from test_training_patterns import train as train_pattern
+from test_unused_parameters import branch_by_rank_and_step
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+
+EARLY = ["plain", "accumulate", "contributor_that_appears_on_one_rank", "shared_gradients"]
+
+
+@pytest.fixture(autouse=True)
+def with_lazy_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every call of `ddp_compile`, in the ranks of a `RankPool` as well."""
+    defaults = ddp_compile.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "lazy_bucket_allocation", True)
+
+
+def train_with_everything() -> dict[str, float]:
+    worst: dict[str, Any] = train_in_all_ways(train_pattern, list(PATTERNS))
+    worst |= {name: train_backward_pattern(name, "aot_eager").worst for name in EARLY}
+    worst["moved"] = train_backward_pattern("plain", "aot_eager", static_graph=True).worst
+    worst["copied back"] = train_backward_pattern("plain", "aot_eager", gradient_as_bucket_view=False).worst
+    for as_view in (True, False):
+        worst[f"unused {as_view}"], _ = branch_by_rank_and_step("tensor", as_view, not as_view, "aot_eager")
+    return worst
+
+
+def test_gradients_are_those_of_ddp_however_it_trains(split: str, each_split: str, ranks: Ranks) -> None:
+    for worst in ranks(2).run(train_with_everything):
+        assert max(worst.values()) < 1e-5, worst

@@ -1,0 +1,106 @@
+"""``require_manual_backward_finalization``: what runs behind a backward has its last reductions behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backward_patterns import accumulate_in_no_sync, contributor_that_appears_on_one_rank, plain, two_forwards
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+NUM_STEPS = 6
+STEPS = [plain, two_forwards, accumulate_in_no_sync, contributor_that_appears_on_one_rank]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return Mlp(width=33, num_layers=4)
+
+
+def train(step_of: Any, **settings: Any) -> float:
+    """The largest relative difference of a gradient to DistributedDataParallel's."""
+    model = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager", **settings)
+    model.require_manual_backward_finalization = True
+    replica = DistributedDataParallel(mlp())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, replica)]
+    worst = 0.0
+    for step in range(NUM_STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(6, 33)
+        for each, optimizer in zip((model, replica), optimizers, strict=True):
+            optimizer.zero_grad()
+            step_of(each, x, step)
+            if each is model:
+                model.finalize_backward()
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), replica.parameters(), strict=True):
+            worst = max(worst, relative_difference(ours.grad, theirs.grad))
+    return worst
+
+
+def train_in_all_ways() -> dict[str, float]:
+    ways = [(step, split) for step in STEPS for split in ("forward", "backward")]
+    worst = {f"{step.__name__}, {split}": train(step, split=split) for step, split in ways}
+    for setting in ("find_unused_parameters", "static_graph", "lazy_bucket_allocation"):
+        worst[setting] = train(plain, split="backward", **{setting: True})
+    return worst
+
+
+def test_gradients_are_those_of_ddp(ranks: Ranks) -> None:
+    for worst in ranks(2).run(train_in_all_ways):
+        assert max(worst.values()) < 1e-6, worst
+
+
+def work_in_between(split: str, find_unused_parameters: bool) -> bool:
+    """The last rank begins its backward when the others' has returned."""
+    model = ddp_compile(
+        mlp(), split=split, find_unused_parameters=find_unused_parameters, bucket_cap_mb=0.003, backend="aot_eager"
+    )
+    model.require_manual_backward_finalization = True
+    store = dist.distributed_c10d._get_default_store()
+    x = torch.randn(6, 33)
+    for step in range(3):
+        model.zero_grad()
+        loss = loss_of(model(x))
+        key = f"manual/{split}/{find_unused_parameters}/{step}"
+        if step and dist.get_rank() == dist.get_world_size() - 1:
+            store.wait([key])
+        loss.backward()
+        store.set(key, "returned")
+        model.finalize_backward()
+    return True
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, ranks: Ranks) -> None:
+    for split in ("forward", "backward"):
+        assert all(ranks(2).run(work_in_between, split, find_unused_parameters))
+
+
+def forget_on_every_rank() -> str:
+    model = ddp_compile(mlp(), backend="eager")
+    model.require_manual_backward_finalization = True
+    x = torch.randn(6, 33)
+    loss_of(model(x)).backward()
+    try:
+        model(x)
+    except RuntimeError as error:
+        message = str(error)
+    model.finalize_backward()
+    loss_of(model(x)).backward()  # nothing has been lost
+    model.finalize_backward()
+    return message
+
+
+def test_forgotten_it_is_named_on_every_rank(ranks: Ranks) -> None:
+    for rank, message in enumerate(ranks(2).run(forget_on_every_rank)):
+        assert f"rank {rank}: a forward before finalize_backward()" in message
