@@ -13,6 +13,8 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -34,15 +36,26 @@ STEPS_OF_A_TURN = 4  #: of which the first one is not timed
 DEFAULT = "ddp-eager,compile-ddp,ddp-inner-compile,ddp_compile-forward,ddp_compile-backward"
 
 
-def serve(turns: Connection, implementation: str, arguments: argparse.Namespace) -> None:
-    """One implementation: a turn for each message, answered with the seconds of its steps."""
-    torch.set_num_threads(arguments.threads)
-    init_simulated_process_group(LinkModel.from_rate(arguments.rate, arguments.ranks), torch.device("cpu"))
+#: Makes the training of one name, in the process that it is measured in.
+Make = Callable[[str, argparse.Namespace], Training]
+
+
+def make_training(implementation: str, arguments: argparse.Namespace) -> Training:
     settings = WorkloadSettings(model=arguments.model, optimizer="adamw", device="cpu")
     workload = make_workload(settings)
     case = Case(implementation=implementation, bucket_cap_mb=arguments.bucket_cap_mb)
     built = implementation_named(implementation)(workload.model, case)
     training = Training(built, workload.model, workload, settings, 0, 1)
+    if arguments.zero_gradients:
+        training.optimizer.zero_grad = partial(training.optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+    return training
+
+
+def serve(turns: Connection, make: Make, name: str, arguments: argparse.Namespace) -> None:
+    """One name: a turn for each message, answered with the seconds of its steps."""
+    torch.set_num_threads(arguments.threads)
+    init_simulated_process_group(LinkModel.from_rate(arguments.rate, arguments.ranks), torch.device("cpu"))
+    training = make(name, arguments)
     for _ in range(NUM_WARM):
         training.step()
     turns.send("ready")
@@ -56,13 +69,19 @@ def serve(turns: Connection, implementation: str, arguments: argparse.Namespace)
         turns.send(seconds)
 
 
-def measure(names: list[str], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """The median step of each round in seconds, by name."""
+def measure(make: Make, names: list[str], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """The median step of each round in seconds, by name.
+
+    Args:
+        make: Makes what is measured; a function that another process can import.
+        names: What it is given, each with ``" again"`` where it is measured twice.
+        arguments: Of `add_arguments`, and of one's own.
+    """
     context = mp.get_context("spawn")
     connections = {}
     for name in names:
         ours, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, name.removesuffix(" again"), arguments), daemon=True).start()
+        context.Process(target=serve, args=(theirs, make, name.removesuffix(" again"), arguments), daemon=True).start()
         connections[name] = ours
         ours.recv()  # one after the other, so that they compile alone
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -76,36 +95,52 @@ def measure(names: list[str], arguments: argparse.Namespace) -> dict[str, list[f
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of every benchmark on this link."""
     parser.add_argument("--model", default="gpt-medium")
     parser.add_argument("--rate", type=float, default=5.3e9, help="bits a second")
     parser.add_argument("--ranks", type=int, default=2, help="ranks that are pretended")
     parser.add_argument("--bucket-cap-mb", type=float, default=5.0)
-    parser.add_argument("--implementations", default=DEFAULT)
-    parser.add_argument("--again", default="ddp-inner-compile", help="implementation that is measured twice")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OpenMP threads of a process")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
+
+
+def compare(times: dict[str, list[float]], best: str) -> list[dict[str, object]]:
+    """A row for each name: its milliseconds, and the ratio to one of them with its interval."""
+    rows = []
+    for name, seconds in times.items():
+        ratio, low, high = median_and_interval(a / b for a, b in zip(seconds, times[best], strict=True))
+        row: dict[str, object] = {"name": name, "step_ms": round(1000 * statistics.median(seconds), 1)}
+        rows.append(row | {"ratio": round(ratio, 4), "from": round(low, 4), "to": round(high, 4)})
+    return rows
+
+
+def report(rows: list[dict[str, object]], best: str, arguments: argparse.Namespace) -> None:
+    """Print the rows, and write them where that was asked for."""
+    about = {"processor": processor(), "torch": torch.__version__, "commit": commit(), "model": arguments.model}
+    about |= {"bits_per_second": f"{arguments.rate:g}", "bucket_cap_mb": f"{arguments.bucket_cap_mb:g}"}
+    about |= {"ratio_to": best}
+    print(", ".join(about.values()))
+    print(tabulate(rows, headers="keys"))
+    if arguments.output:
+        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--implementations", default=DEFAULT)
+    parser.add_argument("--again", default="ddp-inner-compile", help="implementation that is measured twice")
+    parser.add_argument("--zero-gradients", action="store_true", help="zero_grad(set_to_none=False)")
     arguments = parser.parse_args()
     names = arguments.implementations.split(",")
     if arguments.again:
         names.append(f"{arguments.again} again")
-    times = measure(names, arguments)
+    times = measure(make_training, names, arguments)
     peers = [name for name in names if not name.startswith(OURS_PREFIX) and not name.endswith(" again")]
     best = min(peers, key=lambda name: statistics.median(times[name]))
-    rows = []
-    for name in names:
-        ratio, low, high = median_and_interval(a / b for a, b in zip(times[name], times[best], strict=True))
-        row: dict[str, object] = {"implementation": name, "step_ms": round(1000 * statistics.median(times[name]), 1)}
-        row |= {"x_best_peer": round(ratio, 4), "from": round(low, 4), "to": round(high, 4)}
-        rows.append(row)
-    about = {"processor": processor(), "torch": torch.__version__, "commit": commit(), "model": arguments.model}
-    about |= {"bits_per_second": f"{arguments.rate:g}", "bucket_cap_mb": f"{arguments.bucket_cap_mb:g}"}
-    print(", ".join(about.values()), f"best peer {best}", sep=", ")
-    print(tabulate(rows, headers="keys"))
-    if arguments.output:
-        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
+    report(compare(times, best), best, arguments)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import (
     GradientArrivalError,
     MissingGradientError,
@@ -217,21 +218,24 @@ def not_finalized(rank: int, what: str) -> ReductionError:
     )
 
 
-def nothing_to_finalize(rank: int, state: State | None) -> RuntimeError:
+def nothing_to_finalize(rank: int, is_manual: bool, state: State) -> RuntimeError:
     """`finalize_backward` was called where nothing waits for it.
 
     Args:
         rank: This rank.
-        state: Of the reducer; None where backwards end by themselves.
+        is_manual: Whether it was said that it will be called.
+        state: Of the reducer.
     """
-    by_itself = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
-    none_came = "no backward that is reduced has come since the last call; call it once behind each, outside of no_sync"
-    why = {
-        None: by_itself,
-        State.REDUCING: "the backward has not returned, and more gradients may come; call it behind the backward",
-        State.INCOMPLETE: "gradients are missing; another backward has to bring them, or the next forward names them",
-        State.FAILED: "the last backward raised after its reduction had started; the next forward says how to go on",
-    }.get(state, none_came)
+    if not is_manual:
+        why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
+    elif torch_internals.current_graph_task_id() != -1:
+        why = "the backward has not returned, and more gradients may come; call it behind the backward"
+    elif state is State.INCOMPLETE:
+        why = "gradients are missing; another backward has to bring them, or the next forward names them"
+    elif state in (State.REDUCING, State.FAILED):
+        why = "the last backward, or its finalization, has raised; the next forward says how to go on"
+    else:
+        why = "no backward that is reduced has come since the last call; call it once behind each, outside of no_sync"
     return RuntimeError(f"rank {rank}: finalize_backward() was called, but {why}")
 
 

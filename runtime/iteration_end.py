@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from ddp_compile.errors import GradientArrivalError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
-from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
 from ddp_compile.runtime.iteration_message import IterationMessage
 from ddp_compile.runtime.launch_queue import LaunchQueue
+from ddp_compile.runtime.reducer_settings import ReducerSettings
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ class IterationEnd:
         policy: Says which gradients were used here.
         early: Says which buckets were launched too early.
         message: Carries what they say.
-        monitor: What is told of ranks that did not come.
-        on_reduced: Called when every ``.grad`` is what it will be.
+        settings: Of the reducer.
         names: Fully qualified names of the parameters.
         rank: This rank, for messages.
     """
@@ -39,8 +38,7 @@ class IterationEnd:
         policy: AllRequired,
         early: NoEarlyLaunch,
         message: IterationMessage,
-        monitor: DesyncMonitor,
-        on_reduced: Callable[[], None],
+        settings: ReducerSettings,
         names: Sequence[str],
         rank: int,
     ) -> None:
@@ -48,8 +46,8 @@ class IterationEnd:
         self._queue = queue
         self._policy = policy
         self._message = message
-        self._monitor = monitor
-        self._on_reduced = on_reduced
+        self._monitor = settings.monitor
+        self._on_reduced = settings.on_reduced
         self._futures: list[torch.futures.Future[Any]] = []
         self._names = names
         self._rank = rank

@@ -25,6 +25,7 @@ class Event(Enum):
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
     LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
     ALL_LAUNCHED = auto()  #: a backward has ended, and its reductions are not waited for yet
+    FINALIZE = auto()  #: they are waited for now
     ITERATION_ENDS = auto()  #: every bucket has been handed over, or the iteration is given up
 
 
@@ -60,7 +61,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
             (before, Event.GRADIENT): reducing,
             (reducing, Event.ITERATION_ENDS): armed,
             (reducing, Event.ALL_LAUNCHED): launched,
-            (launched, Event.ITERATION_ENDS): armed,
+            (launched, Event.FINALIZE): reducing,
             # AccumulateGrad has written into what is being reduced.
             (launched, Event.GRADIENT): failed,
             # The backward before has raised: nothing was reset.

@@ -84,9 +84,7 @@ class Reducer:
         self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
         may_speak = settings.launches_in_backward or self._policy.has_message
         message = IterationMessage(process_group, self.parameters[0].device, may_speak)
-        self._end = IterationEnd(
-            self._queue, self._policy, self._early, message, settings.monitor, settings.on_reduced, names, self.rank
-        )
+        self._end = IterationEnd(self._queue, self._policy, self._early, message, settings, names, self.rank)
         self._queue.on_all_launched = self._end.all_are_launched
         self._with_running_hooks: list[Bucket] = []  # whose last gradient is there, and may still be changed
         self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward
@@ -328,7 +326,8 @@ class Reducer:
         """
         state = self._lifecycle.phase.state
         if state is not State.LAUNCHED:
-            raise error_messages.nothing_to_finalize(self.rank, state if self.finalizes_manually else None)
+            raise error_messages.nothing_to_finalize(self.rank, self.finalizes_manually, state)
+        self._lifecycle.on(Event.FINALIZE)  # first: what raises from now on must not pass unseen
         self._finish_iteration()
 
     def remove_hooks(self) -> None:

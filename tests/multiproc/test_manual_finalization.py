@@ -86,6 +86,35 @@ def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, 
         assert all(ranks(2).run(work_in_between, split, find_unused_parameters))
 
 
+def fail_at_the_end() -> list[str]:
+    """The comm hook's future fails when it is waited for."""
+
+    def fails_later(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_exception(ValueError("no such peer"))
+        return future
+
+    model: Any = ddp_compile(mlp(), backend="eager")
+    model.require_manual_backward_finalization = True
+    model.register_comm_hook(None, fails_later)
+    x = torch.randn(6, 33)
+    loss_of(model(x)).backward()
+    messages = []
+    for act in (model.finalize_backward, model.finalize_backward, lambda: model(x)):
+        try:
+            act()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_fails_in_the_end_is_not_finalized_again(ranks: Ranks) -> None:
+    for failed, again, forward in ranks(2).run(fail_at_the_end):
+        assert "no such peer" in failed
+        assert "the last backward, or its finalization, has raised" in again
+        assert "the last backward raised after its reduction had started" in forward
+
+
 def forget_on_every_rank() -> str:
     model = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True

@@ -122,7 +122,7 @@ def finalize_by_hand(begin: Callable[[Any], None]) -> Callable[[Any], None]:
         begin(model)
         with pytest.raises(ReductionError, match=r"a gradient of first.weight before finalize_backward\(\)"):
             regulariser(model)
-        with pytest.raises(RuntimeError, match="the last backward raised"):
+        with pytest.raises(RuntimeError, match="the last backward, or its finalization, has raised"):
             model.finalize_backward()
 
     return scenario
