@@ -10,7 +10,20 @@ from typing import Any
 import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
+
+_SKIP_ALL = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Let Dynamo leave a function alone, and whatever it calls, where the engine calls it.
+
+    In a training step that is compiled as a whole, Dynamo looks at every frame that runs, those of hooks included.
+    ``torch.compiler.disable`` would cost each call a wrapper.
+    """
+    set_code_exec_strategy(getattr(function, "__func__", function).__code__, _SKIP_ALL)
 
 
 def current_graph_task_id() -> int:
@@ -48,8 +61,9 @@ _num_own_hooks = 0
 
 
 def register_own(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook that `num_hooks_of_others` does not count."""
+    """Register a hook that `num_hooks_of_others` does not count, and Dynamo never compiles."""
     global _num_own_hooks
+    never_compile(hook)
     before = RemovableHandle.next_id
     handle = register(hook)
     _num_own_hooks += RemovableHandle.next_id - before
@@ -83,7 +97,8 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the innermost running backward pass has ended without an exception."""
+    """Run ``callback`` when the innermost running backward pass has ended without an exception; never compiled."""
+    never_compile(callback)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
