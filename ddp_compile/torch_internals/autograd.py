@@ -11,10 +11,11 @@ import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo import types
 from torch.utils.hooks import RemovableHandle
 
-_SKIP_ALL = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+_types: Any = types  # which has these without saying so
+_SKIP_ALL = _types.FrameExecStrategy(_types.FrameAction.SKIP, _types.FrameAction.SKIP)
 
 
 def never_compile(function: Callable[..., Any]) -> None:
