@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite, in parallel unless ARGS says which tests'
-	@echo 'make test-long  run the tests that CI leaves out, and $(CASES) random modules beside DistributedDataParallel'
+	@echo "make test-long  run the tests that CI leaves out, torch's own of DistributedDataParallel, $(CASES) random modules"
 	@echo 'make compat TORCH=2.15.0  run most tests with another torch, in an environment of its own (several GB)'
 	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
@@ -52,7 +52,7 @@ test: $(STAMP)
 	@status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not alone and not long' \
 	    --durations 15 || status=$$?; \
-	$(BIN)/python -m pytest -m 'alone and not long' --durations 15 || status=$$?; \
+	$(BIN)/python -m pytest -m 'alone and not long' --durations 15 tests/bench || status=$$?; \
 	exit $$status
 else
 test: $(STAMP)
@@ -62,6 +62,7 @@ endif
 test-long: $(STAMP)
 	@status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) -m long || status=$$?; \
+	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
 	exit $$status
 

@@ -23,7 +23,10 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "output_device": "the output stays on the module's device; drop output_device",
     "dim": "drop dim: inputs are not scattered, every rank loads its own part of the batch",
     "check_reduction": "drop check_reduction: DistributedDataParallel ignores it as well",
-    "mixed_precision": "use torch.autocast, or build the module in the wanted dtype",
+    "mixed_precision": (
+        "use torch.autocast, and register_comm_hook(None, ddp_compile.comm_hooks.bf16_compress_hook) to send gradients"
+        " in bfloat16; or build the module in the wanted dtype"
+    ),
     "bucket_cap_mb_list": "give the list as bucket_cap_mb=[...]",
     "batched_grad_copy": "drop batched_grad_copy: a whole bucket is always copied at once",
     "forward_sync_buffers": "use broadcast_buffers=True or False",

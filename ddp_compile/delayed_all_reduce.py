@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -30,7 +31,8 @@ def delayed_parameters(
 
     Raises:
         ValueError: One was given without the other.
-        ReplicationError: A name is not that of the parameter in the module, or one has no gradient, or a sparse one.
+        ReplicationError: A name is not that of the parameter in the module, or one has no gradient, or a sparse one, or
+            is a DTensor.
     """
     named = list(named or ())  # which may be a generator
     if (not named) != (trigger is None):
@@ -47,6 +49,8 @@ def delayed_parameters(
                 f"delay_all_reduce_named_params names {name}, which is not that parameter of the module; pass pairs of"
                 " module.named_parameters()"
             )
+        if isinstance(parameter, DTensor):
+            raise ReplicationError(f"{name} is a DTensor, whose all-reduce cannot be delayed; leave it out")
     for name, parameter in [*named, ("param_to_hook_all_reduce", trigger)]:
         if not parameter.requires_grad:
             raise ReplicationError(f"{name} requires no gradient, so its all-reduce cannot be delayed; leave it out")

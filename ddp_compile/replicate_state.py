@@ -18,7 +18,7 @@ from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.delayed_all_reduce import DelayedAllReduce
-from ddp_compile.errors import MissingGradientError
+from ddp_compile.errors import MissingGradientError, ReplicationError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.plan.builder import PlanBuilder
@@ -32,6 +32,7 @@ from ddp_compile.runtime.reducer_settings import ReducerSettings
 from ddp_compile.uneven_inputs import UnevenInputs
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
+from ddp_compile.validation.sharded_tensors import refuse_sharded_over_replicas
 from ddp_compile.validation.wrappers import refuse_wrapper_around
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ReplicateState:
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
+        refuse_sharded_over_replicas(module, config.parameters_to_ignore, process_group)
         delayed = {id(parameter) for parameter in config.delayed.named.values()}
         reduced = {name: p for name, p in self.parameters.named.items() if id(p) not in delayed}
         parameters = list(reduced.values())
@@ -150,6 +152,7 @@ class ReplicateState:
             outputs = self._call_evaluation(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
+        self._refuse_distributed_autograd()
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
         # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
@@ -167,6 +170,15 @@ class ReplicateState:
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
+
+    def _refuse_distributed_autograd(self) -> None:
+        if self.requires_sync and torch_internals.inside_distributed_autograd():
+            raise ReplicationError(
+                f"rank {self.process_group.rank()}: a forward inside torch.distributed.autograd.context(), whose"
+                " backward leaves its gradients in the context, where they are not averaged. Leave the context and call"
+                " loss.backward(), or call the module inside model.no_sync() and average what get_gradients() returns"
+                " yourself; DistributedDataParallel averages it"
+            )
 
     def _refuse_wrapper_around(self, module: nn.Module) -> None:
         self._num_forwards += 1

@@ -122,7 +122,7 @@ def broadcast_all(tensors: Sequence[Tensor], process_group: dist.ProcessGroup, s
     """Overwrite each tensor with that of one rank; tensors of one dtype and device travel together."""
     if process_group.size() == 1 or not tensors:
         return
-    detached = [tensor.detach() for tensor in tensors]
+    detached = [torch_internals.local_tensor(tensor.detach()) for tensor in tensors]
     torch_internals.broadcast_coalesced(process_group, detached, _BROADCAST_CHUNK_BYTES, source_in_group)
 
 

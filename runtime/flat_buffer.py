@@ -12,6 +12,7 @@ from ddp_compile.kernels import FlattenPlan
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.gradient_views import GradientViews
+from ddp_compile.runtime.local_tensors import has_dtensors, local_tensors
 from ddp_compile.runtime.real_parts import RealParts
 
 
@@ -27,6 +28,7 @@ class FlatBuffer:
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter], rank: int) -> None:
         self._spec = spec
         self._parameters = tuple(parameters)
+        self._has_dtensors = has_dtensors(parameters)
         self._rank = rank
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
@@ -86,7 +88,7 @@ class FlatBuffer:
         Raises:
             ParametersChangedError: The parameters have been converted.
         """
-        plan = self._plan()
+        plan, gradients = self._plan(), self._on_this_rank(gradients)
         if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
             self._refuse_converted()
         try:
@@ -101,7 +103,7 @@ class FlatBuffer:
 
     def unflatten(self, gradients: Sequence[Tensor]) -> None:
         """Write each place into a gradient."""
-        self._plan().unflatten(gradients)
+        self._plan().unflatten(self._on_this_rank(gradients))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in it."""
@@ -116,17 +118,21 @@ class FlatBuffer:
             return False
         return not self._tensor.any()
 
+    def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return local_tensors(tensors) if self._has_dtensors else tensors
+
     def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:
             self._refuse_converted()
-            first = self._parameters[0]
+            parameters = self._on_this_rank(self._parameters)
+            first = parameters[0]
             offsets = [offset // first.element_size() for offset in self._spec.byte_offsets]
             num_elements = self._spec.num_bytes // first.element_size()
             with torch.inference_mode(False):  # or no later backward could write it
                 # Zeros, so that the padding is and stays zero.
                 self._tensor = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
                 make = RealParts if self._tensor.is_complex() else FlattenPlan.for_bucket
-                self._flatten_plan = make(self._parameters, self._tensor, offsets)
+                self._flatten_plan = make(parameters, self._tensor, offsets)
         return self._flatten_plan
 
     def _refuse_converted(self) -> None:
@@ -136,7 +142,8 @@ class FlatBuffer:
             ParametersChangedError: Names them.
         """
         changes = []
-        for spec, parameter in zip(self._spec.gradients, self._parameters, strict=True):
+        parameters = self._on_this_rank(self._parameters)
+        for spec, parameter in zip(self._spec.gradients, parameters, strict=True):
             was = f"{spec.dtype}[{spec.numel}]"
             is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
             if self._tensor is not None and parameter.device != self._tensor.device:

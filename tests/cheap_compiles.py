@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import gc
+from traceback import StackSummary
 from typing import Any
 
 import torch._dynamo.guards as dynamo_guards
+import torch._dynamo.side_effects as side_effects
+import torch._dynamo.symbolic_convert as symbolic_convert
+import torch._dynamo.utils as dynamo_utils
+import torch._functorch._aot_autograd.graph_compile as graph_compile
+
+SETTINGS_AS_TEXT = (
+    "_get_dynamo_config_for_logging",
+    "_compiler_config_for_logging",
+    "_scrubbed_inductor_config_for_logging",
+    "_functorch_config_for_logging",
+)
 
 
 def make_compiles_cheap() -> None:
-    """A third of the processor time of small graphs goes into things that no test looks at (torch 2.13).
+    """Much of the processor time of small graphs goes into things that no test looks at (torch 2.13).
 
     Dynamo empties the processor's caches after each graph to measure how long its guards take, for a metric. The
     garbage collector goes over everything that torch has imported, again and again: what there is now is not looked at
-    any more, and the rest less often.
+    any more, and the rest less often. Texts are made of all settings, graphs and call stacks for logs that are off.
     """
     guards: Any = dynamo_guards
     guards.profile_guard_manager = lambda *_: 0.0
+
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+    for name in SETTINGS_AS_TEXT:
+        setattr(dynamo_utils, name, lambda: None)
+    graphs: Any = graph_compile
+    graphs._log_joint_graph = lambda *_: None
+    graphs._log_fw_bw_graphs = lambda *_: (None, None)
+    # The callers of the function that is compiled; what is inside of it stays in messages.
+    traced: list[Any] = [symbolic_convert, side_effects]
+    for module in traced:
+        module.get_stack_above_dynamo = StackSummary

@@ -15,6 +15,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cheap_compiles import make_compiles_cheap
+
 # What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
 # could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose.
 PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch._inductor.compile_fx"]
@@ -66,4 +68,5 @@ def _serve_once(
     os.environ.update(environment)
     sys.path[:] = path
     sys.modules["torch"].set_num_threads(1)
+    make_compiles_cheap()
     function(*args)

@@ -30,8 +30,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+ALONE_IN = Path(__file__).parent / "bench"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An identifier with an address is another one in each process, and pytest-xdist refuses to run any test then."""
+    """Two rules for tests, where breaking them would go unseen or say nothing of the reason.
+
+    ``make test`` looks for tests marked ``alone`` in one folder, since importing all tests takes seconds. An identifier
+    with an address is another one in each process, and pytest-xdist refuses to run any test then.
+    """
+    alone = [item for item in items if item.get_closest_marker("alone")]
+    elsewhere = [item.nodeid for item in alone if ALONE_IN not in item.path.parents]
+    if elsewhere:
+        raise pytest.UsageError(f"make test runs tests marked alone in {ALONE_IN} only, not these: {elsewhere}")
     unstable = [item.nodeid for item in items if re.search(r"\bat 0x[0-9a-f]+", item.nodeid)]
     if unstable:
         raise pytest.UsageError(f"parametrize(ids=...) has to name these tests, they contain addresses: {unstable}")

@@ -105,7 +105,7 @@ class TrainingBackend:
         ctx = PassContext(
             parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_in_backward
         )
-        passes = () if self.split == "none" else FORWARD_SPLIT
+        passes = FORWARD_SPLIT if self.split != "none" and _parts_are_equal(name, example_inputs) else ()
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
         num_partitions = max(1, len(partition_names(result.gm)))
         if num_partitions == 1 < len(buckets) and launches_in_backward:
@@ -212,6 +212,18 @@ def _cache_key(ctx: BackwardContext) -> str:
     numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
     described = [pipelines_version(), ctx.reducer, buckets, *numbers]
     return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
+
+
+def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
+    """Whether every DTensor that a graph takes has parts of one size, so that it is cut in the same places everywhere.
+
+    Buckets follow the sizes of parts. With other cuts, collectives that redistribute gradients behind a partition's
+    backward would come at other places among those inside of the backwards.
+    """
+    if all(torch_internals.has_equal_parts(value) for value in example_inputs):
+        return True
+    log.info("%s: not cut, since a DTensor in it has parts of different sizes", name)
+    return False
 
 
 def _has_backward(gm: fx.GraphModule) -> bool:

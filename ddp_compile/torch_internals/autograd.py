@@ -12,6 +12,7 @@ import torch._dynamo  # the submodules of torch._dynamo are not imported by torc
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import types
+from torch.distributed import rpc
 from torch.utils.hooks import RemovableHandle
 
 _types: Any = types  # which has these without saying so
@@ -95,6 +96,17 @@ def are_going_to_run(nodes: Sequence[Any]) -> bool:
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether ``register_hook`` was called for a parameter, or somebody beside us awaits its ``.grad``."""
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
+def inside_distributed_autograd() -> bool:
+    """Whether this thread is in a ``torch.distributed.autograd.context()``, whose backwards leave ``.grad`` alone."""
+    if not rpc.is_available() or not torch._C._distributed_rpc._is_current_rpc_agent_set():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:  # torch's way to say that there is none
+        return False
+    return True
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

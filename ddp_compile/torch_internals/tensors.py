@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
@@ -69,6 +71,24 @@ def is_plain_tensor(value: Tensor) -> bool:
         and not value.is_conj()
         and not value.is_neg()
     )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What of a DTensor lies on this rank, once it is complete; any other tensor itself."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def has_equal_parts(value: Any) -> bool:
+    """Whether the ranks hold equally large parts of a DTensor; True for anything else."""
+    if not isinstance(value, DTensor):
+        return True
+    num_parts = math.prod(
+        size for size, each in zip(value.device_mesh.shape, value.placements, strict=True) if not each.is_replicate()
+    )
+    return value.numel() == num_parts * value._local_tensor.numel()
 
 
 def free_symbols(value: Any) -> list[Any]:

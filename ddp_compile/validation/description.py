@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.plan.spec import GradientSpec, device_labels
 
@@ -15,7 +17,7 @@ def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> 
     labels = device_labels(parameter.device for parameter in named.values())
     sparse = with_sparse_gradients(module)
     return [
-        GradientSpec(i, fqn, p.numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
+        GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
         for i, (fqn, p) in enumerate(named.items())
     ]
 
@@ -45,15 +47,22 @@ def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_back
             strides = "" if parameter.is_contiguous() else f" with strides {list(parameter.stride())}"
             frozen = "" if parameter.requires_grad else " frozen"
             sparse = " with sparse gradient" if id(parameter) in sparse_ids else ""
-            what = (
-                f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} on {parameter.device.type}{sparse}{frozen}"
-            )
+            on = f"on {parameter.device.type}{_part_here(parameter)}"
+            what = f"{_dtype_name(parameter)}{list(parameter.shape)}{strides} {on}{sparse}{frozen}"
             lines.append(f"parameter {name}: {what}")
     if config.broadcast_buffers or config.init_sync:
         for name, buffer in module.named_buffers():
             if name not in ignored:
-                lines.append(f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}")
+                lines.append(f"buffer {name}: {_dtype_name(buffer)}{list(buffer.shape)}{_part_here(buffer)}")
     return lines
+
+
+def _part_here(tensor: Tensor) -> str:
+    """What of a DTensor lies on this rank, in words; the same on all ranks that average it."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    placements = ", ".join(map(str, tensor.placements))
+    return f" as DTensor with {placements}, of which {list(torch_internals.local_tensor(tensor).shape)} is here"
 
 
 def _dtype_name(tensor: Tensor) -> str:

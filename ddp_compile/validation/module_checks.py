@@ -92,8 +92,15 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
                 f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned"
             )
         if device_mesh.ndim != 1:
+            names = f" ({', '.join(device_mesh.mesh_dim_names)})" if device_mesh.mesh_dim_names else ""
             raise ReplicationError(
-                f"device_mesh has {device_mesh.ndim} dimensions, ddp_compile needs one; pass for example mesh['dp']"
+                f"rank {dist.get_rank()}: device_mesh has {device_mesh.ndim} dimensions{names}, ddp_compile needs one;"
+                " pass the one over which the module is replicated, for example mesh['dp']"
+            )
+        if device_mesh.get_coordinate() is None:
+            raise ReplicationError(
+                f"rank {dist.get_rank()} is not in device_mesh, which has ranks {device_mesh.mesh.tolist()}; call"
+                " ddp_compile on its ranks only"
             )
         return device_mesh.get_group()
     if process_group is not None:

@@ -11,22 +11,29 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
+from ddp_compile.plan.spec import shorten_names
 
 _REDUCES = "its gradients are reduced already; use one of the two"
+_SHARDS = (
+    "it reduces and shards its gradients by itself. To shard over one dimension of a mesh and average over the other,"
+    " leave both to fully_shard(module, mesh=mesh['dp', 'tp']), without ddp_compile; or make the parts by"
+    " parallelize_module(module, mesh['tp'], ...), and ddp_compile(module, device_mesh=mesh['dp'])"
+)
 _PASS_INSIDE = "pass the module inside it, its .module"
 
 #: By class name: what to do when `ddp_compile` is given one.
 _INSTEAD: Mapping[str, str] = {
     "DistributedDataParallel": _PASS_INSIDE,
     "DataParallel": _PASS_INSIDE,
-    "FullyShardedDataParallel": _REDUCES,
+    "FullyShardedDataParallel": _SHARDS,
     "ReplicateModule": _REDUCES,  # torch.distributed._composable.replicate_with_fsdp
-    "FSDPModule": _REDUCES,
+    "FSDPModule": _SHARDS,
     "DDP": _REDUCES,  # what torch.distributed._composable.replicate derives a module's class from
     "OptimizedModule": "ddp_compile compiles by itself; put the module inside it, its ._orig_mod, in its place",
     "ReplicatedModule": "replicate the outermost module only",
@@ -45,7 +52,18 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         if (kind := _kind_of(type(submodule))) is not None:
             where = f"submodule {name}" if name else "the module"
-            raise ReplicationError(f"{where} is a {kind}; {_INSTEAD[kind]}")
+            raise ReplicationError(f"{_rank()}{where} is a {kind}{_shards_what(submodule, name)}; {_INSTEAD[kind]}")
+
+
+def _rank() -> str:
+    return f"rank {dist.get_rank()}: " if dist.is_available() and dist.is_initialized() else ""
+
+
+def _shards_what(submodule: nn.Module, name: str) -> str:
+    if _kind_of(type(submodule)) not in _SHARDING:
+        return ""
+    names = [f"{name}.{each}" if name else each for each, _ in submodule.named_parameters()]
+    return f", which shards {shorten_names(names)}"
 
 
 def reduces_by_itself(cls: type) -> bool:

@@ -18,18 +18,18 @@ to start all its communication before it returns. On CUDA callbacks run at once,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
-from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.local_tensors import local_tensors
 
 #: Hooks of torch that start all their communication before they return; ours say so by `starts_at_once`.
 _START_AT_ONCE: frozenset[object] = frozenset(
@@ -75,7 +75,7 @@ class GradBucket:
     Source: ``GradBucket`` of torch 2.13, csrc/distributed/c10d/comm.hpp.
     """
 
-    def __init__(self, index: int, is_last: bool, buffer: Tensor, parameters: tuple[Parameter, ...]) -> None:
+    def __init__(self, index: int, is_last: bool, buffer: Tensor, parameters: Sequence[Tensor]) -> None:
         self._index = index
         self._is_last = is_last
         self._buffer = buffer
@@ -208,7 +208,7 @@ class CommHook(CommAlgorithm):
         handed_out = flat if bucket.spec.is_sparse else flat.view(-1)
         try:
             with torch.no_grad():
-                given = GradBucket(bucket.spec.index, is_last, handed_out, bucket.parameters)
+                given = GradBucket(bucket.spec.index, is_last, handed_out, local_tensors(bucket.parameters))
                 future = self._function(self._state, given)
         except Exception as error:
             self.fail(f"raised {error!r} on {described}", error)

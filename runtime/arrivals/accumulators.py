@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime.local_tensors import redistribution_to
 
 
 class Accumulators:
@@ -25,6 +27,11 @@ class Accumulators:
         self._nodes = [torch_internals.accumulator_of(parameter) for parameter in parameters]
         self._prehooks: dict[int, Any] = {}
         self._last_hooks: dict[int, Any] = {}
+        self._redistributions = [
+            torch_internals.register_own(node.register_prehook, redistribution_to(parameter.placements))
+            for node, parameter in zip(self._nodes, parameters, strict=True)
+            if isinstance(parameter, DTensor)
+        ]
 
     def are_going_to_run(self, indices: Sequence[int]) -> bool:
         """Whether the backward pass that this thread is in will accumulate into all of these parameters."""
@@ -49,7 +56,8 @@ class Accumulators:
 
     def remove_hooks(self) -> None:
         """Take our hooks off the nodes."""
-        for handle in (*self._prehooks.values(), *self._last_hooks.values()):
+        for handle in (*self._prehooks.values(), *self._last_hooks.values(), *self._redistributions):
             handle.remove()
+        self._redistributions.clear()
         self._prehooks.clear()
         self._last_hooks.clear()

@@ -1,7 +1,7 @@
 """Writes docs/ddp_parity.md from the rows in the TOML files beside this one, if every test that they list passes.
 
-``make parity`` runs the tests and writes the page. ``--collect`` runs nothing and prints as JSON which cases the listed
-tests have, and the markers of each; `tests/unit/test_ddp_parity.py` compares the page with that.
+``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what
+`print_markers` finds.
 
 In each row ``says`` is what an argument, method or behaviour of DistributedDataParallel is here; ``verdict`` whether it
 is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` what proves it: node
@@ -11,7 +11,6 @@ that the package supports.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -179,16 +178,15 @@ def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
     return recorder
 
 
+def print_markers() -> None:
+    """Print as JSON which cases the listed tests have, and the markers of each; run nothing."""
+    with contextlib.redirect_stdout(sys.stderr):
+        markers = run_pytest(load_rows(), "--collect-only", "--quiet").markers
+    print(json.dumps(markers))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--collect", action="store_true", help="print what would run, as JSON, and run nothing")
-    collects = parser.parse_args().collect
     rows = load_rows()
-    if collects:
-        with contextlib.redirect_stdout(sys.stderr):
-            markers = run_pytest(rows, "--collect-only", "--quiet").markers
-        print(json.dumps(markers))
-        return 0
     recorder = run_pytest(rows, "--quiet")
     problems = problems_of(rows, recorder.markers)
     problems += [f"{case} did not pass" for case in recorder.markers if recorder.outcomes.get(case) != {"passed"}]

@@ -127,7 +127,13 @@ def test_a_change_is_named_at_a_checked_forward(change: Callable[[Any], None]) -
         train(model)
 
 
-@pytest.mark.parametrize("change", [convert, convert_a_part, add_adapters, unfreeze])
+# Before torch 2.12 Dynamo keeps the graph of a parameter that is converted or unfrozen: the next check names it.
+NOTICED_SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo does not see it before torch 2.12")
+
+
+@pytest.mark.parametrize(
+    "change", [add_adapters, *(pytest.param(c, marks=NOTICED_SINCE_2_12) for c in (convert, convert_a_part, unfreeze))]
+)
 def test_a_change_that_dynamo_sees_is_named_between_two_checked_forwards(change: Callable[[Any], None]) -> None:
     model = replicated()
     train(model, num_steps=4)  # the next check is due before forward 8

@@ -357,6 +357,8 @@ def test_a_tensor_and_a_hook_on_its_gradient_stay_together() -> None:
         return y * z
 
     gm, _ = capture(function, torch.ones(3, requires_grad=True))
+    if gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        pytest.skip(f"Dynamo of torch {torch.__version__} makes the hook a function of its own, which may be cut off")
     sin, hook = find(gm, "sin"), find(gm, "register_hook")
     assert set(range(sin + 1, hook + 1)) <= held_at(gm)
 

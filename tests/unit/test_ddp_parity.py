@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from parity import write_page
-from parity.write_page import PAGE, ROOT, Row, differences, format_page, load_rows, problems_of
+from parity.write_page import PAGE, Row, differences, format_page, load_rows, problems_of
+from process_copies import run_in_copy
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile.config import DDP_ARGUMENTS_REPLACED
@@ -25,15 +24,9 @@ ROWS = load_rows()
 @pytest.fixture(scope="module")
 def markers() -> dict[str, list[str]]:
     """The markers of each case that the rows list, by node id; from a process of its own, as pytest does not nest."""
-    completed = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "parity" / "write_page.py"), "--collect"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert completed.returncode == 0, completed.stderr
-    return json.loads(completed.stdout)
+    done = run_in_copy(write_page.print_markers, timeout_s=120)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
 def names_in_torch(section: str) -> set[str]:

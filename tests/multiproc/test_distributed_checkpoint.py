@@ -1,0 +1,148 @@
+"""`torch.distributed.checkpoint` of a replicated module: what is trained after it is what would have been without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import relative_difference
+from rank_pool import RankPool
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+pytestmark = pytest.mark.usefixtures("each_split")
+
+Ranks = Callable[[int], RankPool]
+Trained = list[list[float]]
+ROWS, WIDTH = 12, 9
+SAVED_AT, NUM_STEPS = 3, 6
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+
+
+class Training:
+    """A module, replicated by ddp_compile or by DistributedDataParallel, and its optimizer."""
+
+    def __init__(self, by_ddp: bool = False) -> None:
+        plain = make()
+        self.model: Any = DistributedDataParallel(plain) if by_ddp else ddp_compile(plain, backend="aot_eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def train(self, begin: int, end: int) -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for step in range(begin, end):
+            torch.manual_seed(step)
+            x = torch.randn(ROWS, WIDTH)[rank * ROWS // size : (rank + 1) * ROWS // size]
+            self.optimizer.zero_grad()
+            # Each row's statistics are those of its own rank, so that the ranks' number would matter in training mode.
+            self.model.eval()
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def result(self) -> Trained:
+        momenta = [entry["exp_avg"] for entry in self.optimizer.state_dict()["state"].values()]
+        return [tensor.flatten().tolist() for tensor in (*self.model.parameters(), *self.model.buffers(), *momenta)]
+
+
+def save(path: str, by_ddp: bool, is_asynchronous: bool) -> Trained:
+    training = Training(by_ddp)
+    training.train(0, SAVED_AT)
+    state = training.state()
+    assert "0.weight" in state["model"] and "0.weight" in state["optimizer"]["state"]
+    if is_asynchronous:
+        # A group for nothing else: it is used by another thread while the module is trained.
+        saving = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group())
+        training.train(SAVED_AT, NUM_STEPS)
+        saving.result()
+    else:
+        dcp.save(state, checkpoint_id=path)
+        training.train(SAVED_AT, NUM_STEPS)
+    return training.result()
+
+
+def load(path: str, by_ddp: bool = False) -> Trained:
+    training = Training(by_ddp)
+    training.train(NUM_STEPS, NUM_STEPS + 2)  # somewhere else
+    state = training.state()
+    dcp.load(state, checkpoint_id=path)
+    training.load(state)
+    training.train(SAVED_AT, NUM_STEPS)
+    return training.result()
+
+
+def test_training_goes_on_as_without_an_asynchronous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    two = ranks(2)
+    through = two.run(save, str(tmp_path), False, True)
+    assert two.run(load, str(tmp_path)) == through
+
+
+def test_another_number_of_ranks_loads_it(ranks: Ranks, tmp_path: Path) -> None:
+    through = ranks(2).run(save, str(tmp_path), False, False)[0]
+    for size in (1, 3):
+        for found in ranks(size).run(load, str(tmp_path)):
+            differences = [
+                relative_difference(torch.tensor(ours), torch.tensor(theirs))
+                for ours, theirs in zip(found, through, strict=True)
+            ]
+            assert max(differences) < 1e-4, (size, differences)
+
+
+def test_ddps_checkpoint_and_ours_are_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    two, ours, theirs = ranks(2), str(tmp_path / "ours"), str(tmp_path / "theirs")
+    through = two.run(save, theirs, True, False)
+    assert two.run(save, ours, False, False) == through
+    assert two.run(load, ours, by_ddp=True) == through
+    assert two.run(load, theirs, by_ddp=False) == through
+
+
+def state_dicts_beside_ddps() -> bool:
+    """Names and values, of all or on rank 0 alone; and back."""
+    ours, theirs = Training(), Training(by_ddp=True)
+    for each in (ours, theirs):
+        each.train(0, 2)
+    for options in (None, StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        pair = [get_model_state_dict(each.model, options=options) for each in (ours, theirs)]
+        assert pair[0].keys() == pair[1].keys()
+        assert all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
+        ours_state, theirs_state = (
+            get_optimizer_state_dict(each.model, each.optimizer, options=options) for each in (ours, theirs)
+        )
+        assert bool(ours_state) == (options is None or dist.get_rank() == 0)
+        if ours_state:
+            assert ours_state["state"].keys() == theirs_state["state"].keys()
+            assert ours_state["param_groups"] == theirs_state["param_groups"]
+    state = {name: torch.zeros_like(value) for name, value in make().state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(ours.model, state if dist.get_rank() == 0 else {}, options=options)
+    assert not any(parameter.any() for parameter in ours.model.parameters())
+    ours.train(2, 3)
+    return True
+
+
+def test_state_dicts_are_ddps(ranks: Ranks) -> None:
+    assert ranks(2).run(state_dicts_beside_ddps) == [True, True]

@@ -1,0 +1,135 @@
+"""What decides about torch's own tests with ddp_compile; the tests themselves are run by run.py."""
+
+from __future__ import annotations
+
+import ast
+import os
+import time
+import unittest
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from peer_suites import stand_ins
+from peer_suites.torch_suites import PeerTest, for_cpu, reaches_ddp
+from peer_suites.verdict import COMPILED, FAILED, KINDS, LIST, PASSED, REFUSED, Listed, judge, read_list
+from process_copies import run_in_copy
+
+CREATE_GRAPH = Listed(REFUSED, "create_graph=True", "the mean does not lead back")
+ZEROS = Listed(COMPILED, "zeros, not None", "AOTAutograd computes them")
+
+TEST_CLASS = """
+class Tests:
+    def helper(self):
+        net = torch.nn.parallel.DistributedDataParallel(self.model().cuda(self.rank), device_ids=[self.rank])
+
+    def test_by_helper(self):
+        self.helper()
+
+    def test_of_something_else(self):
+        self.model()
+"""
+
+FOR_GPUS = """
+@skip_if_lt_x_gpu(2)
+@require_world_size(2)
+def test():
+    torch.cuda.set_device(rank)
+    x = torch.ones(2, device=rank).cuda(rank).to(torch.float64)
+    net = nn.parallel.DistributedDataParallel(model.to(rank))
+"""
+
+FOR_CPUS = """
+@require_world_size(2)
+def test():
+    _no_cuda.set_device(rank)
+    x = torch.ones(2, device=_on_cpu(rank)).cpu().to(_on_cpu(torch.float64))
+    net = DistributedDataParallel(model.to(_on_cpu(rank)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("passed", "error", "listed", "eagerly", "row"),
+    [
+        (True, "", None, True, PASSED),
+        (False, "AssertionError: 1 != 2", None, True, FAILED),
+        (False, "RuntimeError: backward(create_graph=True) is refused", CREATE_GRAPH, False, REFUSED),
+        (True, "", CREATE_GRAPH, True, FAILED),
+        (False, "AssertionError: 1 != 2", CREATE_GRAPH, True, FAILED),
+        (False, "AssertionError: zeros, not None", ZEROS, True, COMPILED),
+        (False, "AssertionError: zeros, not None", ZEROS, False, FAILED),
+    ],
+)
+def test_a_listed_test_has_to_fail_as_it_says(
+    passed: bool, error: str, listed: Listed | None, eagerly: bool, row: str
+) -> None:
+    assert judge(passed, error, listed, lambda: eagerly)[0] == row
+
+
+def test_what_is_listed_has_a_reason_and_an_error() -> None:
+    assert {entry.kind for entry in read_list().values()} == set(KINDS)
+
+
+@pytest.mark.parametrize("line", ['kind = "flaky"\nerror = "x"\nwhy = "y"', 'kind = "refused"\nerror = ""\nwhy = "y"'])
+def test_a_line_without_a_reason_is_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / LIST.name
+    file.write_text(f"[test_x]\n{line}\n")
+    with pytest.raises(ValueError, match="test_x"):
+        read_list(file)
+
+
+def test_tests_are_found_by_what_their_helpers_name() -> None:
+    assert reaches_ddp(TEST_CLASS, "Tests") == ["test_by_helper"]
+
+
+def test_every_device_becomes_the_cpu() -> None:
+    assert ast.unparse(for_cpu(FOR_GPUS)) == FOR_CPUS.strip()
+
+
+class Case:
+    """A test case of torch's, as far as the ranks see of one."""
+
+    rank = 0
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def test_passes(self) -> None:
+        stand_ins.made_one = self.rank == 1
+
+    def test_is_skipped(self) -> None:
+        raise unittest.SkipTest("no GPU")
+
+    def test_fails_on_one_rank(self) -> None:
+        if self.rank == 1:
+            raise ValueError("this rank")
+        time.sleep(100)
+
+    def test_dies_on_one_rank(self) -> None:
+        if self.rank == 1:
+            os._exit(0)
+        time.sleep(100)
+
+    def test_hangs(self) -> None:
+        time.sleep(100)
+
+
+def run_cases() -> None:
+    from peer_suites import on_ranks
+
+    def run(name: str, limit_s: float) -> on_ranks.TestEnd:
+        return on_ranks.run_on_ranks(PeerTest(ModuleType("tests"), Case, name, 2, False), object, limit_s)
+
+    on_ranks.TIME_TO_FAIL_S = 0.1
+    begin = time.monotonic()
+    ended = [run(name, 60.0) for name in dir(Case) if name.startswith("test_") and name != "test_hangs"]
+    assert [end.outcome for end in ended] == ["failed", "failed", "skipped", "passed"]
+    assert [end.error for end in ended] == ["the process of a rank ended", "ValueError: this rank", "no GPU", ""]
+    assert [end.made_one for end in ended] == [False, False, False, True]
+    assert run("test_hangs", 0.5).outcome == "timed out"
+    assert time.monotonic() - begin < 60.0  # nothing that sleeps was waited for
+
+
+def test_ranks_that_fail_die_or_hang_are_ended() -> None:
+    ended = run_in_copy(run_cases)
+    assert ended.exit_code == 0, ended.stderr

@@ -1,0 +1,62 @@
+"""What the end of a test comes to, with regard to the list of those that do not apply."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LIST = Path(__file__).with_name("not_applicable.toml")
+
+PASSED, FAILED = "passed", "failed"
+#: Why a test may be listed: it looks at the inside of DistributedDataParallel; it asks for the words of an error that
+#: has others here; it does what is refused here; or it sees what compiled graphs do under torch.compile as well.
+KINDS = INTERNALS, WORDS, REFUSED, COMPILED = ("internals", "words", "refused", "compiled")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Why a test does not apply, and what it has to fail with, so that nothing before hides behind the line."""
+
+    kind: str
+    error: str
+    why: str
+
+
+def read_list(file: Path = LIST) -> dict[str, Listed]:
+    """The tests that do not apply, by name.
+
+    Raises:
+        ValueError: A line of another kind, or without an error or a reason.
+    """
+    entries = {name: Listed(**entry) for name, entry in tomllib.loads(file.read_text()).items()}
+    for name, entry in entries.items():
+        if entry.kind not in KINDS or not entry.error or not entry.why:
+            raise ValueError(f"{file.name}: {name} needs a kind, one of {KINDS}, an error and a reason; it has {entry}")
+    return entries
+
+
+def judge(passed: bool, error: str, listed: Listed | None, passes_eagerly: Callable[[], bool]) -> tuple[str, str]:
+    """The row of the table that a test counts for, and what to say about it.
+
+    Args:
+        passed: Whether it passed with ddp_compile.
+        error: What it failed with, otherwise.
+        listed: Its line in the list, if it has one.
+        passes_eagerly: Whether it passes with graphs that are run as they are; asked where the list says so.
+    """
+    if listed is None:
+        return (PASSED, "") if passed else (FAILED, error)
+    if passed:
+        return FAILED, f"unexpectedly passes: drop its line in {LIST.name}"
+    if listed.error not in error:
+        return FAILED, f"{LIST.name} says that it fails with {listed.error!r}; it fails with {error}"
+    if listed.kind == COMPILED and not passes_eagerly():
+        return FAILED, f"{LIST.name} says that compiled graphs do so, but it fails with backend='eager' as well"
+    return listed.kind, listed.why
+
+
+def lines_without_test(listed: Mapping[str, Listed], passed_by_ddp: set[str]) -> list[str]:
+    """Lines of the list that are about no test that DistributedDataParallel passes here."""
+    return [name for name in listed if name not in passed_by_ddp]
