@@ -79,13 +79,15 @@ def ddp_compile(
         find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
             The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
         skip_all_reduce_unused_params: Do not send a bucket again that no rank uses in the first iteration. If one is
-            used after all, every rank raises. For ``find_unused_parameters`` and ``static_graph``.
+            used after all, every rank raises with ``find_unused_parameters``, and the rank that uses it with
+            ``static_graph``; it has no effect without one of them.
         static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
             first iteration's gradients are launched at its end. Takes the place of ``find_unused_parameters``.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
         delay_all_reduce_named_params: Names and parameters that the reducer leaves out: their gradients are averaged at
-            the end of a backward in which that of ``param_to_hook_all_reduce`` comes, inside ``no_sync`` as well.
+            the end of a backward in which that of ``param_to_hook_all_reduce`` comes, inside ``no_sync`` as well. That
+            parameter must not be in a reentrant checkpoint.
         param_to_hook_all_reduce: See ``delay_all_reduce_named_params``.
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
@@ -108,8 +110,8 @@ def ddp_compile(
     """
     refuse_unknown_arguments(unknown)
     delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-    ignored = names_to_ignore(parameters_to_ignore) | delayed.named.keys()
-    check_module(module, ignored)
+    ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
+    check_module(module, ignored | delayed.named.keys())
     check_algorithm(algorithm)
     config = ReplicateConfig(
         caps_bytes=caps_from_mib(bucket_cap_mb, first_bucket_cap_mb, next(module.parameters()).device.type),

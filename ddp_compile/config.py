@@ -65,10 +65,12 @@ class DelayedParameters:
     Args:
         named: They, by name; most often none.
         trigger: The parameter whose gradient is waited for.
+        trigger_name: Its name.
     """
 
     named: Mapping[str, Parameter] = field(default_factory=dict)
     trigger: Parameter | None = None
+    trigger_name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,7 @@ class ReplicateConfig:
         skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
-        delayed: Those of them that are reduced all the same, by themselves.
+        delayed: Those that the reducer leaves out, and that are averaged all the same.
         device_mesh: The mesh that the ranks were given as, if they were.
     """
 

@@ -14,7 +14,7 @@ _READ: Mapping[str, Callable[[ReplicateState], Any]] = {
     "device_mesh": lambda state: state.config.device_mesh,
     "device": lambda state: state.device,
     "device_type": lambda state: state.device.type,
-    "parameters_to_ignore": lambda state: set(state.config.parameters_to_ignore),
+    "parameters_to_ignore": lambda state: {*state.config.parameters_to_ignore, *state.config.delayed.named},
     "bucket_bytes_cap": lambda state: state.config.caps_bytes[-1],
     "bucket_bytes_cap_list": lambda state: list(state.config.caps_bytes),
     "gradient_as_bucket_view": lambda state: state.config.gradient_as_bucket_view,
@@ -28,22 +28,26 @@ _READ: Mapping[str, Callable[[ReplicateState], Any]] = {
 class _Attribute:
     """One attribute of a replicated module; what the module has under that name itself, or is given, goes before.
 
+    Not a ``__getattr__`` of the replicated class, which each look at a parameter or submodule would pass through.
+
     Args:
         name: Its name.
+        original: The user's class.
         state_of: Finds what a replicated module carries.
     """
 
-    def __init__(self, name: str, state_of: Callable[[nn.Module], ReplicateState]) -> None:
+    def __init__(self, name: str, original: Any, state_of: Callable[[nn.Module], ReplicateState]) -> None:
         self._name = name
+        self._original = original
         self._state_of = state_of
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self
-        for own in (module._parameters, module._buffers, module._modules):
-            if self._name in own:
-                return own[self._name]
-        return _READ[self._name](self._state_of(module))
+        try:
+            return self._original.__getattr__(module, self._name)  # parameters, submodules, what a user's own one finds
+        except AttributeError:
+            return _READ[self._name](self._state_of(module))
 
 
 def attributes_for(original: type, state_of: Callable[[nn.Module], ReplicateState]) -> dict[str, Any]:
@@ -53,4 +57,4 @@ def attributes_for(original: type, state_of: Callable[[nn.Module], ReplicateStat
         original: The user's class.
         state_of: Finds what a replicated module carries.
     """
-    return {name: _Attribute(name, state_of) for name in _READ if not hasattr(original, name)}
+    return {name: _Attribute(name, original, state_of) for name in _READ if not hasattr(original, name)}

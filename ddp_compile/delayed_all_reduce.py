@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,10 +16,11 @@ from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
 from ddp_compile.errors import ReductionError, ReplicationError
 from ddp_compile.plan.spec import shorten_names
+from ddp_compile.validation.description import with_sparse_gradients
 
 
 def delayed_parameters(
-    module: nn.Module, named: Sequence[tuple[str, Parameter]] | None, trigger: Parameter | None
+    module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, trigger: Parameter | None
 ) -> DelayedParameters:
     """What the arguments of ``ddp_compile`` say of them.
 
@@ -32,9 +31,10 @@ def delayed_parameters(
 
     Raises:
         ValueError: One was given without the other.
-        ReplicationError: A name is not that of the parameter in the module, or one can have no gradient, or is a
-            DTensor.
+        ReplicationError: A name is not that of the parameter in the module, or one has no gradient, or a sparse one, or
+            is a DTensor.
     """
+    named = list(named or ())  # which may be a generator
     if (not named) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the gradients of the first are"
@@ -54,7 +54,17 @@ def delayed_parameters(
     for name, parameter in [*named, ("param_to_hook_all_reduce", trigger)]:
         if not parameter.requires_grad:
             raise ReplicationError(f"{name} requires no gradient, so its all-reduce cannot be delayed; leave it out")
-    return DelayedParameters(dict(named), trigger)
+    sparse = with_sparse_gradients(module)
+    if announced := [name for name, parameter in named if id(parameter) in sparse]:
+        raise ReplicationError(
+            f"{shorten_names(announced)}: sparse gradients cannot be delayed; leave them out, or make their layers with"
+            " sparse=False"
+        )
+    return DelayedParameters(dict(named), trigger, _name_of(trigger, own))
+
+
+def _name_of(parameter: Parameter, own: Mapping[str, Parameter]) -> str:
+    return next((name for name, other in own.items() if other is parameter), "a parameter of another module")
 
 
 class DelayedAllReduce:
@@ -67,8 +77,14 @@ class DelayedAllReduce:
         parameters: Which, and when.
         process_group: The ranks.
 
-    Source: ``_delayed_all_reduce_hook`` of torch 2.13, nn/parallel/distributed.py, which nobody waits for. At the end
-    of the backward, since compiled code may bring the trigger's gradient before the others.
+    Source: ``_delayed_all_reduce_hook`` of torch 2.13, nn/parallel/distributed.py, which nobody waits for.
+
+    Note [Behind everything]
+    The all-reduce comes at the end of the backward, since compiled code may bring the trigger's gradient before the
+    others. It comes behind the ends of all reducers: a rank may meet the trigger's gradient before the first one that
+    is reduced, and another rank after it, but all have to send the same things in the same order. So what the hook
+    queues only queues the all-reduce, behind everything that the backward has queued. The end of a reentrant
+    checkpoint, which is a backward inside the backward, is too early: what comes later would not be averaged.
     """
 
     def __init__(self, parameters: DelayedParameters, process_group: dist.ProcessGroup) -> None:
@@ -81,7 +97,7 @@ class DelayedAllReduce:
         def has_come(_parameter: Tensor) -> None:
             alive = this()
             if alive is not None:
-                torch_internals.queue_backward_callback(alive._all_reduce)
+                torch_internals.queue_backward_callback(alive._backward_ends)
 
         if parameters.trigger is not None:
             register = parameters.trigger.register_post_accumulate_grad_hook
@@ -95,22 +111,38 @@ class DelayedAllReduce:
                 " many batches on every rank, or drop delay_all_reduce_named_params"
             )
 
+    def refuse_optimizers_in_backward(self) -> None:
+        """Raise a ReplicationError if ``_apply_optimizer_in_backward`` steps one before it is averaged."""
+        if stepped := [name for name, p in self._parameters.items() if getattr(p, "_in_backward_optimizers", None)]:
+            raise ReplicationError(
+                f"{self._who}: _apply_optimizer_in_backward would step {shorten_names(stepped)} with this rank's own"
+                " gradients, before they are averaged; step them behind the backward, or do not delay them"
+            )
+
     def remove_hook(self) -> None:
         """Average nothing any more."""
         if self._handle is not None:
             self._handle.remove()
 
+    def _backward_ends(self) -> None:
+        if torch_internals.is_inside_backward():
+            raise ReplicationError(
+                f"{self._who}: the gradient of param_to_hook_all_reduce has come in a backward inside another one, of a"
+                " reentrant checkpoint for example, behind which more gradients may come. Use use_reentrant=False, or"
+                " give a parameter that is used outside of it"
+            )
+        torch_internals.queue_backward_callback(self._all_reduce)
+
     @torch.no_grad()
     def _all_reduce(self) -> None:
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        by_dtype = attrgetter("dtype")
-        parameters = sorted(self._parameters.values(), key=lambda parameter: str(parameter.dtype))
-        for _, group in itertools.groupby(parameters, by_dtype):
-            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
-            if any(gradient.is_sparse for gradient in gradients):
-                raise ReplicationError(f"{self._who}: sparse gradients cannot be delayed; leave their parameters out")
+            elif parameter.grad.is_sparse:  # a functional embedding's, on this rank perhaps alone
+                parameter.grad = parameter.grad.to_dense()
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+        for gradients in alike.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._process_group.size())
             try:
                 dist.all_reduce(flat, group=self._process_group)

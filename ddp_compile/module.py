@@ -131,7 +131,8 @@ class ReplicatedModule(nn.Module):
 
         False unless it is set, as with torch 2.15's DistributedDataParallel; set it between two steps. What runs
         between the backward and `finalize_backward` has the last reductions behind it, an optimizer step over other
-        parameters for example. The gradients are not to be touched meanwhile.
+        parameters for example. The gradients are not to be touched meanwhile, nor used: an optimizer step over them
+        takes this rank's own, which no error tells.
         """
         return _state_of(self).reducer.finalizes_manually
 
@@ -144,6 +145,7 @@ class ReplicatedModule(nn.Module):
         """Whether `finalize_backward` has to be called behind the backward, and not in a hook inside it: always."""
         return self.require_manual_backward_finalization
 
+    @torch.compiler.disable(reason="ddp_compile waits for its reductions")
     def finalize_backward(self) -> None:
         """Wait for the reductions of the backward that has returned; afterwards each ``.grad`` is the mean.
 

@@ -66,7 +66,9 @@ class ReplicateState:
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
         refuse_sharded_over_replicas(module, config.parameters_to_ignore, process_group)
-        parameters = list(self.parameters.named.values())
+        delayed = {id(parameter) for parameter in config.delayed.named.values()}
+        reduced = {name: p for name, p in self.parameters.named.items() if id(p) not in delayed}
+        parameters = list(reduced.values())
         self.device = parameters[0].device
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         in_backward = launches_in_backward(config.split, self.compiler)
@@ -76,12 +78,11 @@ class ReplicateState:
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
-        left_alone = config.parameters_to_ignore - config.delayed.named.keys()
-        self._all_parameters = [p for name, p in module.named_parameters() if name not in left_alone]
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in config.parameters_to_ignore]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(parameters)
-        gradients = describe_gradients(module, self.parameters.named)
+        gradients = describe_gradients(module, reduced)
         refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
@@ -90,7 +91,7 @@ class ReplicateState:
         moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
         self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
         self._evaluation_backend = EvaluationBackend(self.compiler)
-        self.optimizers = OptimizersInBackward(self.parameters.named)
+        self.optimizers = OptimizersInBackward(reduced)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
@@ -107,6 +108,7 @@ class ReplicateState:
             f"algorithm={algorithm.name}",
             f"parameters that another replicated module reduces={shared}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
+            f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
             *describe_module(module, self.config, in_backward),
         ]
         verify_modules_agree(description, self.process_group, self.device)
@@ -187,6 +189,7 @@ class ReplicateState:
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
         if self._num_with_gradients == 0:
+            self.delayed.refuse_optimizers_in_backward()
             self.optimizers.adopt()
         self._num_with_gradients += 1
         if is_agreement_point(self._num_with_gradients):

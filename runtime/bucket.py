@@ -292,7 +292,7 @@ class Bucket:
 
     def adopt_gradients(self) -> None:
         """Move the gradients that there are into the flat buffer, between two backwards, which frees the old ones'."""
-        if self.spec.is_sparse or not self.gradient_as_bucket_view:
+        if self.spec.is_sparse or not self.gradient_as_bucket_view or self._lazy_allocation:
             return
         views = self._buffer.gradient_views.tensors
         held = held_by_others(self.gradients(), views)

@@ -214,7 +214,8 @@ def not_finalized(rank: int, what: str) -> ReductionError:
     return ReductionError(
         f"rank {rank}: {what} before finalize_backward(): with require_manual_backward_finalization = True the"
         " reductions of a backward are under way until model.finalize_backward() waits for them. Call it once behind"
-        " each backward that is reduced, before the gradients are used"
+        " each backward that is reduced, before the gradients are used. If an optimizer has stepped meanwhile, it has"
+        " used gradients that are not averaged: start again from a checkpoint"
     )
 
 

@@ -95,14 +95,17 @@ class IterationEnd:
             self._on_reduced()
 
     def tell_the_others(self) -> None:
-        """The backward has ended: tell the other ranks what there is to say, if anything, unless they know."""
+        """The backward has ended: tell the other ranks what there is to say, if anything, unless they know.
+
+        Afterwards the caller may send something else, before the buckets are waited for.
+        """
+        self._queue.drain()
         early_speaks, policy_speaks = self._early_has_message, self._policy.has_message
         if self._message.is_under_way or not (early_speaks or policy_speaks):
             return
         parts = [self._used_here()] if policy_speaks else []
         if early_speaks:
             parts.append(self._early.message(self._queue.algorithm.traits.replayable))
-        self._queue.drain()
         self._message.send(parts)
 
     def _hear_the_others(self) -> None:

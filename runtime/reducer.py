@@ -24,7 +24,7 @@ from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.backward_passes import BackwardPasses, BackwardsAlone
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
-from ddp_compile.runtime.arrivals.policies import AllRequired, StaticGraph, UnusedAllowed
+from ddp_compile.runtime.arrivals.policies import policy_for
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.bucket_receiver import BucketReceiver
@@ -68,11 +68,7 @@ class Reducer:
         names = [gradient.fqn for gradient in builder.gradients]
         accumulators = Accumulators(self.parameters)
         self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
-        self._policy = AllRequired()
-        if settings.static_graph or settings.find_unused_parameters:
-            self._policy = (StaticGraph if settings.static_graph else UnusedAllowed)(
-                self.parameters, names, self.rank, settings.skip_all_reduce_unused_params
-            )
+        self._policy = policy_for(settings, self.parameters, names, self.rank)
         self._queue = LaunchQueue(
             self._bucket_set, process_group, settings.monitor, settings.algorithm, self._policy, self._undefined
         )
@@ -136,8 +132,7 @@ class Reducer:
             MissingGradientError: The backward before left parameters without a gradient.
             ReductionError: The backward before raised after its reduction had started.
         """
-        if self._lifecycle.phase.state is State.LAUNCHED:
-            raise error_messages.not_finalized(self.rank, "a forward")
+        self._refuse_unfinalized()
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
@@ -168,6 +163,7 @@ class Reducer:
 
     def refuse_second_forward(self) -> None:
         """Raise a ReplicationError if a forward has come whose backward is to be reduced, and has not."""
+        self._refuse_unfinalized()
         if self._lifecycle.phase == Phase(State.ARMED, True):
             raise error_messages.second_forward_in_join(self.rank)
 
@@ -208,7 +204,7 @@ class Reducer:
         """
         self.hooks_have_run()
         self._hooks.flush(index)
-        if self._early.arrived(index):
+        if self._early.arrived(index) and self._lifecycle.phase.state is not State.LAUNCHED:
             return
         if self._lifecycle.phase.state is State.LOCAL:
             self._note(index)
@@ -363,6 +359,10 @@ class Reducer:
         for bucket in self.buckets:
             self._queue.complete(bucket)
         self.finalize_backward()
+
+    def _refuse_unfinalized(self) -> None:
+        if self._lifecycle.phase.state is State.LAUNCHED:
+            raise error_messages.not_finalized(self.rank, "a forward")
 
     def _refuse_missing_gradients(self) -> NoReturn:
         missing = {self._fqn(index): self.parameters[index] for index in self._queue.missing}

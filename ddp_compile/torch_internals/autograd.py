@@ -10,8 +10,22 @@ from typing import Any
 import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo import types
 from torch.distributed import rpc
 from torch.utils.hooks import RemovableHandle
+
+_types: Any = types  # which has these without saying so
+_SKIP_ALL = _types.FrameExecStrategy(_types.FrameAction.SKIP, _types.FrameAction.SKIP)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Let Dynamo leave a function alone, and whatever it calls, where the engine calls it.
+
+    In a training step that is compiled as a whole, Dynamo looks at every frame that runs, those of hooks included.
+    ``torch.compiler.disable`` would cost each call a wrapper.
+    """
+    set_code_exec_strategy(getattr(function, "__func__", function).__code__, _SKIP_ALL)
 
 
 def current_graph_task_id() -> int:
@@ -49,8 +63,9 @@ _num_own_hooks = 0
 
 
 def register_own(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook that `num_hooks_of_others` does not count."""
+    """Register a hook that `num_hooks_of_others` does not count, and Dynamo never compiles."""
     global _num_own_hooks
+    never_compile(hook)
     before = RemovableHandle.next_id
     handle = register(hook)
     _num_own_hooks += RemovableHandle.next_id - before
@@ -95,7 +110,8 @@ def inside_distributed_autograd() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the innermost running backward pass has ended without an exception."""
+    """Run ``callback`` when the innermost running backward pass has ended without an exception; never compiled."""
+    never_compile(callback)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

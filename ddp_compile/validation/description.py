@@ -15,14 +15,14 @@ from ddp_compile.plan.spec import GradientSpec, device_labels
 def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
     """What the plan needs to know of each parameter, in registration order."""
     labels = device_labels(parameter.device for parameter in named.values())
-    sparse = _with_sparse_gradients(module)
+    sparse = with_sparse_gradients(module)
     return [
         GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
         for i, (fqn, p) in enumerate(named.items())
     ]
 
 
-def _with_sparse_gradients(module: nn.Module) -> set[int]:
+def with_sparse_gradients(module: nn.Module) -> set[int]:
     """The parameters, by ``id``, whose layer announces sparse gradients."""
     layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in layers if layer.sparse}
@@ -31,7 +31,7 @@ def _with_sparse_gradients(module: nn.Module) -> set[int]:
 def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_backward: bool) -> list[str]:
     """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
     ignored = config.parameters_to_ignore
-    sparse_ids = _with_sparse_gradients(module)
+    sparse_ids = with_sparse_gradients(module)
     settings = (
         "broadcast_buffers",
         "init_sync",

@@ -30,7 +30,7 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
         raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
     refuse_wrappers_inside(module)
     _check_ignored(module, ignored)
-    _check_trainable(reduced_parameters(module, ignored))
+    _check_trainable(reduced_parameters(module, ignored), bool(ignored))
     ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
     if hidden := [name for name in ours if _has_attribute(module, name)]:
         raise ReplicationError(
@@ -53,7 +53,12 @@ def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
         raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
 
 
-def _check_trainable(trainable: Mapping[str, nn.Parameter]) -> None:
+def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool) -> None:
+    if not trainable and some_are_ignored:
+        raise ReplicationError(
+            "every parameter that requires a gradient is named in parameters_to_ignore, or in"
+            " delay_all_reduce_named_params, so nothing is left to be reduced; leave one of them out"
+        )
     if not trainable:
         raise ReplicationError(
             "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"

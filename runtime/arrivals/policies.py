@@ -13,6 +13,7 @@ from ddp_compile import torch_internals
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.used_parameters import UsedParameters, tensors_in
 from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.reducer_settings import ReducerSettings
 
 
 class AllRequired:
@@ -136,7 +137,7 @@ class UnusedAllowed(AllRequired):
         return absent.difference(arriving)
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
-        if self.leaves_out(bucket):
+        if bucket.iteration.is_left_out:
             return False  # all ranks will hear of it
         unused = bucket.iteration.unused
         if index not in unused:
@@ -248,3 +249,14 @@ class StaticGraph(UnusedAllowed):
 
     def _never_coming(self) -> set[int]:
         return set(range(self._num_parameters)) - self._num_arrivals.keys()
+
+
+def policy_for(
+    settings: ReducerSettings, parameters: Sequence[Parameter], names: Sequence[str], rank: int
+) -> AllRequired:
+    """The policy that the settings ask for; the other arguments are those of `UnusedAllowed`."""
+    if settings.static_graph:
+        return StaticGraph(parameters, names, rank, settings.skip_all_reduce_unused_params)
+    if settings.find_unused_parameters:
+        return UnusedAllowed(parameters, names, rank, settings.skip_all_reduce_unused_params)
+    return AllRequired()

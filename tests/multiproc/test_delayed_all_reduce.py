@@ -12,8 +12,10 @@ import torch.distributed as dist
 from models import relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile import ParametersChangedError, RanksDifferError, ReplicationError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -90,6 +92,112 @@ def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
     model: Any = ddp_compile(net, backend="eager", **delayed)
     with pytest.raises(ReplicationError, match=r"rank 0: delayed gradients of table inside a Join.*drop delay_all"):
         model.join_hook()
-    plain = model.unwrap()
+    plain: Any = model.unwrap()
+    with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
+        every: Any = (pair for pair in plain.named_parameters() if pair[1].requires_grad)
+        ddp_compile(plain, delay_all_reduce_named_params=every, param_to_hook_all_reduce=plain.last.bias)
+    table = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(ReplicationError, match=r"0\.weight: sparse gradients cannot be delayed; leave them out"):
+        first = list(table.named_parameters())[:1]
+        ddp_compile(table, delay_all_reduce_named_params=first, param_to_hook_all_reduce=table[1].weight)
     plain(torch.ones(2, WIDTH)).sum().backward()
     assert plain.first.weight.grad is not None and plain.table.grad is not None
+
+
+class FirstOnOneRank(nn.Module):
+    """On rank 0 alone the trigger's gradient is the first one that comes; no loss uses the second output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.trigger = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.first, self.last, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x @ self.table))
+        h = self.trigger * self.last(h) if dist.get_rank() == 0 else self.last(self.trigger * h)
+        return h, self.unused(h)
+
+
+def arrive_in_another_order() -> float:
+    torch.manual_seed(0)
+    module = FirstOnOneRank()
+    plain = copy.deepcopy(module)
+    model = ddp_compile(
+        module,
+        bucket_cap_mb=0.001,
+        find_unused_parameters=True,
+        delay_all_reduce_named_params=[("table", module.table)],
+        param_to_hook_all_reduce=module.trigger,
+    )
+    worst = 0.0
+    for step in range(2):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(5, WIDTH)
+        for each in (model, plain):
+            each.zero_grad()
+            each(x)[0].sum().backward()
+        for ours, alone in zip(model.parameters(), plain.parameters(), strict=True):
+            if alone.grad is not None:
+                dist.all_reduce(alone.grad)
+                worst = max(worst, relative_difference(ours.grad, alone.grad / dist.get_world_size()))
+    return worst
+
+
+def test_ranks_may_meet_the_trigger_at_another_time(ranks: Ranks) -> None:
+    assert max(ranks(2).run(arrive_in_another_order)) < 1e-6
+
+
+class InCheckpoint(Net):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, x @ self.table, use_reentrant=True)) * self.scale.sum().float()
+
+
+def refused(make: Callable[[], Net], change: Callable[[Any], None], num_steps: int) -> str:
+    module = make()
+    change(module)
+    delayed = [("table", module.table)]
+    try:
+        model = ddp_compile(
+            module, backend="eager", delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first.weight
+        )
+        for step in range(num_steps):
+            if step == 1:
+                module.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            model.zero_grad()
+            model(torch.randn(5, WIDTH)).sum().backward()
+    except (ParametersChangedError, RanksDifferError, ReplicationError) as error:
+        return str(error)
+    return "nothing"
+
+
+def another_shape(module: Net) -> None:
+    if dist.get_rank():
+        module.table = nn.Parameter(torch.randn(WIDTH, WIDTH + 1))
+
+
+def stepped_in_backward(module: Net) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, [module.table], {"lr": 0.1})
+
+
+def nothing(module: Net) -> None:
+    pass
+
+
+def refusals() -> list[str]:
+    cases: list[tuple[Any, Any, int]] = [
+        (Net, another_shape, 1),
+        (Net, stepped_in_backward, 1),
+        (InCheckpoint, nothing, 1),
+        (Net, nothing, 3),
+    ]
+    return [refused(*case) for case in cases]
+
+
+def test_what_would_not_be_averaged_is_refused_on_every_rank(ranks: Ranks) -> None:
+    for shape, stepped, checkpointed, replaced in ranks(2).run(refusals):
+        assert "parameter table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]" in shape
+        assert "_apply_optimizer_in_backward would step table with this rank's own gradients" in stepped
+        assert "has come in a backward inside another one, of a reentrant checkpoint" in checkpointed
+        assert "replaced by another Parameter: table" in replaced

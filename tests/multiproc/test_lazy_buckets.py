@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from rank_pool import RankPool
 from test_algorithms import train_in_all_ways
 from test_split_backward import train as train_backward_pattern
 from test_training_patterns import PATTERNS
 from test_training_patterns import train as train_pattern
 from test_unused_parameters import branch_by_rank_and_step
+from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 
@@ -41,3 +43,35 @@ def train_with_everything() -> dict[str, float]:
 def test_gradients_are_those_of_ddp_however_it_trains(split: str, each_split: str, ranks: Ranks) -> None:
     for worst in ranks(2).run(train_with_everything):
         assert max(worst.values()) < 1e-5, worst
+
+
+class BackToFront(nn.Module):
+    """Its gradients come in registration order, so that all buckets are packed anew behind the first iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def allocated_behind_forwards() -> list[int]:
+    model: Any = ddp_compile(BackToFront(), bucket_cap_mb=0.005)
+    counts = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(torch.randn(2, 32)).sum()
+        buckets = model._ddp_compile_state.reducer.buckets
+        counts.append(sum(bucket._buffer._tensor is not None for bucket in buckets))
+        loss.backward()
+    assert model.bucket_plan.generation == 1
+    return counts
+
+
+def test_buckets_that_are_packed_anew_are_allocated_in_the_backward(ranks: Ranks) -> None:
+    for counts in ranks(2).run(allocated_behind_forwards):
+        assert counts == [0, 0, 0]

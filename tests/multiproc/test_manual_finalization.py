@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,7 @@ def fail_at_the_end() -> list[str]:
 
     model: Any = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
+    fails_later._ddp_compile_starts_at_once = True  # type: ignore[attr-defined]  # else the backward waits for it
     model.register_comm_hook(None, fails_later)
     x = torch.randn(6, 33)
     loss_of(model(x)).backward()
@@ -133,3 +135,108 @@ def forget_on_every_rank() -> str:
 def test_forgotten_it_is_named_on_every_rank(ranks: Ranks) -> None:
     for rank, message in enumerate(ranks(2).run(forget_on_every_rank)):
         assert f"rank {rank}: a forward before finalize_backward()" in message
+
+
+def regularise_before_finalizing(split: str) -> tuple[str, str]:
+    """Another gradient of one parameter, when buckets are launched inside the backward where ``split`` lets them."""
+    model: Any = ddp_compile(mlp(), split=split, bucket_cap_mb=0.003, backend="aot_eager")
+    model.require_manual_backward_finalization = True
+    x = torch.randn(6, 33)
+    for _ in range(2):
+        loss_of(model(x)).backward()
+        model.finalize_backward()
+    loss_of(model(x)).backward()
+    messages = []
+    for act in (lambda: model.layers[1].weight.square().sum().backward(), model.finalize_backward):
+        try:
+            act()
+        except RuntimeError as error:
+            messages.append(str(error))
+    late, afterwards = messages
+    return late, afterwards
+
+
+def test_a_gradient_that_comes_before_it_is_an_error(ranks: Ranks) -> None:
+    for split in ("forward", "backward"):
+        for rank, (late, afterwards) in enumerate(ranks(2).run(regularise_before_finalizing, split)):
+            assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
+            assert "the last backward, or its finalization, has raised" in afterwards
+
+
+def send_in_between() -> tuple[int, int, float]:
+    """The hook starts a second collective when its first one is over; another one is sent behind the backward."""
+    started = []
+
+    def two_collectives(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def second(future: Any) -> torch.Tensor:
+            time.sleep(0.1 * dist.get_rank())
+            started.append(bucket.index())
+            dist.all_reduce(torch.ones(3))
+            return bucket.buffer().div_(dist.get_world_size())
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(second)
+
+    model: Any = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="eager")
+    model.require_manual_backward_finalization = True
+    model.register_comm_hook(None, two_collectives)
+    loss_of(model(torch.randn(6, 33))).backward()
+    num_started, total = len(started), torch.ones(1)
+    dist.all_reduce(total)
+    model.finalize_backward()
+    return num_started, len(model.bucket_plan.buckets), total.item()
+
+
+def test_behind_a_backward_anything_may_be_sent(ranks: Ranks) -> None:
+    for num_started, num_buckets, total in ranks(2).run(send_in_between):
+        assert num_started == num_buckets
+        assert total == 2
+
+
+def forget_inside_join() -> list[str]:
+    """A rank that trains longer forgets it once; nothing has been sent to the other one, who has no input left."""
+    model: Any = ddp_compile(mlp(), backend="eager")
+    model.require_manual_backward_finalization = True
+    messages = []
+    with model.join():
+        for step in range(2 + 2 * dist.get_rank()):
+            loss_of(model(torch.randn(6, 33))).backward()
+            if step == 2:
+                try:
+                    model(torch.randn(6, 33))
+                except RuntimeError as error:
+                    messages.append(str(error))
+            model.finalize_backward()
+    return messages
+
+
+def test_forgotten_inside_join_nothing_has_been_sent(ranks: Ranks) -> None:
+    assert [len(messages) for messages in ranks(2).run(forget_inside_join)] == [0, 1]
+
+
+def compiled_step(by_hand: bool) -> float:
+    """The whole step is compiled, with the backward in it: Dynamo sees the frames of our hooks."""
+    model, replica = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager"), DistributedDataParallel(mlp())
+    model.require_manual_backward_finalization = by_hand
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        if by_hand:
+            model.finalize_backward()
+
+    worst = 0.0
+    for seed in range(4):
+        torch.manual_seed(10 * seed + dist.get_rank())
+        x = torch.randn(6, 33)
+        step(x)
+        replica.zero_grad()
+        loss_of(replica(x)).backward()
+        for ours, theirs in zip(model.parameters(), replica.parameters(), strict=True):
+            worst = max(worst, relative_difference(ours.grad, theirs.grad))
+    return worst
+
+
+def test_a_whole_step_may_be_compiled(ranks: Ranks) -> None:
+    for by_hand in (False, True):
+        assert max(ranks(2).run(compiled_step, by_hand)) < 1e-6
