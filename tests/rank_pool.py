@@ -8,9 +8,12 @@ a test gives to the pool must stand at the top level of its module, so that the 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -82,24 +85,40 @@ class RankPool:
         context = context_of_copies()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, sys.path), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, theirs, sys.path, self._stacks_of(rank)), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
 
+    def _stacks_of(self, rank: int) -> str:
+        return str(Path(self._directory.name) / f"stacks_of_rank_{rank}.txt")
+
+    def _stacks(self) -> str:
+        """Where every thread of every rank is."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)  # until they have written it
+        texts = [Path(self._stacks_of(rank)).read_text() for rank in range(self.world_size)]
+        return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(texts))
+
     def _receive(self, connection: Connection) -> Any:
         if not connection.poll(CALL_TIMEOUT_S):
+            stacks = self._stacks()
             self.close()
-            raise AssertionError(f"a rank gave no answer within {CALL_TIMEOUT_S} s")
+            raise AssertionError(f"a rank gave no answer within {CALL_TIMEOUT_S} s\n{stacks}")
         try:
             return connection.recv()
         except EOFError:
             return RankFailure("EOFError", "the rank's process ended", "")
 
 
-def _serve(rank: int, world_size: int, connection: Connection, path: list[str]) -> None:
+def _serve(rank: int, world_size: int, connection: Connection, path: list[str], stacks: str) -> None:
     sys.path[:] = path
+    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"))  # noqa: SIM115  # for as long as the process
     torch.set_num_threads(1)
     make_compiles_cheap()
     while True:

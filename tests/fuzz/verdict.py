@@ -296,7 +296,10 @@ def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
 
 
 def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
-    """Verdicts of the recipes. One that ends a rank's process, or keeps it for minutes, is a failure of its own."""
+    """Verdicts of the recipes. One that ends a rank's process, or keeps it for minutes, is a failure of its own.
+
+    Where that happens to several in turn and to none of them alone, a warning says so: it may be a race.
+    """
     try:
         results = pool.run_expecting_failures(judge_all, recipes, timeout_s=300.0)
         broken = next((result for result in results if isinstance(result, RankFailure)), None)
@@ -307,5 +310,8 @@ def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
         return verdicts
     pool.close()
     if len(recipes) > 1:
-        return [verdict for recipe in recipes for verdict in judge_on(pool, [recipe])]
+        verdicts = [verdict for recipe in recipes for verdict in judge_on(pool, [recipe])]
+        if all(verdict.outcome != FAILED for verdict in verdicts):
+            warnings.warn(f"only together: {broken.kind}: {broken.message}\n{broken.traceback}", stacklevel=2)
+        return verdicts
     return [Verdict(FAILED, f"{broken.kind}: {broken.message}\n{broken.traceback}")]
