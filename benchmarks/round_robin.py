@@ -2,7 +2,7 @@
 
     python -m ddp_compile bench --implementations ddp_compile-auto,benchmarks.round_robin:two
 
-What it showed: docs/decisions/round_robin_groups.md.
+Not measured yet.
 """
 
 from __future__ import annotations
