@@ -22,9 +22,7 @@ from fuzz.verdict import CASES_IN_A_CALL, FAILED, OUTCOMES, Verdict, judge_on
 from rank_pool import RankPool
 from tqdm import tqdm
 
-# Dynamo keeps what it compiled, and each case that raises leaves a process group behind, whose threads poll: a quarter
-# of both cores when there are a hundred of them. So the ranks are started anew now and then.
-CASES_IN_A_POOL = 200
+CASES_IN_A_REPORT = 200
 ONE_IN_INDUCTOR = 50
 
 
@@ -47,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     with tqdm(total=len(seeds), disable=None) as bar:
         for start in range(0, len(seeds), CASES_IN_A_CALL):
-            if start % CASES_IN_A_POOL == 0:
-                pool.close()
             some = seeds[start : start + CASES_IN_A_CALL]
             recipes = [recipe_in_run(seed, not options.no_inductor) for seed in some]
             for seed, recipe, verdict in zip(some, recipes, judge_on(pool, recipes), strict=True):
@@ -56,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if verdict.outcome == FAILED:
                     _report(seed, recipe, verdict, pool, not options.no_shrink, bar)
             bar.update(len(some))
-            if some.stop % CASES_IN_A_POOL == 0 or some.stop == seeds.stop:
+            if (start + len(some)) % CASES_IN_A_REPORT == 0 or some.stop == seeds.stop:
                 so_far = ", ".join(f"{outcome}: {counts[outcome]}" for outcome in OUTCOMES)
                 bar.write(f"seeds {first} to {some.stop - 1}: {so_far}")
                 sys.stdout.flush()

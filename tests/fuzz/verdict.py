@@ -299,16 +299,19 @@ def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
     """Verdicts of the recipes. One that ends a rank's process, or keeps it for minutes, is a failure of its own.
 
     Where that happens to several in turn and to none of them alone, a warning says so: it may be a race.
+
+    Each call has ranks of its own: a case that raises leaves a process group behind that may have works under way.
     """
     try:
         results = pool.run_expecting_failures(judge_all, recipes, timeout_s=300.0)
         broken = next((result for result in results if isinstance(result, RankFailure)), None)
     except AssertionError as error:
         results, broken = [], RankFailure("AssertionError", str(error), "")
+    finally:
+        pool.close()
     if broken is None:
         verdicts: list[Verdict] = results[0]
         return verdicts
-    pool.close()
     if len(recipes) > 1:
         verdicts = [verdict for recipe in recipes for verdict in judge_on(pool, [recipe])]
         if all(verdict.outcome != FAILED for verdict in verdicts):
