@@ -83,7 +83,8 @@ def test_records_add_up() -> None:
     assert len(records) == 20 and training.num_steps == 21
     assert all(min(record.forward_s, record.backward_s, record.optimizer_s) > 0 for record in records)
     gaps = [record.step_s - record.forward_s - record.backward_s - record.optimizer_s for record in records]
-    assert 0 <= statistics.median(gaps) < 1e-4
+    # What was left out would be missing in every step; in most of them the processor may be elsewhere for a while.
+    assert 0 <= min(gaps) < 1e-4
 
 
 def test_peak_counts_what_is_live_at_once() -> None:
