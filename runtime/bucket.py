@@ -20,7 +20,6 @@ from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.bucket_iteration import BucketIteration, BucketState
 from ddp_compile.runtime.flat_buffer import FlatBuffer
 from ddp_compile.runtime.gradient_views import held_by_others
-from ddp_compile.runtime.local_tensors import has_dtensors
 
 
 class Bucket:
@@ -49,8 +48,8 @@ class Bucket:
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
-        self._has_dtensors = has_dtensors(parameters)
-        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._has_dtensors  #: see `local_tensors`
+        self._buffer = FlatBuffer(spec, parameters, rank)
+        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors  #: see `local_tensors`
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
         #: Whether it is launched when a compiled backward has computed it; the same on every rank. See `early_launch`.
@@ -59,7 +58,6 @@ class Bucket:
         self.iteration = BucketIteration(self.param_indices)
         self._rank = rank
         self._lazy_allocation = lazy_allocation
-        self._buffer = FlatBuffer(spec, parameters, rank)
         self._sparse: Tensor | None = None
 
     # The iteration.
@@ -181,7 +179,7 @@ class Bucket:
         view = self._buffer.places[position]
         if parameter.grad is None:
             return view.zero_()
-        if not self._has_dtensors and parameter.grad.data_ptr() == view.data_ptr():
+        if not self._buffer.has_dtensors and parameter.grad.data_ptr() == view.data_ptr():
             self.iteration.kept[position] = view.clone()
         return parameter.grad
 
@@ -307,7 +305,7 @@ class Bucket:
                 gradients.append(torch.empty_like(view))  # thrown away
                 continue
             if parameter.grad is None:  # other ranks have used it
-                self.store(position, torch.empty_like(parameter if self._has_dtensors else view))
+                self.store(position, torch.empty_like(parameter if self._buffer.has_dtensors else view))
             assert parameter.grad is not None
             gradients.append(parameter.grad)
         self._buffer.unflatten(gradients)

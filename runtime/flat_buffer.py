@@ -28,7 +28,7 @@ class FlatBuffer:
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter], rank: int) -> None:
         self._spec = spec
         self._parameters = tuple(parameters)
-        self._has_dtensors = has_dtensors(parameters)
+        self.has_dtensors = has_dtensors(parameters)  #: whether tensor parallelism has sharded any
         self._rank = rank
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
@@ -119,7 +119,7 @@ class FlatBuffer:
         return not self._tensor.any()
 
     def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return local_tensors(tensors) if self._has_dtensors else tensors
+        return local_tensors(tensors) if self.has_dtensors else tensors
 
     def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:

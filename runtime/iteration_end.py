@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ddp_compile.errors import GradientArrivalError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
@@ -80,7 +79,8 @@ class IterationEnd:
 
         Raises:
             ReductionError: A reduction, or the message, failed or timed out.
-            GradientArrivalError: A bucket was launched too early and cannot be launched again.
+            GradientArrivalError: A bucket was launched too early and cannot be launched again, or was left out and has
+                been used.
             RanksDifferError: The ranks have found that they are out of step.
         """
         self._hear_the_others()
@@ -122,13 +122,16 @@ class IterationEnd:
             failure = error_messages.reduction_failed(self._rank, what, error)
             raise self._monitor.report_failure(failure) from error
         if policy_speaks:
-            try:
-                self._policy.hear(heard[0])
-            except GradientArrivalError:
-                self._queue.wait()  # nothing may be under way when the iteration is given up
-                raise
+            self._policy.hear(heard[0])
+            self._refuse_use_of_left_out()
         if early_speaks:
             self._launch_again(self._early.verdict(heard[-1]))
+
+    def _refuse_use_of_left_out(self) -> None:
+        """Raise on every rank if one has used a parameter whose bucket was left out on all."""
+        if used := self._queue.left_out - self._policy.used_by_nobody:
+            self._queue.wait()  # nothing may be under way when the iteration is given up
+            raise error_messages.used_after_all(self._rank, [self._names[index] for index in sorted(used)])
 
     def _launch_again(self, verdict: Verdict) -> None:
         """Launch buckets once more that were launched too early."""

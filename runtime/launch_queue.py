@@ -84,6 +84,12 @@ class LaunchQueue:
         return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_left_out), None)
 
     @property
+    def left_out(self) -> set[int]:
+        """The parameters whose buckets are not sent in this iteration, since no rank uses them."""
+        buckets = [bucket for bucket in self._set.buckets if bucket.iteration.is_left_out]
+        return {index for bucket in buckets for index in bucket.param_indices}
+
+    @property
     def missing(self) -> list[int]:
         """The parameters that buckets wait for, in plan order."""
         return [

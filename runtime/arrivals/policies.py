@@ -83,11 +83,7 @@ class AllRequired:
         return bytearray()
 
     def hear(self, used: Sequence[int]) -> None:
-        """Take note of the flags of all ranks: 1 where any rank has used the parameter.
-
-        Raises:
-            GradientArrivalError: On every rank, since one was used whose bucket has been left out.
-        """
+        """Take note of the flags of all ranks: 1 where any rank has used the parameter."""
 
     def begin_iteration(self) -> None:
         """Forget what belongs to the iteration that has ended."""
@@ -111,7 +107,7 @@ class UnusedAllowed(AllRequired):
     has_message = True
 
     def __init__(
-        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool = False
+        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool
     ) -> None:
         self._names = names
         self._rank = rank
@@ -163,9 +159,6 @@ class UnusedAllowed(AllRequired):
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
         if self._unused_at_first is None:
             self._unused_at_first = self.used_by_nobody
-        elif self._leaves_out_unused and not self._unused_at_first <= self.used_by_nobody:
-            late = sorted(self._unused_at_first - self.used_by_nobody)
-            raise error_messages.used_after_all(self._rank, [self._names[index] for index in late])
 
     def begin_iteration(self) -> None:
         self._unreached = None
@@ -180,7 +173,7 @@ class StaticGraph(UnusedAllowed):
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool = False
+        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool
     ) -> None:
         super().__init__(parameters, names, rank, leaves_out_unused)
         self._num_parameters = len(parameters)

@@ -35,14 +35,14 @@ class Branches(nn.Module):
         return self.last(torch.tanh(self.branches[self.branch](self.first(x))))
 
 
-def pair(branch: int, **settings: Any) -> tuple[Any, Any]:
+def pair(branch: int, skip_in_ddp: bool = True, **settings: Any) -> tuple[Any, Any]:
     models = []
     for _ in range(2):
         torch.manual_seed(5)
         models.append(Branches(branch))
-    settings = {"bucket_cap_mb": 0.0005, "skip_all_reduce_unused_params": True, **settings}
-    ours = ddp_compile(models[0], backend="aot_eager", **settings)
-    return ours, DistributedDataParallel(models[1], **settings)
+    settings = {"bucket_cap_mb": 0.0005, **settings}
+    ours = ddp_compile(models[0], backend="aot_eager", skip_all_reduce_unused_params=True, **settings)
+    return ours, DistributedDataParallel(models[1], skip_all_reduce_unused_params=skip_in_ddp, **settings)
 
 
 def count_launches(model: Any) -> list[str]:
@@ -104,12 +104,10 @@ def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool, ra
 
 def train_on_different_branches() -> tuple[float, int]:
     """DistributedDataParallel's ranks would wait for each other for ever: the reference sends everything."""
-    rank = dist.get_rank()
-    ours, _ = pair(rank, find_unused_parameters=True)
-    _, theirs = pair(rank, find_unused_parameters=True, skip_all_reduce_unused_params=False)
+    ours, theirs = pair(dist.get_rank(), skip_in_ddp=False, find_unused_parameters=True)
     launched, worst = count_launches(ours), 0.0
     for step in range(NUM_STEPS):
-        torch.manual_seed(10 * step + rank)
+        torch.manual_seed(10 * step + dist.get_rank())
         x = torch.randn(4, WIDTH)
         launched.clear()
         for each in (ours, theirs):
@@ -151,6 +149,26 @@ def test_what_is_used_after_all_is_named_on_every_rank(ranks: Ranks) -> None:
         assert message.startswith(f"2: rank {rank}: branches.3.weight, branches.3.bias got a gradient, on this rank or")
         assert "replicate the module again without it" in message
         assert worst < 1e-6
+
+
+def use_in_a_bucket_that_is_sent() -> list[float]:
+    """The branches that rank 0 does not take are one bucket, of which the second step uses more than the first did."""
+    ours, theirs = pair(dist.get_rank(), skip_in_ddp=False, find_unused_parameters=True, bucket_cap_mb=0.0025)
+    worst = []
+    for step in range(4):
+        ours.branch = theirs.module.branch = 1 + 2 * (step % 2) if dist.get_rank() else 0
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, WIDTH)
+        for each in (ours, theirs):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        worst.append(difference(ours, theirs))
+    return worst
+
+
+def test_what_shares_a_bucket_that_is_sent_may_be_used_later(ranks: Ranks) -> None:
+    for worst in ranks(2).run(use_in_a_bucket_that_is_sent):
+        assert max(worst) < 1e-6
 
 
 def test_without_anything_unused_it_is_said_to_have_no_effect(single_rank_group: None) -> None:

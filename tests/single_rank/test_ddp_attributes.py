@@ -1,0 +1,168 @@
+"""What code reads off, sets on and calls of a DistributedDataParallel, on the module itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_net import Net, backward, replicated
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_compile import ddp_compile
+
+
+def test_require_backward_grad_sync_nests_with_no_sync_as_ddps(single_rank_group: None) -> None:
+    seen: list[list[bool]] = []
+    for model in (replicated(), nn.parallel.DistributedDataParallel(Net())):
+        values = [model.require_backward_grad_sync]
+        with model.no_sync():
+            values.append(model.require_backward_grad_sync)
+            model.require_backward_grad_sync = True
+            values.append(model.require_backward_grad_sync)
+        values.append(model.require_backward_grad_sync)
+        model.require_backward_grad_sync = False
+        with model.no_sync():
+            pass
+        values.append(model.require_backward_grad_sync)
+        seen.append(values)
+    assert seen[0] == seen[1] == [True, False, True, True, False]
+
+
+def test_require_backward_grad_sync_leaves_nothing_behind(single_rank_group: None) -> None:
+    model = replicated()
+    model.require_backward_grad_sync = False
+    backward(model)
+    assert model._ddp_compile_state.builder.sealed is None
+    assert not hasattr(copy.deepcopy(model), "require_backward_grad_sync")
+    assert not hasattr(model.unwrap(), "require_backward_grad_sync")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module",
+        "broadcast_buffers",
+        "scatter",
+        "gather",
+        "to_kwargs",
+        "will_sync_module_buffers",
+        "_get_ddp_logging_data",
+        "_register_builtin_comm_hook",
+        "_set_static_graph",
+        "_update_process_group",
+    ],
+)
+def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str, single_rank_group: None) -> None:
+    # Code that asks with hasattr() whether it was given a wrapper, to unwrap it, leaves the module as it is.
+    assert hasattr(nn.parallel.DistributedDataParallel(Net()), name)
+    with pytest.raises(AttributeError, match=f"'Net' object has no attribute '{name}'"):
+        getattr(replicated(), name)
+
+
+READ_OFF_DDP = [
+    "process_group",
+    "device",
+    "device_type",
+    "parameters_to_ignore",
+    "bucket_bytes_cap",
+    "gradient_as_bucket_view",
+    "find_unused_parameters",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+]
+
+
+@pytest.mark.filterwarnings("ignore:skip_all_reduce")
+@pytest.mark.parametrize("settings", [{}, {"static_graph": True, "find_unused_parameters": False}])
+def test_attributes_of_ddps_are_read_off_the_module(settings: dict[str, Any], single_rank_group: None) -> None:
+    settings = {"bucket_cap_mb": 3, "gradient_as_bucket_view": True, **settings}
+    model = replicated(**settings)
+    wrapper = nn.parallel.DistributedDataParallel(Net(), **settings)
+    for name in READ_OFF_DDP:
+        assert getattr(model, name) == getattr(wrapper, name), name
+    assert model.bucket_bytes_cap_list == [2**20, 3 * 2**20]
+    assert not model.lazy_bucket_allocation and model.device_mesh is None
+    mesh = init_device_mesh("cpu", (1,))
+    assert ddp_compile(Net(), device_mesh=mesh, backend="eager").device_mesh is mesh
+    assert not hasattr(model.unwrap(), "process_group")
+
+
+class WithNamesOfItsOwn(nn.Module):
+    device = "a constant of the class"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process_group = "an attribute"
+        self.static_graph = nn.Linear(2, 2)
+        self.register_buffer("device_type", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.static_graph(x) * self.device_type
+
+
+def test_the_modules_own_names_go_before_those_of_ddp(single_rank_group: None) -> None:
+    module = WithNamesOfItsOwn()
+    layer = module.static_graph
+    model = ddp_compile(module, backend="eager", fullgraph=True)
+    assert (model.device, model.process_group) == ("a constant of the class", "an attribute")
+    assert model.static_graph is layer and torch.equal(model.device_type, torch.ones(1))
+    model(torch.ones(1, 2)).sum().backward()
+    model.find_unused_parameters = "given later"
+    assert model.find_unused_parameters == "given later" and copy.deepcopy(model).find_unused_parameters
+    assert "bucket_bytes_cap" not in vars(model) and not hasattr(copy.deepcopy(model), "bucket_bytes_cap")
+
+
+class LooksInside(nn.Module):
+    """Finds what it does not have itself in the layer that it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.static_graph = "the layer's"  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_what_the_module_finds_by_itself_goes_before(single_rank_group: None) -> None:
+    model = ddp_compile(LooksInside(), backend="eager")
+    assert model.static_graph == "the layer's" and not model.find_unused_parameters
+
+
+def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for(single_rank_group: None) -> None:
+    model = replicated()
+    assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match=r"rank 0: .*backwards end by themselves; set model.require_manual"):
+        model.finalize_backward()
+    model(torch.ones(2, 6)).sum().backward()
+    model.require_manual_backward_finalization = True
+    assert model.require_manual_backward_finalization and model.should_finalize_after_backward
+    with pytest.raises(RuntimeError, match=r"no backward that is reduced has come .*outside of no_sync"):
+        model.finalize_backward()
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"finalization = False was set while .*; set it before a forward"):
+        model.require_manual_backward_finalization = False
+    model.finalize_backward()
+    model.require_manual_backward_finalization = False
+    model(torch.ones(2, 6)).sum().backward()
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_backward_is_not_finalized_inside_itself(single_rank_group: None) -> None:
+    model = replicated()
+    model.require_manual_backward_finalization = True
+    x = torch.ones(2, 6, requires_grad=True)
+    x.register_hook(lambda _: model.finalize_backward())
+    loss = model(x).sum()
+    model.first.weight.register_hook(lambda _: None)
+    with pytest.raises(RuntimeError, match=r"call it (once )?behind"):
+        loss.backward()
