@@ -31,8 +31,7 @@ from ddp_compile import ddp_compile
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
-#: The threads of process groups poll, and a model that the garbage collector has yet to find keeps its group. A hundred
-#: threads would take a fifth of both cores.
+#: More threads than this belong to process groups that nothing uses any more.
 MOST_THREADS = 16
 
 
@@ -120,6 +119,16 @@ class RankPool:
             return RankFailure("EOFError", "the rank's process ended", "")
 
 
+def collect_process_groups() -> None:
+    """Free the process groups of models that the garbage collector has yet to find, before there are many.
+
+    Their threads poll: a hundred of them take a fifth of both cores. What is left is not looked at again.
+    """
+    if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+        gc.collect()
+        gc.freeze()
+
+
 def _serve(rank: int, world_size: int, connection: Connection, path: list[str], stacks: str) -> None:
     sys.path[:] = path
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"))  # noqa: SIM115  # for as long as the process
@@ -137,8 +146,7 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str], 
 def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float) -> Any:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     torch._dynamo.reset()
-    if len(os.listdir("/proc/self/task")) > MOST_THREADS:
-        gc.collect()
+    collect_process_groups()
     torch.manual_seed(rank)
     dist.init_process_group(
         "gloo",

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cheap_compiles import make_compiles_cheap
-from rank_pool import RankPool
+from rank_pool import RankPool, collect_process_groups
 
 from ddp_compile import ddp_compile
 
@@ -69,6 +69,7 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
     yield
     torch._dynamo.reset()
     dist.destroy_process_group()
+    collect_process_groups()
 
 
 @pytest.fixture(params=[pytest.param("forward", marks=pytest.mark.long), "backward"], scope="module")

@@ -85,12 +85,18 @@ REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none"
 OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_detached", "with_input")
 
 
-def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eager")) -> Recipe:
-    """The case that belongs to ``seed``, with one of ``backends``."""
+def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eager"), most_blocks: int = 5) -> Recipe:
+    """The case that belongs to ``seed``.
+
+    Args:
+        seed: Any integer.
+        backends: One of which it has.
+        most_blocks: How many blocks its module has at most, each with those inside it.
+    """
     random = Random(seed)
     parameters = random.choices(("every", "find_unused", "static_graph"), (6, 3, 2))[0]
     excluded = NOT_DRAWN | set(UNUSED if parameters == "every" else ())
-    blocks = _blocks(random, random.randint(1, 5), excluded)
+    blocks = _blocks(random, random.randint(1, most_blocks), excluded)
     others = _blocks(random, 2, excluded, depth=2) if random.random() < 0.2 else ()
     program = _program(random, parameters, bool(others))
     # Of a hook that is no mean, how often it is called makes a difference, which nothing promises in these.

@@ -26,9 +26,10 @@ CASES_IN_A_REPORT = 200
 ONE_IN_INDUCTOR = 50
 
 
-def recipe_in_run(seed: int, with_inductor: bool) -> Recipe:
-    inductor = with_inductor and seed % ONE_IN_INDUCTOR == 0
-    return recipe_of(seed, ("inductor",)) if inductor else recipe_of(seed)
+def recipe_in_run(seed: int, with_inductor: bool, most_blocks: int) -> Recipe:
+    if with_inductor and seed % ONE_IN_INDUCTOR == 0:
+        return recipe_of(seed, ("inductor",), most_blocks=most_blocks)
+    return recipe_of(seed, most_blocks=most_blocks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, help="judge this case alone")
+    parser.add_argument("--most-blocks", type=int, default=5, help="of a module, each with those in it")
     parser.add_argument("--no-inductor", action="store_true", help=f"else one case in {ONE_IN_INDUCTOR} is inductor's")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they are")
     options = parser.parse_args(arguments)
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tqdm(total=len(seeds), disable=None) as bar:
         for start in range(0, len(seeds), CASES_IN_A_CALL):
             some = seeds[start : start + CASES_IN_A_CALL]
-            recipes = [recipe_in_run(seed, not options.no_inductor) for seed in some]
+            recipes = [recipe_in_run(seed, not options.no_inductor, options.most_blocks) for seed in some]
             for seed, recipe, verdict in zip(some, recipes, judge_on(pool, recipes), strict=True):
                 counts[verdict.outcome] += 1
                 if verdict.outcome == FAILED:
