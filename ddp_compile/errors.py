@@ -35,7 +35,7 @@ class GradientArrivalError(DDPCompileError):
 
 
 class CompilationError(DDPCompileError):
-    """A backward that inductor could not compile cannot run eagerly either; names its parameters."""
+    """A graph cannot be compiled to what it should compute, nor run eagerly; names what is in it."""
 
 
 class KernelUnavailableError(DDPCompileError):

@@ -33,6 +33,7 @@ GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
 #: More threads than this belong to process groups that nothing uses any more.
 MOST_THREADS = 16
+PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is gone
 
 
 class RankFailure(NamedTuple):
@@ -73,7 +74,7 @@ class RankPool:
             connection.send((function, args, kwargs, ddp_compile.__kwdefaults__, store, timeout_s))
         results = [self._receive(connection) for connection in self._connections]
         kinds = {result.kind if isinstance(result, RankFailure) else None for result in results}
-        if len(kinds) > 1:
+        if len(kinds) > 1 or PROCESS_ENDED in kinds:
             # Ranks that parted ways may have left collectives under way; ranks that failed alike have not.
             self.close()
         return results
@@ -116,7 +117,7 @@ class RankPool:
         try:
             return connection.recv()
         except EOFError:
-            return RankFailure("EOFError", "the rank's process ended", "")
+            return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
 def collect_process_groups() -> None:

@@ -18,6 +18,7 @@ from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.config import SplitMode
+from ddp_compile.errors import CompilationError
 from ddp_compile.graph_ops import watch_parameters
 from ddp_compile.kernels.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
@@ -89,6 +90,12 @@ class TrainingBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
+        if torch_internals.loses_gradients_of_collectives(gm):
+            raise CompilationError(
+                "this torch computes zeros for gradients that pass through a collective of torch.distributed.nn in"
+                " compiled code; decorate the function that calls it with torch.compiler.disable, or install torch"
+                " 2.12 or newer"
+            )
         ordinal = len(self.reports)
         name = f"graph {ordinal}"
         parameter_of = self._find_parameters(gm, example_inputs)

@@ -12,6 +12,10 @@ import torch
 import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import fx
 
+#: In graphs of torch 2.11 an autograd.Function that communicates has zeros in place of its gradient; later versions
+#: break the graph there.
+_LOSES_GRADIENTS_OF_COLLECTIVES = torch.__version__ < "2.12"
+
 #: (compiler function) -> called with a graph and its example inputs, returns what runs in the graph's place.
 InnerBackend = Callable[..., Callable[..., Any]]
 
@@ -115,6 +119,14 @@ def compile_isolated(
             return compiled(*args, **kwargs)
 
     return call
+
+
+def loses_gradients_of_collectives(gm: fx.GraphModule) -> bool:
+    """Whether this torch computes zeros for gradients that pass through a collective of the graph."""
+    if not _LOSES_GRADIENTS_OF_COLLECTIVES:
+        return False
+    bodies = [body for body in gm.children() if isinstance(body, fx.GraphModule)]
+    return any(str(node.target).startswith("_c10d_functional") for body in bodies for node in body.graph.nodes)
 
 
 def has_isolated_recompiles() -> bool:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 ROWS_PER_RANK = 4
 
+#: Not with torch 2.11, where it raises itself if those of a BatchNorm change before the backward.
+DDP_KEEPS_BUFFERS = torch.__version__ >= "2.12"
+
 
 class Mlp(nn.Module):
     """About 0.4 MiB of gradients with odd sizes, none a multiple of the alignment."""

@@ -133,7 +133,13 @@ def both(way: str) -> tuple[Any, Any]:
     return WAYS[way](False), WAYS[way](True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+#: torch.compile of any two modules does.
+DYNAMO_CRASHES = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 crashes in two threads")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=DYNAMO_CRASHES if way != "changing threads" else []) for way in WAYS]
+)
 def test_gradients_are_ddps(ranks: Ranks, way: str) -> None:
     for ours, theirs in ranks(2).run(both, way):
         assert ours == theirs

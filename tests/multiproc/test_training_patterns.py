@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, loss_of, relative_difference
+from models import DDP_KEEPS_BUFFERS, Mlp, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -157,6 +157,8 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "reentrant_checkpoints": (lambda: Checkpointed(33, 4), one_backward),
     "checkpoints_without_reentrance": (lambda: CheckpointedWithoutReentrance(33, 4), one_backward),
 }
+if not DDP_KEEPS_BUFFERS:
+    del PATTERNS["two_forwards_with_batch_norm"]
 
 
 def train(pattern: str) -> float:

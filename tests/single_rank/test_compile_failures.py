@@ -17,9 +17,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, SkipFrame, TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import CompilationError, ddp_compile
+from ddp_compile import CompilationError, ddp_compile, torch_internals
 from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -295,3 +296,44 @@ def test_modules_inside_of_a_graph_are_copied_with_it() -> None:
     x = torch.randn(4, 8)
     expected = copy.deepcopy(reference)(x)
     assert torch.equal(ddp_compile(model, backend=spoil_and_raise)(x), expected)
+
+
+class AllReduced(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(super().forward(x)).cos()
+
+
+def body_with_a_collective() -> fx.GraphModule:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops._c10d_functional.all_reduce, (x, "sum", "0")))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("way", ["as in torch 2.11", "traced"])
+def test_gradients_that_this_torch_loses_are_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 alone puts a function that communicates into a graph, whose gradient is zero then."""
+    if way == "traced" and torch.__version__ >= "2.12":
+        pytest.skip("this torch breaks the graph there")
+    monkeypatch.setattr(torch_internals.dynamo, "_LOSES_GRADIENTS_OF_COLLECTIVES", True)
+    model = ddp_compile(AllReduced(8, 8), backend="eager")
+    with pytest.raises(Exception, match=r"zeros for gradients that pass .* with torch\.compiler\.disable"):
+        if way == "traced":
+            model(torch.randn(4, 8))
+        else:
+            gm = fx.GraphModule(nn.Module(), fx.Graph())
+            gm.add_module("fwd_body_0", body_with_a_collective())
+            model._ddp_compile_state.backend(gm, [])
+
+
+def test_collectives_have_gradients_where_graphs_break_at_them() -> None:
+    """The way out with torch 2.11, and what later versions do by themselves."""
+
+    class Disabled(AllReduced):
+        forward = torch.compiler.disable(AllReduced.forward)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), Disabled(8, 8), nn.Linear(8, 3))
+
+    assert_trains_as_the_plain_module(replicated(make, backend="eager"), make=make)
