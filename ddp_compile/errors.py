@@ -35,7 +35,7 @@ class GradientArrivalError(DDPCompileError):
 
 
 class CompilationError(DDPCompileError):
-    """A graph cannot be compiled to what it should compute, nor run eagerly; names what is in it."""
+    """A graph cannot be compiled to what it should compute, nor run eagerly; names it."""
 
 
 class KernelUnavailableError(DDPCompileError):

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from ddp_compile import torch_internals
@@ -90,14 +91,10 @@ class TrainingBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
-        if torch_internals.loses_gradients_of_collectives(gm):
-            raise CompilationError(
-                "this torch computes zeros for gradients that pass through a collective of torch.distributed.nn in"
-                " compiled code; decorate the function that calls it with torch.compiler.disable, or install torch"
-                " 2.12 or newer"
-            )
         ordinal = len(self.reports)
         name = f"graph {ordinal}"
+        if torch_internals.loses_gradients_of_collectives(gm):
+            raise _loses_gradients(self.compiler.rank, name)
         parameter_of = self._find_parameters(gm, example_inputs)
         order = grad_ready_order(gm, parameter_of)
         if not order or not _has_backward(gm):
@@ -196,6 +193,14 @@ class TrainingBackend:
             if isinstance(value, Tensor) and id(value) in self.parameters:
                 found[node.name] = self.parameters[id(value)]
         return found
+
+
+def _loses_gradients(rank: int, name: str) -> CompilationError:
+    return CompilationError(
+        f"rank {rank}: {name} has a collective of torch.distributed.nn in it, and torch {torch.__version__} computes"
+        " zeros for gradients that pass through one in compiled code; decorate the function that calls it with"
+        " torch.compiler.disable, or install torch 2.12 or newer"
+    )
 
 
 def _positions_of_parameters(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> dict[int, int]:
