@@ -52,6 +52,7 @@ group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, get_group_store=lam
 store = GroupStore(group, "test/")
 assert store.add("counter", 1) == 1
 os.kill(server, signal.SIGSTOP)
+os.waitpid(server, os.WUNTRACED)  # it answers until its threads have stopped, which takes a while on busy cores
 goes_on = GoesOn(server)
 started = time.monotonic()
 try:
