@@ -9,7 +9,8 @@ again from the other, and torch 2.13 does so wrongly where the other is a view i
 So views do not cross beside what they are views of: `partition_graph` makes them again where they are used. ``detach``,
 and whatever returns its argument as it is, such as ``contiguous``, are views here. What crosses is the last value that
 all the views needed elsewhere are views of: a single view crosses as itself, and the gradient of a slice stays as small
-as the slice. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets a view beside
+as the slice. An expanded value, whose elements share memory, never crosses: torch 2.12 gives its gradient the same
+strides and cannot write it. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets a view beside
 what it is a view of, the graph that calls the partitions makes it, and the two are related as in eager code.
 
 A view is made again only if it is a function of torch with one tensor among its arguments, whose result Dynamo recorded
@@ -106,9 +107,13 @@ class ViewTrees:
             if place.get(node) != place.get(chosen) or any(node not in path for path in others):
                 break
             value = example_value(node)
-            if isinstance(value, Tensor) and torch_internals.is_plain_tensor(value):
+            if isinstance(value, Tensor) and torch_internals.is_plain_tensor(value) and not _is_expanded(value):
                 chosen = node
         return chosen
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(isinstance(stride, int) and stride == 0 for stride in tensor.stride())
 
 
 def is_only_view(node: fx.Node) -> bool:

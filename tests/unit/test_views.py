@@ -63,6 +63,16 @@ def test_a_single_view_crosses_as_itself() -> None:
     assert outputs(first) == inputs(second) == ["narrow"]
 
 
+def test_an_expanded_value_is_made_again_and_views_of_it_too() -> None:
+    build = GraphBuilder()
+    h = build.call("narrow", build.call(torch.sin, build.input("x")), 0, 0, 1)
+    expanded = build.call("expand", h, 3, -1)
+    gm = build.output(build.call(torch.cos, build.call("t", expanded)))
+    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
+    assert outputs(first) == inputs(second) == ["narrow"]
+    assert calls(second) == ["expand", "t", "cos"]
+
+
 def test_no_view_of_an_input_crosses() -> None:
     build = GraphBuilder()
     x, weight = build.input("x"), build.parameter(0)
