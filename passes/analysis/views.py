@@ -10,8 +10,9 @@ So views do not cross beside what they are views of: `partition_graph` makes the
 and whatever returns its argument as it is, such as ``contiguous``, are views here. What crosses is the last value that
 all the views needed elsewhere are views of: a single view crosses as itself, and the gradient of a slice stays as small
 as the slice. An expanded value, whose elements share memory, never crosses: torch 2.12 gives its gradient the same
-strides and cannot write it. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets a view beside
-what it is a view of, the graph that calls the partitions makes it, and the two are related as in eager code.
+strides and cannot write it. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets
+a view beside what it is a view of, the graph that calls the partitions makes it, and the two are related as in eager
+code.
 
 A view is made again only if it is a function of torch with one tensor among its arguments, whose result Dynamo recorded
 in that tensor's storage. Not made again are
