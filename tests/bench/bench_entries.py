@@ -15,7 +15,7 @@ from ddp_compile import ddp_compile
 from ddp_compile.bench.implementations import Implementation
 from ddp_compile.bench.settings import Case
 
-DELAY_S = 0.2
+DELAY_S = 0.1
 
 
 def tiny() -> tuple:

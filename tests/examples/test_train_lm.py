@@ -37,7 +37,7 @@ def be_a_rank(arguments: list[str]) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def run_ranks(out_dir: Path, *arguments: str | Path) -> None:
+def run_ranks(out_dir: Path, *arguments: str | Path) -> str:
     """The same without a launcher: ranks are copies of a process that has imported torch, which takes seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
@@ -51,8 +51,10 @@ def run_ranks(out_dir: Path, *arguments: str | Path) -> None:
         return run_in_copy(be_a_rank, command, environment=environment | own, timeout_s=120)
 
     with ThreadPoolExecutor(2) as threads:
-        for done in threads.map(run_rank, range(2)):
-            assert done.exit_code == 0, done.stdout + done.stderr
+        ended = list(threads.map(run_rank, range(2)))
+    for done in ended:
+        assert done.exit_code == 0, done.stdout + done.stderr
+    return ended[0].stdout
 
 
 def read_losses(out_dir: Path) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def read_losses(out_dir: Path) -> dict[str, Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    printed = run_example(folder, *RUN, "--checkpoint", folder / "step{step}.pt")
+    printed = run_ranks(folder, *RUN, "--checkpoint", folder / "step{step}.pt")
     assert "held-out loss" in printed
     return folder
 

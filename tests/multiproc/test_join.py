@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -100,21 +101,27 @@ def train_both(counts: list[int], settings: dict[str, Any], arguments: dict[str,
     return differences
 
 
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({}, {"divide_by_initial_world_size": False}),
+    ({"find_unused_parameters": True}, {"has_branch": True}),
+    ({"broadcast_buffers": False}, {"accumulate": True}),
+    ({}, {"with_hook": True}),
+    ({"static_graph": True}, {}),
+    ({"gradient_as_bucket_view": False}, {"divide_by_initial_world_size": False}),
+    ({"broadcast_buffers": False}, {}),
+]
+TWO_RANKS, THREE_RANKS = [3, 6], [6, 3, 4]  # how many batches each has
+
+
 @pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        ({}, {}),
-        ({}, {"divide_by_initial_world_size": False}),
-        ({"find_unused_parameters": True}, {"has_branch": True}),
-        ({"broadcast_buffers": False}, {"accumulate": True}),
-        ({}, {"with_hook": True}),
-        ({"static_graph": True}, {}),
-        ({"gradient_as_bucket_view": False}, {"divide_by_initial_world_size": False}),
-        ({"broadcast_buffers": False}, {}),
-    ],
+    ("counts", "settings", "arguments"),
+    only(
+        [*((TWO_RANKS, *way) for way in WAYS), *((THREE_RANKS, *way) for way in WAYS[1:3])],
+        [(counts, *way) for counts in (TWO_RANKS, THREE_RANKS) for way in WAYS],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("counts", [[3, 6], [6, 3, 4]], ids=str)
 def test_uneven_inputs_train_as_with_ddp(
     counts: list[int], settings: dict[str, Any], arguments: dict[str, Any], split: str, ranks: Ranks
 ) -> None:

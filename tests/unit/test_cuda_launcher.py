@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, EmulatedDevice
+from in_ci import only
 from torch import Tensor
 
 from ddp_compile.errors import KernelUnavailableError
@@ -312,7 +313,10 @@ def compressed(values: Tensor, num_chunks: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("numel", "num_chunks"),
-    [(0, 1), (0, 3), (1, 1), (5, 4), (4096, 1), (4099, 2), (70001, 3), (200_000, 1), (200_000, 4)],
+    only(
+        [(0, 3), (1, 1), (5, 4), (4096, 1), (70001, 3)],
+        [(0, 1), (0, 3), (1, 1), (5, 4), (4096, 1), (4099, 2), (70001, 3), (200_000, 1), (200_000, 4)],
+    ),
 )
 def test_codec_writes_the_bits_of_the_reference(
     device: EmulatedDevice, dtype: torch.dtype, numel: int, num_chunks: int

@@ -1,0 +1,75 @@
+"""Runs of the benchmark that end before they are done: what they say, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness_runs import ENVIRONMENT, bench, left_behind, namespaces_of, processes_of, start
+
+from ddp_compile.__main__ import main
+from ddp_compile.bench.link import unavailable_reason
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+    done = bench("--implementations", "bench_entries:dies", "--only-steps", "--output", str(tmp_path))
+    assert done.returncode == 1
+    assert "rank 1 of bench_entries:dies" in done.stderr and "exit code 7" in done.stderr
+    assert "the last words of rank 1" in done.stderr
+    assert left_behind(done.pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_an_interrupt_cleans_up_though_it_is_repeated(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, temporary = tmp_path / "started", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setitem(ENVIRONMENT, "STARTED_FILE", str(started))
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(temporary))
+    process = start("--implementations", "bench_entries:hangs", "--only-steps", "--output", str(tmp_path))
+    deadline = time.monotonic() + 120
+    while not started.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(process.pid)
+    assert namespaces_of(process.pid) or unavailable_reason() is not None
+    assert list(temporary.glob("ddp_compile_bench_*"))
+    os.killpg(process.pid, number)
+    time.sleep(0.005)
+    os.killpg(process.pid, number)  # in the middle of the cleanup
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; all processes, namespaces and temporary files of the run are gone" in errors
+    assert "Traceback" not in errors
+    assert left_behind(process.pid) == []
+    assert list(temporary.glob("ddp_compile_bench_*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--implementations", "ddp"], "implementation 'ddp' is not known; pass one of local, ddp-eager"),
+        (["--implementations", "nowhere:f"], "implementation 'nowhere:f' cannot be imported"),
+        (["--model", "resnet"], "model 'resnet' is not known; pass one of mlp, gpt-small"),
+        (["--modes", "fast"], "mode 'fast' is not known; pass some of default"),
+        (["--link", "fast"], "mbit"),
+        (["--rounds", "0"], "0 must be a whole number, at least 1"),
+        (["--bucket-cap-mb", "0"], "0 must be a positive number of MiB"),
+        (["--bucket-cap-mb", "x"], "x must be a positive number of MiB"),
+        (["--implementations", ""], "name at least one"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+    ],
+)
+def test_bad_input_lists_what_is_known(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    try:
+        status = main(["bench", *arguments])
+    except SystemExit as ended:  # argparse's own way
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err
