@@ -108,7 +108,8 @@ clean:
 # Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is
 # not the system's: a new environment cannot see it). Anywhere else the pinned torch comes first. The build is not
 # isolated. So no requirement of "torch" can bring in another build of it. Nothing is compiled to bytecode but what an
-# import needs: of all of torch that takes half a minute, and most of it is never imported.
+# import needs: of all of torch that takes half a minute, and most of it is never imported. That goes on beside the
+# build, and whatever it says there, before all packages are, is not shown: the import behind it says it again.
 $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -121,6 +122,7 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --no-compile -r $(TORCH_PIN); \
 	fi
 	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
-	@$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[test,dev,bench,examples]'
+	@{ $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
+	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[test,dev,bench,examples]' && wait
 	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import Mlp, loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -102,8 +104,16 @@ def waits_in_each_backward(settings: dict[str, Any]) -> list[list[str]]:
     return waits
 
 
-@pytest.mark.parametrize("split", ["forward", "backward", "none"])
-@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+OPTIONAL: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+
+
+@pytest.mark.parametrize(
+    ("split", "settings"),
+    only(
+        [("forward", OPTIONAL[1]), *(("backward", settings) for settings in OPTIONAL), ("none", OPTIONAL[2])],
+        itertools.product(("forward", "backward", "none"), OPTIONAL),
+    ),
+)
 def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str, Any], ranks: Ranks) -> None:
     """But in the first one, in which the ranks agree on the plan, and where buckets are watched to learn from them.
 

@@ -83,7 +83,31 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
     return Trained(worst, tuple(num_early))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+# One of those in which the same thing happens to the buckets.
+PATTERNS_IN_CI = [
+    "plain",
+    "regulariser_built_before",
+    "two_forwards_later",
+    "contributor_on_one_rank",
+    "contributor_that_appears_on_one_rank",
+    "accumulate",
+    "accumulate_in_no_sync",
+    "average_and_regularise",
+    "tensor_hook_in_place",
+    "hook_before_accumulation",
+    "hook_on_one_rank",
+    "hook_while_accumulating",
+    "losses_one_by_one",
+    "regulariser_by_itself_on_one_rank",
+    "sparse_regulariser",
+    "frame_used_twice",
+    "tied_weights",
+    "shared_gradients",
+    "channels_last",
+]
+
+
+@pytest.mark.parametrize("pattern", only(PATTERNS_IN_CI, PATTERNS))
 def test_gradients_are_exact_and_buckets_are_launched_early(pattern: str, ranks: Ranks) -> None:
     for trained in ranks(2).run(train, pattern, "aot_eager"):
         # A sum of the iteration before and of this one rounds otherwise than the sum of both.
@@ -204,9 +228,10 @@ def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, fl
 def train_with_hook(backend: str) -> tuple[float, list[int]]:
     """With a comm hook places have no gaps, so that some are not aligned, and compiled code expects that they are."""
     torch.manual_seed(3)
-    reference = DistributedDataParallel(Mlp(33, 4))
+    # Products alone, which take no C++ kernels, of a number of elements that leaves the next place unaligned.
+    reference = DistributedDataParallel(nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(4))))
     model = ddp_compile(
-        copy.deepcopy(reference.module), bucket_cap_mb=0.006, split="backward", backend=backend, static_graph=True
+        copy.deepcopy(reference.module), bucket_cap_mb=0.009, split="backward", backend=backend, static_graph=True
     )
     model.register_comm_hook(None, allreduce_hook)
     launched = count_early(model)
