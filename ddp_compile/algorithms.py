@@ -9,12 +9,23 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ddp_compile.errors import ReplicationError
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.plan.spec import GradientSpec, shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.bucket import Bucket as Bucket
 
-__all__ = ["AlgorithmConfig", "Bucket", "CommAlgorithm", "GradientAllReduce", "Pending", "Traits"]
+__all__ = [
+    "AlgorithmConfig",
+    "Bucket",
+    "ByteGrad",
+    "CollectiveChain",
+    "CommAlgorithm",
+    "GradientAllReduce",
+    "Pending",
+    "Traits",
+]
 
 # By ``id``: two algorithms may be equal.
 _in_use: weakref.WeakValueDictionary[int, CommAlgorithm] = weakref.WeakValueDictionary()
@@ -68,16 +79,26 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     return algorithm
 
 
-def refuse_sparse(algorithm: CommAlgorithm, names: Sequence[str], rank: int) -> None:
-    """Raise a ReplicationError where an algorithm that takes none is to reduce sparse gradients.
+def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec], rank: int) -> None:
+    """Raise a ReplicationError where an algorithm is to reduce gradients of a kind that it does not take.
 
     Args:
         algorithm: The algorithm.
-        names: Parameters whose layers announce sparse gradients.
+        gradients: All that are reduced; those are sparse whose layers announce it.
         rank: This rank.
     """
-    if names and not algorithm.traits.takes_sparse:
+    sparse = [each.fqn for each in gradients if each.is_sparse]
+    if sparse and not algorithm.traits.takes_sparse:
         raise ReplicationError(
-            f"rank {rank}: the {algorithm.name} takes no sparse gradients, and these have some: {shorten_names(names)}."
-            " Make their layers with sparse=False, name them in parameters_to_ignore, or use GradientAllReduce()"
+            f"rank {rank}: the {algorithm.name} takes no sparse gradients, and these have some:"
+            f" {shorten_names(sparse)}. Make their layers with sparse=False, name them in parameters_to_ignore, or use"
+            " GradientAllReduce()"
+        )
+    taken = [str(dtype).removeprefix("torch.") for dtype in algorithm.traits.takes_dtypes or ()]
+    others = [each for each in gradients if taken and each.dtype not in taken]
+    if others:
+        raise ReplicationError(
+            f"rank {rank}: the {algorithm.name} takes gradients of {', '.join(taken)}, and of {others[0].dtype} are"
+            f" {shorten_names([each.fqn for each in others])}. Convert them, name them in parameters_to_ignore, or use"
+            " GradientAllReduce()"
         )

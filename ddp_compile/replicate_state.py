@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_sparse
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
 from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
@@ -83,7 +83,7 @@ class ReplicateState:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(parameters)
         gradients = describe_gradients(module, reduced)
-        refuse_sparse(algorithm, [each.fqn for each in gradients if each.is_sparse], process_group.rank())
+        refuse_gradients(algorithm, gradients, process_group.rank())
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}

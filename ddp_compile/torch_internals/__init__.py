@@ -51,12 +51,14 @@ from ddp_compile.torch_internals.dynamo import (
 )
 from ddp_compile.torch_internals.module_calls import active_ddp, is_module_call
 from ddp_compile.torch_internals.process_groups import (
+    all_gather_single,
     broadcast_coalesced,
     disabled_join_config,
     group_timeout,
     holds_server,
     preserved_versions,
     shut_down_connection,
+    started,
 )
 from ddp_compile.torch_internals.tensors import (
     SPARSE_FROM_PARTS,
@@ -87,6 +89,7 @@ __all__ = [
     "InnerBackend",
     "accumulator_of",
     "active_ddp",
+    "all_gather_single",
     "allows_same_attention_kernels",
     "are_going_to_run",
     "broadcast_coalesced",
@@ -135,6 +138,7 @@ __all__ = [
     "right_donations",
     "run_last",
     "shut_down_connection",
+    "started",
     "storage_key",
     "symbol_bound_by",
     "to_fake",

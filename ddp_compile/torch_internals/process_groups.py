@@ -36,6 +36,21 @@ def preserved_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
+def started(work: Any) -> Any:
+    """The work of a collective that was called with ``async_op=True``; None is for ranks outside of its group."""
+    assert work is not None
+    return work
+
+
+def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
+    """Start to gather ``input`` of every rank, one behind the other, in ``output``; returns the work.
+
+    ``torch.distributed.all_gather_single`` goes by its old name before torch 2.13.
+    """
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    return started(gather(output, input, group=process_group, async_op=True))
+
+
 def group_timeout(process_group: Any, device: torch.device) -> timedelta:
     """How long a collective of tensors on this device may take; torch's default where the backend does not say."""
     try:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending
+from ddp_compile import torch_internals
+from ddp_compile.kernels import flatten_scale, unflatten
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.bucket import Bucket
+
+_WIRE_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class AllReduce(CommAlgorithm):
@@ -28,10 +36,58 @@ class AllReduce(CommAlgorithm):
         return self._process_group.allreduce([bucket.flat])
 
 
+class WireDtypeAllReduce(CollectiveChain):
+    """The same with the values cast to another dtype on their way.
+
+    What arrives has been divided by the number of ranks. In float16 small gradients would vanish by that, and sums of
+    what has not been divided overflow; so the wire has values divided by about its square root alone, a power of 2,
+    and the rest of the factor comes behind the sum.
+
+    Args:
+        process_group: The ranks to average over.
+        wire_dtype: What the values are cast to.
+    """
+
+    traits = Traits(takes_sparse=False)
+    num_collectives = 1
+
+    def __init__(self, process_group: dist.ProcessGroup, wire_dtype: torch.dtype) -> None:
+        super().__init__(process_group)
+        self.name = f"gradient all-reduce in {str(wire_dtype).removeprefix('torch.')}"
+        self._wire_dtype = wire_dtype
+        self._factor = 2.0 ** round(math.log2(process_group.size()) / 2)
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        wire = torch.empty_like(bucket.flat, dtype=self._wire_dtype)
+        flatten_scale([bucket.flat], wire, self._factor)
+        yield torch_internals.started(dist.all_reduce(wire, group=self.process_group, async_op=True))
+        unflatten(wire, [bucket.flat], 1.0 / self._factor)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientAllReduce(AlgorithmConfig):
-    """The default: every ``.grad`` is the mean over all ranks, and a comm hook can be registered in its place."""
+    """The default: every ``.grad`` is the mean over all ranks, and a comm hook can be registered in its place.
 
-    def build(self, process_group: dist.ProcessGroup) -> AllReduce:
+    Args:
+        wire_dtype: Cast gradients to ``torch.float16`` or ``torch.bfloat16`` while they travel, and add them up there;
+            half of the bytes of float32. A sum beyond 65504 becomes infinite in float16, which a GradScaler sees. The
+            gradients' own dtype if None.
+
+    Raises:
+        ValueError: ``wire_dtype`` is none of these.
+    """
+
+    wire_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire_dtype is not None and self.wire_dtype not in _WIRE_DTYPES:
+            raise ValueError(
+                f"GradientAllReduce(wire_dtype={self.wire_dtype!r}): pass torch.float16 or torch.bfloat16, or None for"
+                " the dtype of the gradients; ByteGrad() sends eight bits a value"
+            )
+
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
         """See `AlgorithmConfig.build`."""
-        return AllReduce(process_group)
+        if self.wire_dtype is None:
+            return AllReduce(process_group)
+        return WireDtypeAllReduce(process_group, self.wire_dtype)

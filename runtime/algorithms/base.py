@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -42,6 +43,7 @@ class Traits:
             False for what keeps state from launch to launch.
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
+        takes_dtypes: The dtypes that gradients may have; all if None.
 
     Raises:
         ValueError: A trait has a value that there is not, or two contradict each other.
@@ -53,6 +55,7 @@ class Traits:
     replayable: bool = True
     on_one_rank: bool = False
     takes_sparse: bool = True
+    takes_dtypes: tuple[torch.dtype, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("payload", get_args(Payload)), ("layout", get_args(Layout))):

@@ -1,0 +1,355 @@
+"""Gradients that travel in fewer bytes: ByteGrad, and a dtype of the wire, beside the arithmetic of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool
+from test_training_patterns import PATTERNS
+from test_training_patterns import train as train_pattern
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ReplicationError, ddp_compile, torch_internals
+from ddp_compile.algorithms import AlgorithmConfig, Bucket, ByteGrad, CollectiveChain, CommAlgorithm, GradientAllReduce
+from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+
+Ranks = Callable[[int], RankPool]
+HALF = GradientAllReduce(wire_dtype=torch.float16)
+BRAIN = GradientAllReduce(wire_dtype=torch.bfloat16)
+ALGORITHMS: list[AlgorithmConfig] = [ByteGrad(), HALF, BRAIN]
+
+
+class Step(NamedTuple):
+    """One bucket in one step of one rank.
+
+    Args:
+        own: What the plain module computes on this rank, shape (n,).
+        reduced: The same places of ``.grad``.
+        sent_bytes: By all collectives of this step.
+    """
+
+    own: Tensor
+    reduced: Tensor
+    sent_bytes: int
+
+
+class SentBytes:
+    """What this rank sends in the collectives that the algorithms call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.others = dist.get_world_size() - 1
+        to_all, gather = dist.all_to_all_single, torch_internals.all_gather_single
+
+        def all_to_all(output: Tensor, sent: Tensor, **settings: Any) -> Any:
+            self.count += sent.nbytes * self.others // (self.others + 1)
+            return to_all(output, sent, **settings)
+
+        def all_gather(output: Tensor, sent: Tensor, group: Any) -> Any:
+            self.count += sent.nbytes * self.others  # by a ring
+            return gather(output, sent, group)
+
+        monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+        monkeypatch.setattr(torch_internals, "all_gather_single", all_gather)
+
+
+def train(algorithm: AlgorithmConfig, width: int, dtype: torch.dtype, split: str) -> list[list[Step]]:
+    """What happened to each bucket of the plan, in each step."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _train(algorithm, width, dtype, split, SentBytes(monkeypatch))
+
+
+def _train(algorithm: AlgorithmConfig, width: int, dtype: torch.dtype, split: str, sent: SentBytes) -> list[list[Step]]:
+    torch.manual_seed(3)
+    plain = Mlp(width, 4).to(dtype)
+    model = ddp_compile(
+        copy.deepcopy(plain), algorithm=algorithm, bucket_cap_mb=0.003, split=split, backend="aot_eager"
+    )
+    steps = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(6, width, dtype=dtype)
+        sent.count = 0
+        for each in (plain, model):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        steps.append([])
+        for bucket in model.bucket_plan.buckets:
+            flats = [
+                torch.cat([module.get_parameter(gradient.fqn).grad.reshape(-1) for gradient in bucket.gradients])
+                for module in (plain, model)
+            ]
+            steps[-1].append(Step(*flats, sent.count))
+        with torch.no_grad():  # both go on from the same weights
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p -= 0.1 * q.grad
+                q.copy_(p)
+    return steps
+
+
+def by_bucket(results: list[list[list[Step]]]) -> list[list[Step]]:
+    """For each bucket of each step what all ranks say of it."""
+    return [list(ranks) for step in zip(*results, strict=True) for ranks in zip(*step, strict=True)]
+
+
+def coded(values: Tensor, num_chunks: int = 1) -> Tensor:
+    out = torch.empty(values.shape, dtype=torch.float32)
+    if values.numel():
+        minmax_u8_decompress(minmax_u8_compress(values, num_chunks, implementation="reference"), out)
+    return out
+
+
+def byte_grad_of(flats: list[Tensor]) -> Tensor:
+    """In one process, for whole buckets: decode what each rank sends, add, and send the sum."""
+    total = torch.zeros(flats[0].shape)
+    for flat in flats:
+        total += coded(flat * (1.0 / len(flats)), len(flats))
+    chunk_numel = -(-len(total) // len(flats))
+    return torch.cat([coded(chunk) for chunk in total.split(chunk_numel)]).to(flats[0].dtype)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "width", "dtype"),
+    only(
+        [(2, 33, torch.float32), (3, 7, torch.bfloat16)],
+        [
+            (1, 7, torch.float32),
+            (2, 33, torch.float32),
+            (3, 7, torch.bfloat16),
+            (3, 33, torch.float16),
+            (4, 7, torch.float32),
+            (5, 2, torch.float32),  # fewer values than fill a chunk for each rank
+        ],
+    ),
+)
+def test_byte_grad_is_the_arithmetic_of_one_process(
+    world_size: int, width: int, dtype: torch.dtype, split: str, ranks: Ranks
+) -> None:
+    for bucket in by_bucket(ranks(world_size).run(train, ByteGrad(), width, dtype, split)):
+        expected = byte_grad_of([each.own for each in bucket]) if world_size > 1 else bucket[0].own
+        for each in bucket:
+            assert torch.equal(each.reduced, expected)
+
+
+@pytest.mark.parametrize("world_size", only([3], [2, 3, 4]))
+def test_byte_grad_sends_a_quarter_of_the_bytes_and_headers(world_size: int, ranks: Ranks) -> None:
+    for steps in ranks(world_size).run(train, ByteGrad(), 33, torch.float32, "forward"):
+        for step in steps:
+            chunks = [-(-len(bucket.own) // world_size) for bucket in step]
+            rows = [16 * -(-(8 + chunk) // 16) for chunk in chunks]  # minimum, maximum, codes, up to 16 bytes
+            assert step[0].sent_bytes == sum(2 * (world_size - 1) * row for row in rows)
+
+
+@pytest.mark.parametrize(("algorithm", "digits"), [(HALF, 2e-3), (BRAIN, 2e-2)])
+def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digits: float, ranks: Ranks) -> None:
+    for bucket in by_bucket(ranks(3).run(train, algorithm, 33, torch.float32, "backward")):
+        mean = torch.stack([each.own for each in bucket]).mean(0)
+        for each in bucket:
+            assert 0 < relative_difference(each.reduced, mean) < digits
+            assert torch.equal(each.reduced, bucket[0].reduced)
+
+
+PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between", "unscaled_and_clipped", "layer_used_twice"]
+
+
+def train_in_all_ways(names: list[str]) -> dict[str, float]:
+    return {name: train_pattern(name) for name in names}
+
+
+@pytest.mark.parametrize(
+    "patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, [p for p in PATTERNS if p not in PATTERNS_IN_CI]]), ids=len
+)
+@pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
+def test_it_trains_in_every_way_that_an_all_reduce_does(
+    algorithm: AlgorithmConfig, patterns: list[str], each_split: str, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
+) -> None:
+    defaults = ddp_compile.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "algorithm", algorithm)
+    for worst in ranks(2).run(train_in_all_ways, patterns):
+        assert max(worst.values()) < 0.1, worst  # what is not reduced, or twice, is off by half or more
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
+
+
+def train_branches() -> tuple[float, bool]:
+    """Ranks take other branches, and nobody the last one: the largest difference, and whether that has no gradient."""
+    torch.manual_seed(3)
+    plain = Branches()
+    model = ddp_compile(
+        copy.deepcopy(plain), algorithm=ByteGrad(), find_unused_parameters=True, bucket_cap_mb=0.003, backend="eager"
+    )
+    reference = DistributedDataParallel(plain, find_unused_parameters=True)
+    worst = 0.0
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x, branch = torch.randn(6, 33), (step + dist.get_rank()) % 2
+        for each in (reference, model):
+            each.zero_grad()
+            loss_of(each(x, branch)).backward()
+        used = [(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True) if q.grad is not None]
+        worst = max([worst, *(relative_difference(p.grad, q.grad) for p, q in used)])
+    return worst, model.layers[3].weight.grad is None
+
+
+def test_parameters_may_be_unused(ranks: Ranks) -> None:
+    for worst, is_none in ranks(2).run(train_branches):
+        assert worst < 0.05 and is_none
+
+
+def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, float]:
+    """Whether any gradient of the layer is finite, and the scale behind the step."""
+    torch.manual_seed(3)
+    model = ddp_compile(nn.Linear(5, 5), algorithm=algorithm, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    x = torch.randn(4, 5)
+    if dist.get_rank() == 1:
+        x[0, 0] = value
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float, ranks: Ranks) -> None:
+    assert ranks(2).run(overflow_on_rank_1, algorithm, value) == [(False, 4.0)] * 2
+
+
+def fit(algorithm: AlgorithmConfig, seed: int) -> float:
+    """The loss on what was not trained with."""
+    torch.manual_seed(seed)
+    teacher, module = Mlp(9, 2), Mlp(9, 3)
+    model = ddp_compile(module, algorithm=algorithm, backend="eager", split="none")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    torch.manual_seed(100 * seed + dist.get_rank())
+    for _ in range(150):
+        x = torch.randn(16, 9)
+        optimizer.zero_grad()
+        (model(x) - teacher(x).detach()).square().mean().backward()
+        optimizer.step()
+    torch.manual_seed(seed)
+    x = torch.randn(500, 9)
+    return (model(x) - teacher(x)).square().mean().item()
+
+
+def fit_with_all(seed: int) -> list[float]:
+    return [fit(algorithm, seed) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
+
+
+@pytest.mark.parametrize("seed", only([0], [0, 1, 2]))
+def test_losses_are_those_of_an_all_reduce(seed: int, ranks: Ranks) -> None:
+    for all_reduced, *others in ranks(2).run(fit_with_all, seed):
+        assert max(others) < 1.05 * all_reduced, (all_reduced, others)
+
+
+def refusals() -> list[str]:
+    said = []
+    for module in (nn.Linear(2, 2).double(), nn.Embedding(4, 2, sparse=True)):
+        with pytest.raises(ReplicationError) as refused:
+            ddp_compile(module, algorithm=ByteGrad())
+        said.append(str(refused.value))
+    model = ddp_compile(nn.Linear(2, 2), algorithm=ByteGrad())
+    with pytest.raises(RuntimeError) as already:
+        model.register_comm_hook(None, lambda state, bucket: None)
+    return [*said, str(already.value)]
+
+
+def test_what_it_does_not_take_is_refused_by_name(ranks: Ranks) -> None:
+    for rank, (double, sparse, hook) in enumerate(ranks(2).run(refusals)):
+        assert double.startswith(
+            f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and of float64 are"
+            " weight, bias."
+        )
+        assert sparse.startswith(f"rank {rank}: the ByteGrad all-reduce takes no sparse gradients")
+        assert "but the ByteGrad all-reduce reduces" in hook
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "float16"])
+def test_a_wire_dtype_that_there_is_not_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"pass torch\.float16 or torch\.bfloat16"):
+        GradientAllReduce(wire_dtype=dtype)
+
+
+class Miscounted(CollectiveChain):
+    """Two collectives, one behind the other, of which ``num_collectives`` need not know."""
+
+    name = "all-reduce of twice the half"
+
+    def __init__(self, process_group: dist.ProcessGroup, num_collectives: int) -> None:
+        super().__init__(process_group)
+        self.num_collectives = num_collectives
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        for _ in range(2):
+            bucket.flat.div_(dist.get_world_size())
+            yield dist.all_reduce(bucket.flat, async_op=True)
+
+
+@dataclass(frozen=True)
+class Count(AlgorithmConfig):
+    num_collectives: int
+
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return Miscounted(process_group, self.num_collectives)
+
+
+def train_with_a_chain(num_collectives: int) -> float:
+    torch.manual_seed(3)
+    module = Mlp(9, 3)
+    reference = DistributedDataParallel(copy.deepcopy(module))
+    model = ddp_compile(
+        module, algorithm=Count(num_collectives), bucket_cap_mb=0.0003, backend="eager", split="forward"
+    )
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 9)
+    for each in (model, reference):
+        loss_of(each(x)).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(relative_difference(p.grad, q.grad / dist.get_world_size()) for p, q in pairs)
+
+
+def test_a_chain_of_ones_own(ranks: Ranks) -> None:
+    assert max(ranks(2).run(train_with_a_chain, 2)) < 1e-6
+
+
+@pytest.mark.parametrize(("num_collectives", "yielded"), [(1, "more"), (3, "fewer")])
+def test_a_chain_that_was_miscounted_is_an_error(num_collectives: int, yielded: str, ranks: Ranks) -> None:
+    for rank, failure in enumerate(ranks(2).run_expecting_failures(train_with_a_chain, num_collectives)):
+        assert failure.kind == "ReductionError"
+        assert failure.message.startswith(
+            f"rank {rank}: reduce() of the all-reduce of twice the half yielded {yielded}"
+        )
+        assert f"than num_collectives = {num_collectives} for bucket" in failure.message
+
+
+def leave_in_the_middle() -> None:
+    """Rank 1 does not come to its second backward."""
+    model = ddp_compile(Mlp(33, 4), algorithm=ByteGrad(), bucket_cap_mb=0.003, backend="eager", split="none")
+    for step in range(2 - dist.get_rank()):
+        torch.manual_seed(step)
+        loss_of(model(torch.randn(6, 33))).backward()
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_bucket(ranks: Ranks) -> None:
+    waiting, _ = ranks(2).run_expecting_failures(leave_in_the_middle, timeout_s=3.0)
+    assert waiting.kind == "ReductionError"
+    assert waiting.message.startswith("rank 0: the all-reduce of bucket 0 (")
