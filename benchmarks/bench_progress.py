@@ -1,6 +1,6 @@
 """What it costs that the ranks tell each other where they are (docs/divergence.md): microseconds of each step.
 
-    python benchmarks/bench_monitor.py [--step-ms 25] [--pairs 1000] [--buckets 10] [--output FILE.csv]
+    python benchmarks/bench_progress.py [--step-ms 25] [--pairs 1000] [--buckets 10] [--output FILE.csv]
 
 Two ranks on gloo with a TCPStore train a small model eagerly. Steps go with `DesyncMonitor` and without it in turns;
 small products after each make it last ``--step-ms``. What counts is the processor time of the thread that trains: the

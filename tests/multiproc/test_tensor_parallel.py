@@ -7,8 +7,10 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -163,16 +165,20 @@ def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def go_through_recipes() -> dict[str, float]:
+def go_through_recipes(names: list[str]) -> dict[str, float]:
     mesh, found = make_mesh(), {}
-    for name, recipe in RECIPES.items():
+    for name in names:
         torch._dynamo.reset()
-        found[name] = largest_difference(recipe, mesh)
+        found[name] = largest_difference(RECIPES[name], mesh)
     return found
 
 
-def test_gradients_are_averaged_over_replicas_only(ranks: Ranks) -> None:
-    for differences in run_in_new_processes(ranks, go_through_recipes):
+RECIPES_IN_CI = ["backward", "sequence", "two sizes", "comm hook"]
+
+
+@pytest.mark.parametrize("names", only([RECIPES_IN_CI], [RECIPES_IN_CI, ["forward", "static graph"]]), ids=str)
+def test_gradients_are_averaged_over_replicas_only(names: list[str], ranks: Ranks) -> None:
+    for differences in run_in_new_processes(ranks, go_through_recipes, names):
         assert max(differences.values()) < 1e-5, differences
 
 
