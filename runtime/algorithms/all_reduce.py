@@ -13,6 +13,7 @@ from ddp_compile import torch_internals
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
+from ddp_compile.runtime.algorithms.hierarchical import Hierarchical
 from ddp_compile.runtime.bucket import Bucket
 
 _WIRE_DTYPES = (torch.float16, torch.bfloat16)
@@ -34,6 +35,17 @@ class AllReduce(CommAlgorithm):
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         # What dist.all_reduce calls; with many small gradients its checks are seen in the time of a step.
         return self._process_group.allreduce([bucket.flat])
+
+
+class AllReduceInChain(CollectiveChain):
+    """The same as a part of an algorithm of several collectives."""
+
+    name = AllReduce.name
+    num_collectives = 1
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        """See `CollectiveChain.reduce`."""
+        yield torch_internals.started(dist.all_reduce(bucket.flat, group=self.process_group, async_op=True))
 
 
 class WireDtypeAllReduce(CollectiveChain):
@@ -58,6 +70,7 @@ class WireDtypeAllReduce(CollectiveChain):
         self._factor = 2.0 ** round(math.log2(process_group.size()) / 2)
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        """See `CollectiveChain.reduce`."""
         wire = torch.empty_like(bucket.flat, dtype=self._wire_dtype)
         flatten_scale([bucket.flat], wire, self._factor)
         yield torch_internals.started(dist.all_reduce(wire, group=self.process_group, async_op=True))
@@ -72,12 +85,16 @@ class GradientAllReduce(AlgorithmConfig):
         wire_dtype: Cast gradients to ``torch.float16`` or ``torch.bfloat16`` while they travel, and add them up there;
             half of the bytes of float32. A sum beyond 65504 becomes infinite in float16, which a GradScaler sees. The
             gradients' own dtype if None.
+        hierarchical: Add up on each node first, then between one rank of each node, and broadcast on each node: fewer
+            bytes between nodes whose links are slower than those inside. A launcher tells the ranks by LOCAL_RANK which
+            of them share a node; nodes may be of different sizes.
 
     Raises:
         ValueError: ``wire_dtype`` is none of these.
     """
 
     wire_dtype: torch.dtype | None = None
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.wire_dtype is not None and self.wire_dtype not in _WIRE_DTYPES:
@@ -88,6 +105,9 @@ class GradientAllReduce(AlgorithmConfig):
 
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
         """See `AlgorithmConfig.build`."""
-        if self.wire_dtype is None:
+        if self.wire_dtype is None and not self.hierarchical:
             return AllReduce(process_group)
-        return WireDtypeAllReduce(process_group, self.wire_dtype)
+        algorithm: CollectiveChain = AllReduceInChain(process_group)
+        if self.wire_dtype is not None:
+            algorithm = WireDtypeAllReduce(process_group, self.wire_dtype)
+        return Hierarchical(process_group, algorithm) if self.hierarchical else algorithm

@@ -15,6 +15,7 @@ from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.kernels.reference import row_bytes
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Traits
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
+from ddp_compile.runtime.algorithms.hierarchical import Hierarchical
 from ddp_compile.runtime.bucket import Bucket
 
 
@@ -31,6 +32,7 @@ class ByteGradAlgorithm(CollectiveChain):
     num_collectives = 2
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        """See `CollectiveChain.reduce`."""
         flat, size, rank = bucket.flat.view(-1), self.process_group.size(), self.process_group.rank()
         sent = minmax_u8_compress(flat, size)
         received = torch.empty_like(sent)
@@ -70,10 +72,17 @@ class ByteGrad(AlgorithmConfig):
     each rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a whole, on every rank,
     as `torch.amp.GradScaler` expects it. Gradients in float32, bfloat16 and float16; none of them sparse.
 
+    Args:
+        hierarchical: Add up gradients on each node first, in their own dtype, and send eight bits between the nodes
+            alone; see `GradientAllReduce`.
+
     Source: Gan et al. 2021, Bagua (arXiv 2107.01499), section 4, with the codec of
     `ddp_compile.kernels.minmax_u8_compress`.
     """
 
-    def build(self, process_group: dist.ProcessGroup) -> ByteGradAlgorithm:
+    hierarchical: bool = False
+
+    def build(self, process_group: dist.ProcessGroup) -> CollectiveChain:
         """See `AlgorithmConfig.build`."""
-        return ByteGradAlgorithm(process_group)
+        algorithm = ByteGradAlgorithm(process_group)
+        return Hierarchical(process_group, algorithm) if self.hierarchical else algorithm

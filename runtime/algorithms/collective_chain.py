@@ -27,7 +27,7 @@ class CollectiveChain(CommAlgorithm):
         process_group: The ranks to reduce over.
     """
 
-    #: How many collectives `reduce` yields for a bucket, the same on every rank.
+    #: How many collectives `reduce` yields for a bucket on this rank, the same for every bucket.
     num_collectives: int
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:

@@ -6,14 +6,17 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS_PER_RANK = 4
 
-#: Not with torch 2.11, where it raises itself if those of a BatchNorm change before the backward.
-DDP_KEEPS_BUFFERS = torch.__version__ >= "2.12"
+needs_ddp_to_keep_buffers = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="with torch 2.11 DistributedDataParallel raises where the buffers of a BatchNorm change before the backward",
+)
 
 
 class Mlp(nn.Module):

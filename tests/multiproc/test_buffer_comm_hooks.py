@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import DDP_KEEPS_BUFFERS, loss_of, relative_difference
+from models import loss_of, needs_ddp_to_keep_buffers, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +66,7 @@ def train_both(location: str, split: str) -> tuple[float, list[dict[str, Any]]]:
     return worst, states
 
 
-@pytest.mark.parametrize("location", ["PRE_FORWARD", *(["POST_FORWARD"] if DDP_KEEPS_BUFFERS else [])])
+@pytest.mark.parametrize("location", ["PRE_FORWARD", pytest.param("POST_FORWARD", marks=needs_ddp_to_keep_buffers)])
 def test_buffers_are_those_of_ddp_with_the_same_hook(location: str, split: str, ranks: Ranks) -> None:
     for worst, (ours, theirs) in ranks(2).run(train_both, location, split):
         assert worst < 1e-6
