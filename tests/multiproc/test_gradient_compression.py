@@ -213,6 +213,29 @@ def test_parameters_may_be_unused(ranks: Ranks) -> None:
         assert worst < 0.05 and is_none
 
 
+def train_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> float:
+    """Rank 1 has more batches than rank 0: the largest difference to DistributedDataParallel's gradients."""
+    torch.manual_seed(3)
+    module = Mlp(33, 4)
+    reference = DistributedDataParallel(copy.deepcopy(module))
+    model = ddp_compile(module, algorithm=algorithm, bucket_cap_mb=0.003, backend="aot_eager")
+    seen: list[list[Tensor]] = [[], []]
+    for each, gradients in zip((model, reference), seen, strict=True):
+        with each.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            for step in range(2 + 3 * dist.get_rank()):
+                torch.manual_seed(10 * step + dist.get_rank())
+                each.zero_grad()
+                loss_of(each(torch.randn(6, 33))).backward()
+                gradients += [p.grad.clone() for p in each.parameters()]
+    return max(relative_difference(ours, theirs) for ours, theirs in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool, ranks: Ranks) -> None:
+    assert max(ranks(2).run(train_uneven, algorithm, divide_by_initial_world_size)) < 0.05
+
+
 def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, float]:
     """Whether any gradient of the layer is finite, and the scale behind the step."""
     torch.manual_seed(3)
