@@ -104,8 +104,8 @@ def compile_isolated(
     """
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     if has_isolated_recompiles():
-        return torch.compile(function, isolate_recompiles=True, **settings)  # type: ignore[call-overload]
-    compiled = torch.compile(function, **settings)  # type: ignore[call-overload]
+        return _after_tracing(torch.compile(function, isolate_recompiles=True, **settings))  # type: ignore[call-overload]
+    compiled = _after_tracing(torch.compile(function, **settings))  # type: ignore[call-overload]
     global _num_isolated_functions
     _num_isolated_functions += 1
 
@@ -117,6 +117,24 @@ def compile_isolated(
         }
         with config.patch(limits):
             return compiled(*args, **kwargs)
+
+    return call
+
+
+def _after_tracing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let calls wait while another thread traces a graph.
+
+    Until torch 2.13 the flag that a graph is being traced is one for all threads, and Dynamo refuses to be called while
+    it is set, "symbolically trace a dynamo-optimized function". Whoever traces holds Dynamo's lock.
+    """
+    if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
+        return compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.fx._symbolic_trace._is_fx_tracing_flag:
+            with torch._dynamo.convert_frame.compile_lock:
+                pass
+        return compiled(*args, **kwargs)
 
     return call
 
