@@ -17,6 +17,7 @@ import torch
 
 from ddp_compile.bench.endings import check_folders, ending_of, one_interrupt
 from ddp_compile.bench.implementations import (
+    ALGORITHMS,
     COMMUNICATION,
     EAGER,
     IMPLEMENTATIONS,
@@ -60,10 +61,12 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         type=_words,
         default=list(QUICK),
         metavar="NAME,...",
-        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, or your own module:function, which takes the model and a"
-        " Case and returns an Implementation (see ddp_compile/bench/implementations.py)"
+        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, and beside them {', '.join(ALGORITHMS)}, or your own"
+        " module:function, which takes the model and a Case and returns an Implementation (see"
+        " ddp_compile/bench/implementations.py)"
         f" (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always measured)",
     )
+    parser.add_argument("--algorithms", action="store_true", help=f"ddp_compile-auto, {', '.join(ALGORITHMS)} as well")
     parser.add_argument(
         "--modes", type=_words, default=["default"], metavar="MODE,...", help=f"{', '.join(MODES)} (default: default)"
     )
@@ -207,6 +210,8 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettin
     if arguments.model not in WORKLOADS:
         load_function("model", arguments.model, WORKLOADS)
     names = list(IMPLEMENTATIONS) if arguments.implementations == ["all"] else arguments.implementations
+    if arguments.algorithms:
+        names = list(dict.fromkeys([*names, "ddp_compile-auto", *ALGORITHMS]))
     for name in names:
         implementation_named(name)
     for mode in arguments.modes:

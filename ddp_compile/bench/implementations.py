@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
+from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
 from ddp_compile.bench.named_functions import load_function
@@ -106,6 +107,11 @@ def _ddp_compile(split: SplitMode, model: nn.Module, case: Case) -> Implementati
     return Implementation(forward=replicated, no_sync=replicated.no_sync)
 
 
+def _with_algorithm(algorithm: AlgorithmConfig, model: nn.Module, case: Case) -> Implementation:
+    replicated: Any = ddp_compile(model, algorithm=algorithm, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode)
+    return Implementation(forward=replicated, no_sync=replicated.no_sync)
+
+
 #: Computation without any communication: one of the bounds.
 LOCAL = "local"
 #: Communication without any computation: the other one. Not trained, so it has no entry below.
@@ -126,6 +132,15 @@ OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 }
 
 IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}
+#: Ours with other ways to reduce than the peers', whose results are others as well; so not among "all".
+ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
+    f"{OURS_PREFIX}{name}": partial(_with_algorithm, algorithm)
+    for name, algorithm in {
+        "bfloat16": GradientAllReduce(wire_dtype=torch.bfloat16),
+        "float16": GradientAllReduce(wire_dtype=torch.float16),
+        "byte-grad": ByteGrad(),
+    }.items()
+}
 
 #: These do not compile, so a mode makes no difference to them.
 EAGER = {"ddp-eager", COMMUNICATION}
@@ -139,4 +154,5 @@ def implementation_named(name: str) -> Callable[[nn.Module, Case], Implementatio
     Raises:
         ValueError: It is not known.
     """
-    return IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else load_function("implementation", name, IMPLEMENTATIONS)
+    known = {**IMPLEMENTATIONS, **ALGORITHMS}
+    return known[name] if name in known else load_function("implementation", name, known)

@@ -27,7 +27,7 @@ def help_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def test_help_names_every_default(help_of: dict[str, str]) -> None:
     assert len(help_of) >= 17
-    assert [option for option, said in help_of.items() if "default: " not in said] == ["--only-steps"]
+    assert [option for option, said in help_of.items() if "default: " not in said] == ["--algorithms", "--only-steps"]
     assert help_of["--rounds"].endswith("(default: 12)")
     assert help_of["--modes"].endswith("(default: default)")
 
@@ -44,7 +44,7 @@ def test_help_says_what_a_function_of_your_own_returns(help_of: dict[str, str], 
     "arguments",
     [
         [],
-        ["--only-steps", "--output", "a folder", "--model", "my.module:model", "--depth", "3"],
+        ["--only-steps", "--algorithms", "--output", "a folder", "--model", "my.module:model", "--depth", "3"],
         ["--link", "2.5gbit,none", "--bucket-cap-mb", "0.1,25", "--implementations", "all", "--ranks", "4"],
     ],
 )

@@ -27,8 +27,19 @@ _LINE_IN = 0.175
 _LONGEST_LABEL = 34
 
 # Ours are warm, peers muted and cold, a user's own green.
-_OURS = {"auto": "#c1121f", "forward": "#f07f13", "backward": "#8e1b4d", "none": "#f5b041"}
-_OURS_MARKERS = {"auto": "o", "forward": "s", "backward": "D", "none": "^"}
+_OURS = {
+    **{"auto": "#c1121f", "forward": "#f07f13", "backward": "#8e1b4d", "none": "#f5b041"},
+    **{"bfloat16": "#e4572e", "float16": "#b0413e", "byte-grad": "#6a040f"},
+}
+_OURS_MARKERS = {
+    "auto": "o",
+    "forward": "s",
+    "backward": "D",
+    "none": "^",
+    "bfloat16": "h",
+    "float16": "8",
+    "byte-grad": "p",
+}
 _PEER_COLORS = ("#4d5b6a", "#4f86b8", "#8fb8d6", "#8a83b5", "#b3b3b3", "#8c8a6b")
 _PEER_MARKERS = ("v", "X", "P", "<", ">", "d")
 _USER_COLORS = ("#2a9d6f", "#74b72e", "#136f63")

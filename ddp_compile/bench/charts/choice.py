@@ -13,7 +13,7 @@ from ddp_compile.bench.implementations import COMMUNICATION, LOCAL, OURS_PREFIX
 from ddp_compile.bench.implementations import PEERS as KNOWN_PEERS
 
 PEERS = tuple(KNOWN_PEERS)
-_OURS = ("auto", "forward", "backward", "none")
+_OURS = ("auto", "forward", "backward", "none", "bfloat16", "float16", "byte-grad")
 _MODES = ("default", "reduce-overhead", "max-autotune")
 _UNSHAPED = ("loopback", "none")
 
