@@ -65,6 +65,13 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
             f"{type(algorithm).__name__} has no launch(), which reduces a bucket of gradients; write it, or say"
             " traits = Traits(payload='parameters') of an algorithm that communicates parameters instead"
         )
+    if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "num_collectives"):
+        raise TypeError(
+            f"{type(algorithm).__name__} has no num_collectives; it has to say how many works reduce() yields for a"
+            " bucket"
+        )
+    if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "process_group"):
+        raise TypeError(f"{type(algorithm).__name__} has no process_group; its __init__ has to call super().__init__()")
     if algorithm.traits.payload == "parameters" and algorithm.gives_way_to_comm_hook:
         raise TypeError(
             f"{type(algorithm).__name__} has the payload 'parameters' and gives_way_to_comm_hook, but a comm hook"
@@ -92,13 +99,16 @@ def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]
         raise ReplicationError(
             f"rank {rank}: the {algorithm.name} takes no sparse gradients, and these have some:"
             f" {shorten_names(sparse)}. Make their layers with sparse=False, name them in parameters_to_ignore, or use"
-            " GradientAllReduce()"
+            " GradientAllReduce() without arguments"
         )
     taken = [str(dtype).removeprefix("torch.") for dtype in algorithm.traits.takes_dtypes or ()]
-    others = [each for each in gradients if taken and each.dtype not in taken]
-    if others:
+    refused: dict[str, list[str]] = {}
+    for each in gradients if taken else ():
+        if each.dtype not in taken:
+            refused.setdefault(each.dtype, []).append(each.fqn)
+    if refused:
+        found = "; ".join(f"of {dtype} are {shorten_names(names)}" for dtype, names in refused.items())
         raise ReplicationError(
-            f"rank {rank}: the {algorithm.name} takes gradients of {', '.join(taken)}, and of {others[0].dtype} are"
-            f" {shorten_names([each.fqn for each in others])}. Convert them, name them in parameters_to_ignore, or use"
-            " GradientAllReduce()"
+            f"rank {rank}: the {algorithm.name} takes gradients of {', '.join(taken)}, and {found}. Convert"
+            " them, name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
         )

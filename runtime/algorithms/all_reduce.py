@@ -52,15 +52,15 @@ class WireDtypeAllReduce(CollectiveChain):
     """The same with the values cast to another dtype on their way.
 
     What arrives has been divided by the number of ranks. In float16 small gradients would vanish by that, and sums of
-    what has not been divided overflow; so the wire has values divided by about its square root alone, a power of 2,
-    and the rest of the factor comes behind the sum.
+    what has not been divided overflow; so the wire has values divided by about its square root alone, and the rest of
+    the factor, a power of 2, comes behind the sum.
 
     Args:
         process_group: The ranks to average over.
         wire_dtype: What the values are cast to.
     """
 
-    traits = Traits(takes_sparse=False)
+    traits = Traits(takes_sparse=False, takes_dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16))
     num_collectives = 1
 
     def __init__(self, process_group: dist.ProcessGroup, wire_dtype: torch.dtype) -> None:
@@ -79,12 +79,13 @@ class WireDtypeAllReduce(CollectiveChain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientAllReduce(AlgorithmConfig):
-    """The default: every ``.grad`` is the mean over all ranks, and a comm hook can be registered in its place.
+    """The default: every ``.grad`` is the mean over all ranks. Without arguments, a comm hook can be put in its place.
 
     Args:
         wire_dtype: Cast gradients to ``torch.float16`` or ``torch.bfloat16`` while they travel, and add them up there;
-            half of the bytes of float32. A sum beyond 65504 becomes infinite in float16, which a GradScaler sees. The
-            gradients' own dtype if None.
+            half of the bytes of float32. In float16 a mean beyond 65504, divided by about the square root of the number
+            of ranks, becomes infinite, which a GradScaler sees; in exchange values do not vanish that are smaller than
+            those ``fp16_compress_hook`` keeps, by the same factor. The gradients' own dtype if None.
         hierarchical: Add up on each node first, then between one rank of each node, and broadcast on each node: fewer
             bytes between nodes whose links are slower than those inside. A launcher tells the ranks by LOCAL_RANK which
             of them share a node; nodes may be of different sizes.

@@ -68,9 +68,14 @@ class ByteGrad(AlgorithmConfig):
     """Gradients travel with eight bits a value, relative to the smallest and largest value of a chunk of each bucket.
 
     Each rank sends 2 (n - 1) / n bytes for a gradient's element in place of 8 (n - 1) / n, with n ranks and gradients
-    in float32, and 8 bytes for each chunk. What is lost is at most half a step of a 255th of the range of a chunk, for
-    each rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a whole, on every rank,
-    as `torch.amp.GradScaler` expects it. Gradients in float32, bfloat16 and float16; none of them sparse.
+    in float32, and 8 to 23 bytes for each chunk. What is lost is at most half a step of a 255th of the range of a
+    chunk, for each rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a whole, on
+    every rank, as `torch.amp.GradScaler` expects it. Gradients in float32, bfloat16 and float16; none of them sparse.
+
+    A gradient that is zero need not be zero afterwards: it becomes the nearest step of its chunk, the same one in every
+    iteration with the same range. Adam makes a step of it, whatever its size. So parameters that shall stay where they
+    are, such as rows of an embedding that no batch has, belong into ``parameters_to_ignore``, or their gradients are
+    zeroed behind the backward.
 
     Args:
         hierarchical: Add up gradients on each node first, in their own dtype, and send eight bits between the nodes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending
@@ -18,10 +20,11 @@ from ddp_compile.runtime.bucket import Bucket
 class CollectiveChain(CommAlgorithm):
     """One after the other, for each bucket; to derive from, with a generator `reduce` of what is done to a bucket.
 
-    Collectives have to start in one order on every rank, and a rank may wait for a bucket while another one still
-    computes. So on the CPU the next collective of a bucket starts when the bucket behind it is launched, or before the
-    reducer waits: the one that is under way meanwhile is hidden behind the backward, and so is the last one. On CUDA
-    all of them start at once, on a stream of the algorithm's own, where to wait for one holds back that stream alone.
+    On the CPU the next collective of a bucket starts when the bucket behind it is launched, that of the last bucket at
+    once, or before the reducer waits: what is under way meanwhile is hidden behind the backward. That is in the same
+    order on every rank for one module, and at no certain place between what else a rank sends in its backward: the
+    collectives of another module, or of the user. So a chain of several has a process group of its own. On CUDA all of
+    them start at once, on a stream of the algorithm's own, where NCCL lets that stream wait and not the host.
 
     Args:
         process_group: The ranks to reduce over.
@@ -33,7 +36,7 @@ class CollectiveChain(CommAlgorithm):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self._under_way: _Chain | None = None  # whose last collective has not been started
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
@@ -42,6 +45,12 @@ class CollectiveChain(CommAlgorithm):
         Args:
             bucket: As for `CommAlgorithm.launch`. ``bucket.flat`` has to hold the result when the generator ends.
         """
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Take a process group of its own for several collectives; it stays until all groups are destroyed."""
+        if self.num_collectives > 1 and self.process_group.size() > 1:
+            ranks = dist.get_process_group_ranks(self.process_group)
+            self.process_group = group_of(ranks, self.process_group, parameters[0].device)
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start the first collective of a bucket, after the last one of the bucket before; on CUDA all of them.
@@ -52,8 +61,12 @@ class CollectiveChain(CommAlgorithm):
         self.drain()
         if bucket.flat.is_cuda:
             return self._launch_on_own_stream(bucket)
-        self._under_way = _Chain(self, bucket)
-        return self._under_way
+        chain = self._under_way = _Chain(self, bucket)
+        if is_last:
+            # Modules of one backward come to their ends in another order on each rank: no rank may wait there for what
+            # another one has yet to start. They come to their launches in one order.
+            self.drain()
+        return chain
 
     def drain(self) -> None:
         """Start what is left of the bucket launched last, but for what comes behind its last collective.
@@ -66,14 +79,28 @@ class CollectiveChain(CommAlgorithm):
             chain.start_all()
 
     def _launch_on_own_stream(self, bucket: Bucket) -> Pending:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(bucket.flat.device)
-        self._stream.wait_stream(torch.cuda.current_stream(bucket.flat.device))
-        bucket.flat.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        device = bucket.flat.device
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        bucket.flat.record_stream(stream)
+        with torch.cuda.stream(stream):
             chain = _Chain(self, bucket)
             chain.wait()
-            return _DoneOnStream(bucket.flat, self._stream.record_event())
+            return _DoneOnStream(bucket.flat, stream.record_event())
+
+
+def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A process group of some ranks, which only they have to ask for.
+
+    Args:
+        ranks: Their global ranks.
+        like: Has the same backend and timeout.
+        device: Where what it sends will be.
+    """
+    timeout = torch_internals.group_timeout(like, device)
+    group = dist.new_group(list(ranks), timeout, dist.get_backend(like), use_local_synchronization=True)
+    assert group is not None
+    return group
 
 
 class _Chain:
@@ -81,11 +108,12 @@ class _Chain:
 
     def __init__(self, algorithm: CollectiveChain, bucket: Bucket) -> None:
         self._algorithm = algorithm
-        self._bucket = bucket.describe()
+        self._bucket = bucket
         self._flat = bucket.flat
         self._steps = algorithm.reduce(bucket)
         self._num_started = 0
         self._work: dist.Work | None = None
+        self._failure: ReductionError | None = None
         self._go_on()
 
     def start_all(self) -> None:
@@ -94,7 +122,7 @@ class _Chain:
             self._go_on()
 
     def wait(self) -> None:
-        """Let the bucket hold the result; further calls do nothing."""
+        """Let the bucket hold the result; further calls do nothing, or say again what has failed."""
         self.start_all()
         if self._work is not None:
             self._go_on()
@@ -105,23 +133,46 @@ class _Chain:
 
     def _go_on(self) -> None:
         """Wait for the collective under way, and let the generator do what comes behind it."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._wait_for_one()
+            self._start_next()
+        except ReductionError as failure:
+            self._failure = failure
+            raise
+
+    def _wait_for_one(self) -> None:
         work, self._work = self._work, None
         try:
             if work is not None:
                 work.wait()
-            self._work = next(self._steps, None)
         except RuntimeError as error:
             rank = self._algorithm.process_group.rank()
-            raise error_messages.reduction_failed(rank, self._bucket, error) from error
-        has_ended, has_to_end = self._work is None, self._num_started == self._algorithm.num_collectives
+            raise error_messages.reduction_failed(rank, self._bucket.describe(), error) from error
+
+    def _start_next(self) -> None:
+        algorithm = self._algorithm
+        try:
+            self._work = next(self._steps, None)
+        except ReductionError:
+            raise
+        except Exception as error:
+            raise self._error(f"raised {error!r} on {self._bucket.describe()}; correct it") from error
+        has_ended, has_to_end = self._work is None, self._num_started == algorithm.num_collectives
         self._num_started += not has_ended
         if has_ended != has_to_end:
-            raise ReductionError(
-                f"rank {self._algorithm.process_group.rank()}: reduce() of the {self._algorithm.name} yielded"
-                f" {'fewer' if has_ended else 'more'} works than num_collectives ="
-                f" {self._algorithm.num_collectives} for {self._bucket}; on every rank it has to yield the work of each"
-                " collective, and num_collectives has to say how many these are"
+            raise self._error(
+                f"yielded {'fewer' if has_ended else 'more'} works than num_collectives = {algorithm.num_collectives}"
+                f" for {self._bucket.describe()}; it has to yield the work of each collective, and num_collectives has"
+                " to say how many these are"
             )
+
+    def _error(self, what: str) -> ReductionError:
+        return ReductionError(
+            f"rank {self._algorithm.process_group.rank()}: reduce() of the {self._algorithm.name} {what}. The gradients"
+            " are not reduced, and this rank may be out of step with the others: start again from a checkpoint"
+        )
 
 
 class _DoneOnStream:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.runtime.algorithms.base import Traits
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, group_of
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.rank_names import format_ranks
 
@@ -29,6 +29,7 @@ class Hierarchical(CollectiveChain):
 
     def __init__(self, process_group: dist.ProcessGroup, between: CollectiveChain) -> None:
         super().__init__(process_group)
+        self.num_collectives = 0  # what it is is known from `attach` on
         self.name = f"hierarchical {between.name}"
         self.traits = Traits(layout=between.traits.layout, takes_sparse=False, takes_dtypes=between.traits.takes_dtypes)
         self._between = between
@@ -46,10 +47,12 @@ class Hierarchical(CollectiveChain):
         own = next(ranks for ranks in nodes if dist.get_rank() in ranks)
         self._leader = own[0]
         self._sends_between = dist.get_rank() == self._leader and len(nodes) > 1
-        self._within = _group_of(own)
+        device = parameters[0].device
+        self._within = group_of(own, self.process_group, device)
         self.num_collectives = 2 if len(own) > 1 else 0
         if self._sends_between:
-            self._between.process_group = _group_of([ranks[0] for ranks in nodes])
+            leaders = [ranks[0] for ranks in nodes]
+            self._between.process_group = group_of(leaders, self.process_group, device)
             self.num_collectives += self._between.num_collectives
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
@@ -83,10 +86,3 @@ def _ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[in
     for rank, first_of_node in sorted(everyone):
         nodes.setdefault(first_of_node, []).append(rank)
     return list(nodes.values())
-
-
-def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    # Ranks that are in none of the groups know nothing of them.
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert group is not None
-    return group

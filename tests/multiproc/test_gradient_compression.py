@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,11 @@ Ranks = Callable[[int], RankPool]
 HALF = GradientAllReduce(wire_dtype=torch.float16)
 BRAIN = GradientAllReduce(wire_dtype=torch.bfloat16)
 ALGORITHMS: list[AlgorithmConfig] = [ByteGrad(), HALF, BRAIN]
+
+
+def largest(values: Iterable[float]) -> float:
+    """As ``max``, but NaN if one is."""
+    return torch.tensor(list(values)).max().item()
 
 
 class Step(NamedTuple):
@@ -158,16 +163,19 @@ def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digi
             assert torch.equal(each.reduced, bucket[0].reduced)
 
 
+# The biases before a BatchNorm have no gradient but what rounding leaves, of which nothing relative can be said.
+OTHERS = ["two_forwards_with_batch_norm"]
 PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between", "unscaled_and_clipped", "layer_used_twice"]
+
+
+OTHER_PATTERNS = [name for name in PATTERNS if name not in (*PATTERNS_IN_CI, *OTHERS)]
 
 
 def train_in_all_ways(names: list[str]) -> dict[str, float]:
     return {name: train_pattern(name) for name in names}
 
 
-@pytest.mark.parametrize(
-    "patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, [p for p in PATTERNS if p not in PATTERNS_IN_CI]]), ids=len
-)
+@pytest.mark.parametrize("patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, OTHER_PATTERNS]), ids=len)
 @pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
 def test_it_trains_in_every_way_that_an_all_reduce_does(
     algorithm: AlgorithmConfig, patterns: list[str], each_split: str, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
@@ -176,7 +184,8 @@ def test_it_trains_in_every_way_that_an_all_reduce_does(
     assert defaults is not None
     monkeypatch.setitem(defaults, "algorithm", algorithm)
     for worst in ranks(2).run(train_in_all_ways, patterns):
-        assert max(worst.values()) < 0.1, worst  # what is not reduced, or twice, is off by half or more
+        # What is not reduced, or twice, is off by half or more. NaN is less than nothing.
+        assert all(each < 0.15 for each in worst.values()), worst
 
 
 class Branches(nn.Module):
@@ -204,7 +213,7 @@ def train_branches() -> tuple[float, bool]:
             each.zero_grad()
             loss_of(each(x, branch)).backward()
         used = [(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True) if q.grad is not None]
-        worst = max([worst, *(relative_difference(p.grad, q.grad) for p, q in used)])
+        worst = largest([worst, *(relative_difference(p.grad, q.grad) for p, q in used)])
     return worst, model.layers[3].weight.grad is None
 
 
@@ -227,13 +236,13 @@ def train_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool)
                 each.zero_grad()
                 loss_of(each(torch.randn(6, 33))).backward()
                 gradients += [p.grad.clone() for p in each.parameters()]
-    return max(relative_difference(ours, theirs) for ours, theirs in zip(*seen, strict=True))
+    return largest([relative_difference(ours, theirs) for ours, theirs in zip(*seen, strict=True)])
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_uneven, algorithm, divide_by_initial_world_size)) < 0.05
+    assert largest(ranks(2).run(train_uneven, algorithm, divide_by_initial_world_size)) < 0.05
 
 
 def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, float]:
@@ -281,7 +290,7 @@ def fit_with_all(seed: int) -> list[float]:
 @pytest.mark.parametrize("seed", only([0], [0, 1, 2]))
 def test_losses_are_those_of_an_all_reduce(seed: int, ranks: Ranks) -> None:
     for all_reduced, *others in ranks(2).run(fit_with_all, seed):
-        assert max(others) < 1.05 * all_reduced, (all_reduced, others)
+        assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
 
 
 def refusals() -> list[str]:
@@ -347,11 +356,151 @@ def train_with_a_chain(num_collectives: int) -> float:
     for each in (model, reference):
         loss_of(each(x)).backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(relative_difference(p.grad, q.grad / dist.get_world_size()) for p, q in pairs)
+    return largest([relative_difference(p.grad, q.grad / dist.get_world_size()) for p, q in pairs])
 
 
 def test_a_chain_of_ones_own(ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_with_a_chain, 2)) < 1e-6
+    assert largest(ranks(2).run(train_with_a_chain, 2)) < 1e-6
+
+
+class Raises(Miscounted):
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        yield dist.all_reduce(bucket.flat, async_op=True)
+        raise ValueError("no idea what comes next")
+
+
+@dataclass(frozen=True)
+class Raising(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return Raises(process_group, 2)
+
+
+def train_with_what_raises() -> None:
+    model = ddp_compile(Mlp(9, 3), algorithm=Raising(), bucket_cap_mb=0.0003, backend="eager", split="none")
+    loss_of(model(torch.randn(4, 9))).backward()
+
+
+def test_an_error_in_reduce_is_not_taken_for_one_of_another_rank(ranks: Ranks) -> None:
+    for rank, failure in enumerate(ranks(2).run_expecting_failures(train_with_what_raises)):
+        assert failure.kind == "ReductionError"
+        assert failure.message.startswith(f"rank {rank}: reduce() of the all-reduce of twice the half raised Value")
+        assert "bucket 0" in failure.message and "Another rank" not in failure.message
+
+
+class Uncounted(CollectiveChain):
+    name = "uncounted"
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        yield dist.all_reduce(bucket.flat, async_op=True)
+
+
+@dataclass(frozen=True)
+class Count0(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return Uncounted(process_group)
+
+
+def test_a_chain_says_how_many_collectives_it_has(single_rank_group: None) -> None:
+    with pytest.raises(TypeError, match="Uncounted has no num_collectives"):
+        ddp_compile(nn.Linear(2, 2), algorithm=Count0())
+
+
+class WithPenalty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(8, 8, bias=False)
+        self.penalised = nn.Parameter(torch.randn(8, 8))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def two_modules(algorithm: AlgorithmConfig, width: int) -> float:
+    """In one backward, in which the first gradient of the iteration is another module's on each rank."""
+    torch.manual_seed(3)
+    plain = [WithPenalty(), nn.Linear(width, 8, bias=False)]
+    models = [ddp_compile(copy.deepcopy(each), algorithm=algorithm, backend="eager", split="none") for each in plain]
+    differences = []
+    for step in range(5):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x, y = torch.randn(4, 8), torch.randn(4, width)
+        for first, second in (plain, models):
+            first.zero_grad()
+            second.zero_grad()
+            penalty_comes_first = dist.get_rank() == 1 and step >= 2
+            penalty = first.penalised.square().sum() if penalty_comes_first else None
+            losses = first(x).square().sum() + second(y).square().sum()
+            (losses + (first.penalised.square().sum() if penalty is None else penalty)).backward()
+        for ours, own in zip(models, plain, strict=True):
+            for p, q in zip(ours.parameters(), own.parameters(), strict=True):
+                dist.all_reduce(q.grad)
+                differences.append(relative_difference(p.grad, q.grad / dist.get_world_size()))
+    return largest(differences)
+
+
+@pytest.mark.parametrize("width", [8, 40])
+def test_two_modules_in_one_backward(width: int, ranks: Ranks) -> None:
+    assert largest(ranks(2).run(two_modules, ByteGrad(), width)) < 0.05
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return SumOverRanks.apply(self.first(x)), self.second(x)
+
+
+def backwards_with_a_collective() -> float:
+    """One for both outputs, or one for each; that of the first output has an all-reduce of its own."""
+    torch.manual_seed(3)
+    plain = TwoOutputs()
+    model = ddp_compile(copy.deepcopy(plain), algorithm=ByteGrad(), backend="eager", split="none", bucket_cap_mb=1e-4)
+    differences = []
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(3, 8)
+        for module in (model, plain):
+            module.zero_grad()
+        losses = [output.square().sum() for output in model(x)]
+        for loss in [sum(losses)] if step < 2 else losses[::-1]:
+            loss.backward()
+        sum(output.square().sum() for output in plain(x)).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(q.grad)
+            differences.append(relative_difference(p.grad, q.grad / dist.get_world_size()))
+    return largest(differences)
+
+
+def test_collectives_of_the_backward_itself(ranks: Ranks) -> None:
+    assert largest(ranks(2).run(backwards_with_a_collective)) < 0.05
+
+
+def float16_range(value: float) -> float:
+    model = ddp_compile(nn.Linear(1, 1, bias=False), algorithm=HALF, backend="eager")
+    model(torch.tensor([[value]])).sum().backward()
+    return model.weight.grad.item()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(30000.0, 30000.0), (40000.0, float("inf")), (2.0**-23, 2.0**-23)])
+def test_the_factor_is_split_around_the_sum(value: float, expected: float, ranks: Ranks) -> None:
+    """With four ranks by 2 before and 2 behind it; the smallest number of float16 is 2**-24."""
+    assert ranks(4).run(float16_range, value) == pytest.approx([expected] * 4, rel=1e-2)
 
 
 @pytest.mark.parametrize(("num_collectives", "yielded"), [(1, "more"), (3, "fewer")])
