@@ -125,7 +125,7 @@ def byte_grad_of(flats: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("world_size", "width", "dtype"),
     only(
-        [(2, 33, torch.float32), (3, 7, torch.bfloat16)],
+        [(3, 7, torch.bfloat16)],
         [
             (1, 7, torch.float32),
             (2, 33, torch.float32),
@@ -154,7 +154,7 @@ def test_byte_grad_sends_a_quarter_of_the_bytes_and_headers(world_size: int, ran
             assert step[0].sent_bytes == sum(2 * (world_size - 1) * row for row in rows)
 
 
-@pytest.mark.parametrize(("algorithm", "digits"), [(HALF, 2e-3), (BRAIN, 2e-2)])
+@pytest.mark.parametrize(("algorithm", "digits"), only([(BRAIN, 1e-2)], [(HALF, 2e-3), (BRAIN, 1e-2)]))
 def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digits: float, ranks: Ranks) -> None:
     for bucket in by_bucket(ranks(3).run(train, algorithm, 33, torch.float32, "backward")):
         mean = torch.stack([each.own for each in bucket]).mean(0)
@@ -240,7 +240,7 @@ def train_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool)
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+@pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
 def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool, ranks: Ranks) -> None:
     assert largest(ranks(2).run(train_uneven, algorithm, divide_by_initial_world_size)) < 0.05
 
@@ -260,7 +260,7 @@ def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, 
     return bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float, ranks: Ranks) -> None:
     assert ranks(2).run(overflow_on_rank_1, algorithm, value) == [(False, 4.0)] * 2
@@ -287,7 +287,8 @@ def fit_with_all(seed: int) -> list[float]:
     return [fit(algorithm, seed) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
 
 
-@pytest.mark.parametrize("seed", only([0], [0, 1, 2]))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_losses_are_those_of_an_all_reduce(seed: int, ranks: Ranks) -> None:
     for all_reduced, *others in ranks(2).run(fit_with_all, seed):
         assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
@@ -439,7 +440,7 @@ def two_modules(algorithm: AlgorithmConfig, width: int) -> float:
     return largest(differences)
 
 
-@pytest.mark.parametrize("width", [8, 40])
+@pytest.mark.parametrize("width", only([8], [8, 40]))
 def test_two_modules_in_one_backward(width: int, ranks: Ranks) -> None:
     assert largest(ranks(2).run(two_modules, ByteGrad(), width)) < 0.05
 

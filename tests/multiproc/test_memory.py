@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace
@@ -117,6 +119,14 @@ def test_gradients_set_to_zero_cost_no_more_than_none(ranks: Ranks) -> None:
         assert found[False] <= 1.002 * found[True], found
 
 
+def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
+    """gloo's threads let go of what they have reduced a moment after it is done."""
+    deadline = time.monotonic() + 5
+    while (live := live_bytes(parameters)) > expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return live
+
+
 def bytes_live_behind_forwards(gradient_as_bucket_view: bool, lazy_bucket_allocation: bool) -> list[int]:
     trained = ddp_compile(
         products(),
@@ -127,11 +137,12 @@ def bytes_live_behind_forwards(gradient_as_bucket_view: bool, lazy_bucket_alloca
     )
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     x = torch.randn(ROWS_PER_RANK, WIDTH)
-    found = []
+    found: list[int] = []
     for _ in range(3):
         optimizer.zero_grad()
         loss = loss_of(trained(x))
-        found.append(live_bytes(list(trained.parameters())))
+        expected = 1.01 * found[0] if found and lazy_bucket_allocation else math.inf
+        found.append(live_in_the_end(list(trained.parameters()), expected))
         loss.backward()
         optimizer.step()
     return found
@@ -149,4 +160,4 @@ def test_flat_buffers_are_made_in_the_first_backward_and_stay(gradient_as_bucket
 def test_lazily_allocated_they_are_gone_when_gradients_are(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
     gradients = 4 * 12 * WIDTH * WIDTH
     for first, *later in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, True):
-        assert max(later) - first < 0.01 * gradients
+        assert max(later) - first <= 0.01 * first < 0.1 * gradients
