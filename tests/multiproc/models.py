@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,6 +128,11 @@ def loss_of(output: Tensor) -> Tensor:
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()
+
+
+def largest(values: Iterable[float]) -> float:
+    """As ``max``, but NaN if one is."""
+    return torch.tensor(list(values)).max().item()
 
 
 def assert_buckets_launched_early(model: Any) -> None:
