@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
-from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
+from ddp_compile.algorithms import ByteGrad, GradientAllReduce
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
 from ddp_compile.bench.named_functions import load_function
@@ -102,13 +102,8 @@ def _functional(model: nn.Module, case: Case) -> Implementation:
     return Implementation(forward=torch.compile(replicated, fullgraph=True, options=options))
 
 
-def _ddp_compile(split: SplitMode, model: nn.Module, case: Case) -> Implementation:
-    replicated: Any = ddp_compile(model, split=split, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode)
-    return Implementation(forward=replicated, no_sync=replicated.no_sync)
-
-
-def _with_algorithm(algorithm: AlgorithmConfig, model: nn.Module, case: Case) -> Implementation:
-    replicated: Any = ddp_compile(model, algorithm=algorithm, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode)
+def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementation:
+    replicated: Any = ddp_compile(model, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode, **settings)
     return Implementation(forward=replicated, no_sync=replicated.no_sync)
 
 
@@ -128,13 +123,13 @@ PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 
 OURS_PREFIX = "ddp_compile-"
 OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
-    f"{OURS_PREFIX}{split}": partial(_ddp_compile, split) for split in get_args(SplitMode)
+    f"{OURS_PREFIX}{split}": partial(_ddp_compile, split=split) for split in get_args(SplitMode)
 }
 
 IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}
 #: Ours with other ways to reduce than the peers', whose results are others as well; so not among "all".
 ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
-    f"{OURS_PREFIX}{name}": partial(_with_algorithm, algorithm)
+    f"{OURS_PREFIX}{name}": partial(_ddp_compile, algorithm=algorithm)
     for name, algorithm in {
         "bfloat16": GradientAllReduce(wire_dtype=torch.bfloat16),
         "float16": GradientAllReduce(wire_dtype=torch.float16),

@@ -80,7 +80,9 @@ class CollectiveChain(CommAlgorithm):
 
     def _launch_on_own_stream(self, bucket: Bucket) -> Pending:
         device = bucket.flat.device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         bucket.flat.record_stream(stream)
         with torch.cuda.stream(stream):
