@@ -93,6 +93,7 @@ class ReplicatedModule(nn.Module):
         """
         state = _state_of(self)
         state.delayed.refuse_join()
+        state.sharded.refuse_join()
         return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -241,6 +242,7 @@ class ReplicatedModule(nn.Module):
         state = _state_of(self)
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
+        state.sharded.detach()
         state.parameters.release()
         delattr(self, _STATE)
         self.__class__ = _original_class(type(self))

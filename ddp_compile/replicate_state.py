@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from ddp_compile.replicated_buffers import ReplicatedBuffers
 from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.agreement_points import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_settings import ReducerSettings
+from ddp_compile.sharded_submodules import ShardedSubmodules, sharded_submodules
 from ddp_compile.uneven_inputs import UnevenInputs
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
@@ -57,6 +59,11 @@ class ReplicateState:
         algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
+        sharded = sharded_submodules(module)
+        if sharded:
+            # FSDP2 may send over the group as well, at places between our launches that are not certain.
+            ranks = dist.get_process_group_ranks(process_group)
+            process_group = group_of(ranks, process_group, next(module.parameters()).device)
         self.process_group = process_group
         self.config = config
         self.requires_sync = True
@@ -64,8 +71,9 @@ class ReplicateState:
         self._num_with_gradients = 0  # of the forwards
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
-        self.parameters = ReplicatedParameters(module, config.parameters_to_ignore)
-        refuse_sharded_over_replicas(module, config.parameters_to_ignore, process_group)
+        not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
+        self.parameters = ReplicatedParameters(module, not_reduced)
+        refuse_sharded_over_replicas(module, not_reduced, process_group)
         delayed = {id(parameter) for parameter in config.delayed.named.values()}
         reduced = {name: p for name, p in self.parameters.named.items() if id(p) not in delayed}
         parameters = list(reduced.values())
@@ -73,15 +81,17 @@ class ReplicateState:
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         in_backward = launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
-        self._agree(module, algorithm, in_backward)
+        self.sharded = ShardedSubmodules(sharded, process_group, self.device)
+        self._agree(module, algorithm, in_backward, not_reduced)
         self.monitor = DesyncMonitor(process_group, self.device)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
-        self._all_parameters = [p for name, p in module.named_parameters() if name not in config.parameters_to_ignore]
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(parameters)
+        self.sharded.attach(broadcast=config.init_sync)
         gradients = describe_gradients(module, reduced)
         refuse_gradients(algorithm, gradients, process_group.rank())
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
@@ -101,7 +111,9 @@ class ReplicateState:
         register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
 
-    def _agree(self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool) -> None:
+    def _agree(
+        self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool, not_reduced: Container[str]
+    ) -> None:
         """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
         description = [
@@ -109,7 +121,8 @@ class ReplicateState:
             f"parameters that another replicated module reduces={shared}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
-            *describe_module(module, self.config, in_backward),
+            *describe_module(module, self.config, in_backward, not_reduced),
+            *self.sharded.describe(),
         ]
         verify_modules_agree(description, self.process_group, self.device)
         self.parameters.refuse_shared(self.process_group.rank())

@@ -40,7 +40,7 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
     Raises:
         RanksDifferError: On every rank, naming the first line that differs from rank 0's.
     """
-    different = _ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
+    different = ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
     if not different:
         return
     # Only the first of them speaks: descriptions from all ranks would be gigabytes, of a thousand ranks and layers.
@@ -85,7 +85,7 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
     """
     if process_group.size() == 1:
         return
-    if _ranks_unlike_rank_0(algorithm.encode(), process_group, device):
+    if ranks_unlike_rank_0(algorithm.encode(), process_group, device):
         name = _shorten(algorithm, _MOST_BYTES_OF_A_NAME).encode()
         padded = _all_gather(name.ljust(_MOST_BYTES_OF_A_NAME, b"\0"), process_group, device)
         names = [theirs.rstrip(b"\0").decode() for theirs in padded]
@@ -139,7 +139,7 @@ def _broadcast_bytes(
     return _to_bytes(message)
 
 
-def _ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """The ranks, ascending, that hold other bytes than rank 0; asked with 32 bytes from each."""
     digests = _all_gather(hashlib.sha256(payload).digest(), process_group, device)
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,9 +28,17 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
     return {id(layer.weight) for layer in layers if layer.sparse}
 
 
-def describe_module(module: nn.Module, config: ReplicateConfig, launches_in_backward: bool) -> list[str]:
-    """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them."""
-    ignored = config.parameters_to_ignore
+def describe_module(
+    module: nn.Module, config: ReplicateConfig, launches_in_backward: bool, ignored: Container[str]
+) -> list[str]:
+    """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them.
+
+    Args:
+        module: The module.
+        config: What it was asked to do.
+        launches_in_backward: Whether buckets are launched inside compiled backwards.
+        ignored: Names of parameters and buffers that may differ.
+    """
     sparse_ids = with_sparse_gradients(module)
     settings = (
         "broadcast_buffers",

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddp_compile.errors import ReplicationError
 from ddp_compile.module import ReplicatedModule
+from ddp_compile.sharded_submodules import names_sharded
 from ddp_compile.validation.replicated_parameters import reduced_parameters
 from ddp_compile.validation.wrappers import refuse_wrappers_inside
 
@@ -30,7 +31,8 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
         raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
     refuse_wrappers_inside(module)
     _check_ignored(module, ignored)
-    _check_trainable(reduced_parameters(module, ignored), bool(ignored))
+    sharded = names_sharded(module)
+    _check_trainable(reduced_parameters(module, ignored | sharded), bool(ignored), bool(sharded))
     ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
     if hidden := [name for name in ours if _has_attribute(module, name)]:
         raise ReplicationError(
@@ -53,7 +55,12 @@ def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
         raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
 
 
-def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool) -> None:
+def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool, some_are_sharded: bool) -> None:
+    if not trainable and some_are_sharded:
+        raise ReplicationError(
+            "fully_shard has taken every parameter that requires a gradient, so nothing is left to be reduced; to"
+            " average over another dimension as well, write fully_shard(module, mesh=mesh['replicas', 'parts'])"
+        )
     if not trainable and some_are_ignored:
         raise ReplicationError(
             "every parameter that requires a gradient is named in parameters_to_ignore, or in"

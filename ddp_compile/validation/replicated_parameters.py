@@ -40,6 +40,7 @@ class ReplicatedParameters:
         self._ignored = ignored
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._properties = {id(parameter): _properties(parameter) for parameter in self.named.values()}
+        self._wrappers = reducing_wrappers_inside(module)
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
     def shared_with_others(self) -> list[str]:
@@ -84,7 +85,8 @@ class ReplicatedParameters:
         """
         if self._is_as_it_was(module):
             return
-        changes = [*reducing_wrappers_inside(module), *self._changes(module)]
+        wrappers = [wrapper for wrapper in reducing_wrappers_inside(module) if wrapper not in self._wrappers]
+        changes = [*wrappers, *self._changes(module)]
         if changes:
             raise error_messages.parameters_changed(rank, changes)
 

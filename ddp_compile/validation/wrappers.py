@@ -22,8 +22,8 @@ from ddp_compile.plan.spec import shorten_names
 _REDUCES = "its gradients are reduced already; use one of the two"
 _SHARDS = (
     "it reduces and shards its gradients by itself. To shard over one dimension of a mesh and average over the other,"
-    " leave both to fully_shard(module, mesh=mesh['dp', 'tp']), without ddp_compile; or make the parts by"
-    " parallelize_module(module, mesh['tp'], ...), and ddp_compile(module, device_mesh=mesh['dp'])"
+    " leave both to fully_shard(module, mesh=mesh['replicas', 'parts']), without ddp_compile; or give fully_shard some"
+    " submodules alone, and ddp_compile(module) the rest"
 )
 _PASS_INSIDE = "pass the module inside it, its .module"
 
@@ -44,13 +44,14 @@ _REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DDP"}
 
 
 def refuse_wrappers_inside(module: nn.Module) -> None:
-    """Refuse a module that is a wrapper, or holds one.
+    """Refuse a module that is a wrapper, or holds one other than a submodule of ``fully_shard``.
 
     Raises:
         ReplicationError: Names the wrapper, where it is, and what to do.
     """
     for name, submodule in module.named_modules():
-        if (kind := _kind_of(type(submodule))) is not None:
+        kind = _kind_of(type(submodule))
+        if kind is not None and not (name and kind == "FSDPModule"):
             where = f"submodule {name}" if name else "the module"
             raise ReplicationError(f"{_rank()}{where} is a {kind}{_shards_what(submodule, name)}; {_INSTEAD[kind]}")
 

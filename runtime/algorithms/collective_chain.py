@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending
 from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.process_groups import group_of
 
 
 class CollectiveChain(CommAlgorithm):
@@ -89,20 +89,6 @@ class CollectiveChain(CommAlgorithm):
             chain = _Chain(self, bucket)
             chain.wait()
             return _DoneOnStream(bucket.flat, stream.record_event())
-
-
-def group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A process group of some ranks, which only they have to ask for.
-
-    Args:
-        ranks: Their global ranks.
-        like: Has the same backend and timeout.
-        device: Where what it sends will be.
-    """
-    timeout = torch_internals.group_timeout(like, device)
-    group = dist.new_group(list(ranks), timeout, dist.get_backend(like), use_local_synchronization=True)
-    assert group is not None
-    return group
 
 
 class _Chain:

@@ -11,8 +11,9 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.runtime.algorithms.base import Traits
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, group_of
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.rank_names import format_ranks
 
 

@@ -221,5 +221,6 @@ def test_a_module_that_is_wrapped_already_is_refused(wrapper: str) -> None:
     wrap, _ = WRAPPERS[wrapper]
     with pytest.raises(ReplicationError, match=r"the module is a "):
         replicated(wrap(two_layers()))
-    with pytest.raises(ReplicationError, match=r"submodule 0 is a "):
-        replicated(nn.Sequential(wrap(two_layers()), nn.Linear(4, 4)))
+    if not wrapper.startswith("fully_shard"):  # whose submodules are averaged with the rest
+        with pytest.raises(ReplicationError, match=r"submodule 0 is a "):
+            replicated(nn.Sequential(wrap(two_layers()), nn.Linear(4, 4)))
