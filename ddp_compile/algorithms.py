@@ -14,6 +14,9 @@ from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
+from ddp_compile.runtime.algorithms.decentralized import Decentralized
+from ddp_compile.runtime.algorithms.local_sgd import LocalSGD
+from ddp_compile.runtime.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from ddp_compile.runtime.bucket import Bucket as Bucket
 
 __all__ = [
@@ -22,7 +25,10 @@ __all__ = [
     "ByteGrad",
     "CollectiveChain",
     "CommAlgorithm",
+    "Decentralized",
     "GradientAllReduce",
+    "LocalSGD",
+    "LowPrecisionDecentralized",
     "Pending",
     "Traits",
 ]
@@ -60,7 +66,7 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
         raise TypeError(f"{type(config).__name__}.build() returned {algorithm!r}; it must return a CommAlgorithm")
     if not isinstance(getattr(algorithm, "name", None), str):
         raise TypeError(f"{type(algorithm).__name__} has no name; it needs one, for errors and for comparing ranks")
-    if algorithm.traits.payload == "gradients" and type(algorithm).launch is CommAlgorithm.launch:
+    if algorithm.traits.payload != "parameters" and type(algorithm).launch is CommAlgorithm.launch:
         raise TypeError(
             f"{type(algorithm).__name__} has no launch(), which reduces a bucket of gradients; write it, or say"
             " traits = Traits(payload='parameters') of an algorithm that communicates parameters instead"

@@ -22,7 +22,7 @@ from ddp_compile.ddp_attributes import attributes_for
 from ddp_compile.errors import ReplicationError
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicate_state import ReplicateState
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.uneven_inputs import JoinOne
 
@@ -186,6 +186,31 @@ class ReplicatedModule(nn.Module):
             hook, state = builtin, _state_of(self).process_group if state is None else state
         reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
 
+    @property
+    def comm_algorithm(self) -> CommAlgorithm:
+        """How the ranks communicate now: a comm hook that was registered, or what ``algorithm=`` has built.
+
+        Its ``state_dict()`` belongs into this rank's checkpoint beside those of the module and the optimizer.
+        """
+        return _state_of(self).reducer.algorithm
+
+    def set_comm_algorithm(self, algorithm: AlgorithmConfig) -> None:
+        """Communicate in another way from the next forward on; on every rank between the same two steps.
+
+        Where parameters may differ between the ranks, they become the mean over them first. What the algorithm before
+        had learnt is lost.
+
+        Args:
+            algorithm: As for ``ddp_compile``.
+
+        Raises:
+            TypeError: Not an `AlgorithmConfig`.
+            ValueError: A setting that does not fit the ranks.
+            RuntimeError: A backward has not been completed, or the algorithm does not take the module's gradients.
+            RanksDifferError: After the first backward, another rank sets another one, or none in time.
+        """
+        _state_of(self).set_algorithm(algorithm)
+
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
     ) -> None:
@@ -236,8 +261,10 @@ class ReplicatedModule(nn.Module):
     def unwrap(self) -> nn.Module:
         """Make the module what it was before ``ddp_compile``, and return it.
 
-        Parameters and gradients keep their values; nothing is reduced or compiled any more. After a backward that
-        raised in the middle of an iteration, gradients become None: some had been averaged, and others had not.
+        Parameters and gradients keep their values; nothing is reduced or compiled any more. Where an algorithm lets
+        parameters differ between the ranks, all ranks unwrap together, and parameters become the mean over them. After
+        a backward that raised in the middle of an iteration, gradients become None: some had been averaged, and others
+        had not.
         """
         state = _state_of(self)
         state.reducer.remove_hooks()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
@@ -90,6 +90,7 @@ class ReplicateState:
         self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
+        self._refuse_what_waits(algorithm)
         algorithm.attach(parameters)
         self.sharded.attach(broadcast=config.init_sync)
         gradients = describe_gradients(module, reduced)
@@ -142,6 +143,33 @@ class ReplicateState:
         )
         return Reducer(parameters, self.builder, self.process_group, settings)
 
+    def set_algorithm(self, algorithm_config: AlgorithmConfig) -> None:
+        """Communicate in another way from the next forward on; see ``ReplicatedModule.set_comm_algorithm``."""
+        check_algorithm(algorithm_config)
+        algorithm = build_algorithm(algorithm_config, self.process_group)
+        refuse_gradients(algorithm, self.builder.gradients, self.process_group.rank())
+        self._refuse_what_waits(algorithm)
+        self.reducer.agree_on_algorithm(algorithm)
+        self.reducer.set_algorithm(algorithm)
+        algorithm.attach(self.reducer.parameters)
+
+    def _refuse_what_waits(self, algorithm: CommAlgorithm) -> None:
+        """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not."""
+        if algorithm.traits.in_step or self.process_group.size() == 1:
+            return
+        waits = [
+            f"{name}=True"
+            for name in ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
+            if getattr(self.config, name)
+        ]
+        if self.buffers.synchronised():
+            waits.append("broadcast_buffers=True")
+        if waits:
+            raise ReplicationError(
+                f"rank {self.process_group.rank()}: with the {algorithm.name} no rank waits for another in a step, and"
+                f" with {', '.join(waits)} they would; pass False, or another algorithm"
+            )
+
     def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings) -> None:
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module))
@@ -162,7 +190,8 @@ class ReplicateState:
         self.monitor.forward_begins(kind)
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
-            outputs = self._call_evaluation(module, *args, **kwargs)
+            with self.reducer.algorithm.evaluation():
+                outputs = self._call_evaluation(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
         self._refuse_distributed_autograd()

@@ -38,6 +38,23 @@ def reduction_failed(rank: int, what: str, error: RuntimeError) -> ReductionErro
     )
 
 
+def exchange_failed(rank: int, name: str, error: RuntimeError) -> ReductionError:
+    """Parameters did not come from where they were awaited."""
+    return ReductionError(
+        f"rank {rank}: the {name} failed. Another rank has raised, exited, or not come to the same step within the"
+        f" process group's timeout; look for its error. ({error})"
+    )
+
+
+def parameters_written(rank: int, name: str) -> ReductionError:
+    """What comes from the others would write over what this rank has done to its parameters."""
+    return ReductionError(
+        f"rank {rank}: parameters were written between a forward and the end of its backward, while the {name} had them"
+        " under way, whose result would undo that. Step, load and edit before the forward; and put forwards that no"
+        " backward follows into torch.no_grad() or model.no_sync()"
+    )
+
+
 def algorithms_differ(rank: int, described: str) -> RanksDifferError:
     """Which ranks reduce in which way."""
     return RanksDifferError(
@@ -196,11 +213,11 @@ def second_algorithm(rank: int, name: str, present: str) -> RuntimeError:
     )
 
 
-def comm_hook_in_backward(rank: int, name: str) -> RuntimeError:
-    """Some buckets of the iteration have been launched, or may have been, without the hook."""
+def algorithm_in_backward(rank: int, name: str) -> RuntimeError:
+    """Some buckets of the iteration have been launched, or may have been, in the other way."""
     return RuntimeError(
-        f"rank {rank}: register_comm_hook was given the {name} while a backward has not been completed; register the"
-        " hook before the first backward, or between two steps"
+        f"rank {rank}: the {name} was to reduce from now on while a backward has not been completed; register a hook,"
+        " or set an algorithm, before the first backward or between two steps"
     )
 
 

@@ -90,7 +90,8 @@ class IterationEnd:
             self._queue.finish(self._policy.used_by_nobody)
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
-        self._queue.algorithm.after_backward()
+        if self._queue.is_whole:
+            self._queue.algorithm.after_backward()
         if not self._queue.is_shadow:
             self._on_reduced()
 

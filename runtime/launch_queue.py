@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
+from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.policies import AllRequired
@@ -54,14 +55,26 @@ class LaunchQueue:
         self.world_size = process_group.size()
         self.divisor = self.world_size  #: what gradients are divided by
         self._num_launched = 0  # or passed over
-        self.has_launched = False  #: whether anything has been sent in this iteration
+        self.has_launched = False  #: whether a bucket has been launched in this iteration
+        self.is_whole = True  #: whether no bucket has been passed over in it, for the next iteration
         self.is_shadow = False  #: whether that is zeros, on a rank that has no input left
 
     @property
     def sends(self) -> bool:
         """Whether anything is reduced."""
-        traits = self.algorithm.traits
-        return traits.payload == "gradients" and (self.world_size > 1 or traits.on_one_rank)
+        algorithm = self.algorithm
+        return algorithm.sends_gradients and (self.world_size > 1 or algorithm.traits.on_one_rank)
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether the ranks come together in this iteration although no bucket is launched: parameters are sent."""
+        algorithm = self.algorithm
+        return self.is_whole and self.world_size > 1 and not algorithm.sends_gradients and algorithm.traits.in_step
+
+    @property
+    def _plan(self) -> BucketPlan:
+        assert self._set.plan is not None
+        return self._set.plan
 
     @property
     def _scale(self) -> float:
@@ -188,6 +201,7 @@ class LaunchQueue:
         before = self._num_launched
         if skip:
             self._num_launched += 1
+            self.is_whole = False
         try:
             while not self.all_launched and (bucket := self.not_launched[0]).state is BucketState.READY:
                 if self.sends and not bucket.iteration.is_left_out:
@@ -200,13 +214,14 @@ class LaunchQueue:
             failure = error_messages.reduction_failed(self._rank, self.not_launched[0].describe(), error)
             raise self._monitor.report_failure(failure) from error
         if self.all_launched and self._num_launched > before:
+            if self.is_exchange:
+                self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name)
             self.on_all_launched()
 
     def _launch(self, bucket: Bucket, is_last: bool) -> None:
-        assert self._set.plan is not None
         self.has_launched = True
         if is_last:
-            self._monitor.last_bucket_is_launched(self._set.plan, self.algorithm.name)
+            self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
             bucket.reduction_begins(self.algorithm.launch(bucket, is_last))
 
@@ -294,6 +309,7 @@ class LaunchQueue:
             bucket.begin_iteration()
         self._num_launched = 0
         self.has_launched = False
+        self.is_whole = True
         self.is_shadow = False
 
 

@@ -113,12 +113,26 @@ class Reducer:
         """
         if not self.algorithm.gives_way_to_comm_hook:
             raise error_messages.second_algorithm(self.rank, hook.name, self.algorithm.name)
+        self.agree_on_algorithm(hook)
+        self.set_algorithm(hook)
+
+    def agree_on_algorithm(self, algorithm: CommAlgorithm) -> None:
+        """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
+
+        Raises:
+            RuntimeError: A backward has not been completed.
+            RanksDifferError: After the first backward, another rank does otherwise.
+        """
         if self._lifecycle.phase.state not in (State.ARMED, State.LOCAL):
-            raise error_messages.comm_hook_in_backward(self.rank, hook.name)
+            raise error_messages.algorithm_in_backward(self.rank, algorithm.name)
         if self.buckets:
-            self._monitor.agree_on_algorithm(hook.name)
-        self._queue.algorithm = hook
-        self._bucket_set.lay_out_as(hook.traits.layout)
+            self._monitor.agree_on_algorithm(algorithm.name)
+
+    def set_algorithm(self, algorithm: CommAlgorithm) -> None:
+        """Reduce in another way from the next backward on; on all ranks together."""
+        self.algorithm.detach(together=True)
+        self._queue.algorithm = algorithm
+        self._bucket_set.lay_out_as(algorithm.traits.layout)
 
     # A forward.
 
@@ -333,6 +347,7 @@ class Reducer:
         """
         self._hooks.remove()
         self.receiver.stop()
+        self.algorithm.detach(together=self._lifecycle.phase.state in (State.ARMED, State.LOCAL))
         if self._lifecycle.phase.state in (State.REDUCING, State.LAUNCHED, State.FAILED):
             drop_gradients(self.parameters)
 
@@ -386,7 +401,7 @@ class Reducer:
     def _begin_iteration(self) -> None:
         """Replace all that belongs to the iteration that has ended; here alone."""
         has_launched = self._queue.has_launched
-        self._monitor.iteration_ends(has_launched)
+        self._monitor.iteration_ends(has_launched or self._queue.is_exchange)
         self._early.begin_iteration(has_launched)
         self._queue.begin_iteration()
         self._hooks.notify_of_each()

@@ -6,7 +6,8 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -49,6 +50,27 @@ def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
     """
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     return started(gather(output, input, group=process_group, async_op=True))
+
+
+_making_groups = threading.Lock()
+
+
+@contextlib.contextmanager
+def groups_named(name: str) -> Iterator[None]:
+    """Inside, ``new_group(use_local_synchronization=True)`` gives the group this name, which its ranks have agreed on.
+
+    Its own names follow from how many groups a rank has, or has made so far. So it waits for ever where one has made
+    more of them than another, as the leader of a node has; and where groups of some ranks count, later ones of all do
+    not find each other.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    with _making_groups:
+        name_by_ranks, group_count = c10d._hash_ranks_to_str, c10d._world.group_count
+        c10d._hash_ranks_to_str = lambda ranks: name
+        try:
+            yield
+        finally:
+            c10d._hash_ranks_to_str, c10d._world.group_count = name_by_ranks, group_count
 
 
 def group_timeout(process_group: Any, device: torch.device) -> timedelta:

@@ -10,9 +10,10 @@ module builds an algorithm of its own from it, since algorithms hold buffers, fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ddp_compile.runtime.bucket import Bucket
 
 
-Payload = Literal["gradients", "parameters"]
+Payload = Literal["gradients", "parameters", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +34,9 @@ class Traits:
     """What the reducer does differently for an algorithm.
 
     Args:
-        payload: What the algorithm communicates: ``"gradients"``, bucket by bucket, or ``"parameters"``, between
-            backward and forward, so that gradients stay this rank's own and no bucket is launched.
+        payload: What the algorithm communicates: ``"gradients"``, bucket by bucket; or ``"parameters"``, so that
+            gradients stay this rank's own, no bucket is launched, and the ranks' parameters differ; or ``"both"``,
+            gradients in the iterations in which `CommAlgorithm.sends_gradients` says so.
         prescale: The flat buffer arrives divided by the world size, in the pass that fills it; otherwise it holds this
             rank's sums, and the algorithm divides.
         layout: Of the flat buffers, see `BucketSpec`: ``"ddp"`` where the algorithm looks at a buffer as a whole, so
@@ -44,6 +46,8 @@ class Traits:
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
         takes_dtypes: The dtypes that gradients may have; all if None.
+        in_step: The ranks come to the same iterations together. False where none waits for another; then nothing else
+            may be sent between them in an iteration, such as buffers.
 
     Raises:
         ValueError: A trait has a value that there is not, or two contradict each other.
@@ -56,6 +60,7 @@ class Traits:
     on_one_rank: bool = False
     takes_sparse: bool = True
     takes_dtypes: tuple[torch.dtype, ...] | None = None
+    in_step: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("payload", get_args(Payload)), ("layout", get_args(Layout))):
@@ -97,6 +102,11 @@ class CommAlgorithm(ABC):
     #: Whether ``register_comm_hook`` may put a hook in its place.
     gives_way_to_comm_hook: bool = False
 
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether the buckets of this iteration are launched; it changes in `after_backward` alone, on every rank."""
+        return self.traits.payload == "gradients"
+
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.
 
@@ -104,14 +114,45 @@ class CommAlgorithm(ABC):
             parameters: Those that are reduced, in registration order.
         """
 
+    def detach(self, together: bool) -> None:  # noqa: B027  # most have nothing to do
+        """Called once, when another algorithm takes its place, or the module is given back.
+
+        Args:
+            together: Every rank does so between the same two steps: leave the parameters equal on all of them, and
+                nothing under way. False after an error: only let go of what this rank holds.
+        """
+
     def before_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """A forward whose backward is to be reduced begins; inside ``Join`` also on ranks that have no input left."""
+        """A forward whose backward is to be reduced begins; inside ``Join`` also on ranks that have no input left.
+
+        Its backward need not follow: there may be several forwards for one backward, and forwards without any.
+        """
 
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
-        """Every ``.grad`` is what it will be: reduced, or with the payload ``"parameters"`` this rank's own.
+        """An iteration ends: every ``.grad`` is what it will be, reduced or this rank's own.
 
         Inside ``Join`` also on ranks that have no input left, and contribute zeros.
         """
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """What a forward without gradients runs in."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on from here, bit for bit, beside the states of module and optimizer.
+
+        Tensors are copies. Every rank has its own; it is asked for between two steps.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: It belongs to another algorithm, or to other parameters.
+        """
+        if state:
+            raise ValueError(f"the {self.name} has no state, and was given {', '.join(state)}; it is another one's")
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start to reduce a bucket; every algorithm has it whose payload is gradients.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile import torch_internals
 from ddp_compile.runtime.algorithms.base import Traits
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.process_groups import group_of
-from ddp_compile.runtime.rank_names import format_ranks
+from ddp_compile.runtime.process_groups import NodeGroups
 
 
 class Hierarchical(CollectiveChain):
@@ -34,9 +31,7 @@ class Hierarchical(CollectiveChain):
         self.name = f"hierarchical {between.name}"
         self.traits = Traits(layout=between.traits.layout, takes_sparse=False, takes_dtypes=between.traits.takes_dtypes)
         self._between = between
-        self._within: Any = None  # from `attach` on
-        self._leader = -1
-        self._sends_between = False
+        self._nodes: Any = None  # from `attach` on
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Make the process groups of the nodes and of their leaders.
@@ -44,46 +39,23 @@ class Hierarchical(CollectiveChain):
         Raises:
             ValueError: On every rank, if any of them does not know its place on its node.
         """
-        nodes = _ranks_of_nodes(self.process_group, self.name)
-        own = next(ranks for ranks in nodes if dist.get_rank() in ranks)
-        self._leader = own[0]
-        self._sends_between = dist.get_rank() == self._leader and len(nodes) > 1
-        device = parameters[0].device
-        self._within = group_of(own, self.process_group, device)
-        self.num_collectives = 2 if len(own) > 1 else 0
+        nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
+        self._nodes = nodes
+        self.num_collectives = 0 if nodes.within is None else 2
         if self._sends_between:
-            leaders = [ranks[0] for ranks in nodes]
-            self._between.process_group = group_of(leaders, self.process_group, device)
+            self._between.process_group = nodes.leaders
             self.num_collectives += self._between.num_collectives
+
+    @property
+    def _sends_between(self) -> bool:
+        return self._nodes.leaders is not None and self._nodes.leaders.size() > 1
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         """See `CollectiveChain.reduce`."""
-        flat, within = bucket.flat, self._within
-        if within.size() > 1:
-            yield torch_internals.started(dist.reduce(flat, self._leader, group=within, async_op=True))
+        flat, nodes = bucket.flat, self._nodes
+        if (work := nodes.reduce(flat)) is not None:
+            yield work
         if self._sends_between:
             yield from self._between.reduce(bucket)
-        if within.size() > 1:
-            yield torch_internals.started(dist.broadcast(flat, self._leader, group=within, async_op=True))
-
-
-def _ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int]]:
-    """The global ranks of each node that are in the process group, ascending.
-
-    A launcher numbers the ranks of a node without a gap, and each of them knows its place in LOCAL_RANK.
-    """
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    own = (dist.get_rank(), dist.get_rank() - int(local_rank) if local_rank.isdecimal() else None)
-    everyone: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(everyone, own, group=process_group)
-    unknown = [rank for rank, first_of_node in everyone if first_of_node is None]
-    if unknown:
-        raise ValueError(
-            f"rank {dist.get_rank()}: the {name} has to know which ranks are on one node, and LOCAL_RANK is no number"
-            f" on rank{'s' if len(unknown) > 1 else ''} {format_ranks(sorted(unknown))}. Start with torchrun, set it on"
-            " every rank to its place on its node, or pass hierarchical=False"
-        )
-    nodes: dict[int, list[int]] = {}
-    for rank, first_of_node in sorted(everyone):
-        nodes.setdefault(first_of_node, []).append(rank)
-    return list(nodes.values())
+        if (work := nodes.broadcast(flat)) is not None:
+            yield work

@@ -1,0 +1,77 @@
+"""Copies of all parameters of a module in flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError
+from ddp_compile.kernels import flatten_scale, unflatten
+from ddp_compile.runtime.algorithms.peers import wait_for
+
+
+class FlatParameters:
+    """Where each parameter lies in one flat buffer for each dtype and device.
+
+    The parameters' own storages stay what they are. Views into a common one would save a copy of the parameters, but
+    compilers look at what shares memory for each pair of tensors, and libraries that save tensors save all of it.
+
+    Args:
+        parameters: Dense ones, of real dtypes; of a DTensor what lies on this rank.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+        for parameter in parameters:
+            self._kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+
+    def new(self) -> list[Tensor]:
+        """Buffers for all parameters, with zeros."""
+        return [
+            torch.zeros(sum(map(torch.numel, _local(parameters))), dtype=dtype, device=device)
+            for (dtype, device), parameters in self._kinds.items()
+        ]
+
+    def read(self, flats: Sequence[Tensor]) -> None:
+        """Copy the parameters into buffers that `new` has made."""
+        for flat, parameters in zip(flats, self._kinds.values(), strict=True):
+            flatten_scale(_local(parameters), flat, 1.0)
+
+    def write(self, flats: Sequence[Tensor]) -> None:
+        """Copy such buffers into the parameters."""
+        for flat, parameters in zip(flats, self._kinds.values(), strict=True):
+            unflatten(flat, _local(parameters))
+
+    def versions(self) -> list[int]:
+        """What changes whenever a parameter is written."""
+        return [parameter._version for parameters in self._kinds.values() for parameter in parameters]
+
+
+def _local(parameters: Sequence[Parameter]) -> list[Tensor]:
+    return [torch_internals.local_tensor(parameter.detach()) for parameter in parameters]
+
+
+def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to add up a buffer over all ranks of a group."""
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def average_over(
+    group: dist.ProcessGroup, parameters: FlatParameters, fail: Callable[[RuntimeError], ReductionError]
+) -> None:
+    """Let the parameters be their mean over the ranks of a group, the same bits on all of them."""
+    if group.size() == 1:
+        return
+    flats = parameters.new()
+    parameters.read(flats)
+    for flat in flats:
+        flat.mul_(1 / group.size())
+    wait_for([all_reduce(flat, group) for flat in flats], fail)
+    parameters.write(flats)

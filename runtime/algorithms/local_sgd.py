@@ -1,0 +1,119 @@
+"""Local SGD: gradients are averaged at first, and then parameters now and then, by torch's own averager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn import Parameter
+
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.algorithms.after_step import AfterStep
+from ddp_compile.runtime.algorithms.all_reduce import AllReduce
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Pending, Traits
+from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_of_another
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.process_groups import group_of
+
+
+class LocalSGDAlgorithm(AfterStep):
+    """Gradient all-reduce for some steps, then the average of the parameters after each period of local steps.
+
+    Args:
+        process_group: All ranks.
+        period: See `LocalSGD`.
+        warmup_steps: See `LocalSGD`.
+
+    Source: ``PeriodicModelAverager`` of torch 2.13, distributed/algorithms/model_averaging/averagers.py.
+    """
+
+    traits = Traits(payload="both", takes_sparse=False)
+
+    def __init__(self, process_group: dist.ProcessGroup, period: int, warmup_steps: int) -> None:
+        super().__init__()
+        self.name = f"local SGD (period {period} after {warmup_steps} steps)"
+        self._process_group = process_group
+        self._all_reduce = AllReduce(process_group)
+        self._averager = PeriodicModelAverager(period, warmup_steps, process_group)
+        self._num_steps = 0
+        self._warmup_steps = warmup_steps
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether it is one of the first steps."""
+        return self._num_steps < self._warmup_steps
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Take a process group of its own: what comes between two steps is not in one order on every rank."""
+        super().attach(parameters)
+        ranks = dist.get_process_group_ranks(self._process_group)
+        self._averager.process_group = group_of(ranks, self._process_group, parameters[0].device)
+        self._parameters = list(parameters)
+
+    def detach(self, together: bool) -> None:
+        """Average over all ranks, see `CommAlgorithm.detach`."""
+        super().detach(together)
+        if together:
+            average_over(self._process_group, FlatParameters(self._parameters), self._failed)
+
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
+        """See `CommAlgorithm.launch`."""
+        return self._all_reduce.launch(bucket, is_last)
+
+    def after_backward(self) -> None:
+        """See `AfterStep.after_backward`."""
+        super().after_backward()
+        self._num_steps += 1
+
+    def communicate(self) -> None:
+        """Count the step, and average where a period ends."""
+        try:
+            self._averager.average_parameters(iter(self._parameters))
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps."""
+        return {
+            "name": self.name,
+            "num_steps": self._num_steps,
+            "averager_step": self._averager.step,
+            "owes": self._owes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `CommAlgorithm.load_state_dict`."""
+        refuse_state_of_another(self, state)
+        self._num_steps, self._averager.step, self._owes = state["num_steps"], state["averager_step"], state["owes"]
+
+    def _failed(self, error: RuntimeError) -> ReductionError:
+        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSGD(AlgorithmConfig):
+    """Every rank trains by itself, and after each period of steps all parameters become their mean over the ranks.
+
+    Args:
+        period: How many steps there are from one average to the next.
+        warmup_steps: In how many steps gradients are averaged first, as by ``GradientAllReduce()``.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    period: int
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        refuse_interval("LocalSGD", "period", self.period)
+        refuse_interval("LocalSGD", "warmup_steps", self.warmup_steps, least=0)
+
+    def build(self, process_group: dist.ProcessGroup) -> LocalSGDAlgorithm:
+        """See `AlgorithmConfig.build`."""
+        return LocalSGDAlgorithm(process_group, self.period, self.warmup_steps)

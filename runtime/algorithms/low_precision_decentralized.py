@@ -1,0 +1,186 @@
+"""Low-precision decentralised data parallelism: ranks in a ring send each other eight bits of what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.errors import ReductionError
+from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.kernels.executors import KERNEL_DTYPES
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.algorithms.after_step import AfterStep
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Traits
+from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.peers import (
+    exchange,
+    refuse_interval,
+    refuse_state_of_another,
+    wait_for,
+)
+from ddp_compile.runtime.process_groups import NodeGroups, group_of
+
+#: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
+CHUNK_NUMEL = 1 << 16
+
+
+class LowPrecisionDecentralizedAlgorithm(AfterStep):
+    """Each rank keeps what the last exchange left of its own parameters, W, and of both neighbours', L and R.
+
+    After a step has made x of W, it sends q = D(C(z)) of z = x + L / 3 + R / 3 - 5 / 3 W to both neighbours, adds what
+    comes from them to L and R, and x becomes W + q, the new W. Every rank adds the same bytes to the same values: L is
+    the left neighbour's W, and R the right one's, in every bit.
+
+    Args:
+        process_group: All ranks.
+        communication_interval: See `LowPrecisionDecentralized`.
+        hierarchical: See `LowPrecisionDecentralized`.
+
+    Source: Bagua (Gan et al. 2021, arXiv 2107.01499), whose ring follows Tang et al. 2018 (arXiv 1803.06443).
+    """
+
+    traits = Traits(payload="parameters", takes_dtypes=KERNEL_DTYPES)
+
+    def __init__(self, process_group: dist.ProcessGroup, communication_interval: int, hierarchical: bool) -> None:
+        super().__init__()
+        self.name = f"low-precision decentralized average (every {communication_interval}"
+        self.name += ", hierarchical)" if hierarchical else ")"
+        self._process_group = process_group
+        self._interval = communication_interval
+        self._hierarchical = hierarchical
+        self._num_steps = 0
+        self._num_exchanges = 0
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Take process groups of its own, and three copies of the parameters.
+
+        Raises:
+            ValueError: On every rank, where a rank does not know its node, or the nodes have different sizes.
+        """
+        super().attach(parameters)
+        device = parameters[0].device
+        ranks = dist.get_process_group_ranks(self._process_group)
+        if self._hierarchical:
+            self._groups = NodeGroups.of(self._process_group, device, self.name)
+        else:
+            self._groups = NodeGroups.of_single_ranks(group_of(ranks, self._process_group, device))
+        if len(set(self._groups.sizes)) > 1:
+            raise ValueError(
+                f"the {self.name} takes nodes of one size, since in its ring every node counts alike, and these have"
+                f" {', '.join(map(str, self._groups.sizes))} ranks; pass hierarchical=False"
+            )
+        self._parameters = FlatParameters(parameters)
+        self._own, self._left, self._right = (self._parameters.new() for _ in range(3))
+        for flats in (self._own, self._left, self._right):
+            self._parameters.read(flats)
+
+    def detach(self, together: bool) -> None:
+        """Average over all ranks, see `CommAlgorithm.detach`."""
+        super().detach(together)
+        if together:
+            average_over(self._process_group, self._parameters, self._failed)
+
+    def after_backward(self) -> None:
+        """See `AfterStep.after_backward`."""
+        super().after_backward()
+        self._num_steps += 1
+
+    def communicate(self) -> None:
+        """One exchange, in each step that is one of the interval."""
+        if (self._num_steps - 1) % self._interval == 0 and self._process_group.size() > 1:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        flats = self._parameters.new()
+        self._parameters.read(flats)
+        groups = self._groups
+        if groups.within is not None:
+            for flat in flats:
+                flat.mul_(1 / groups.sizes[groups.node])
+            wait_for([groups.reduce(flat) for flat in flats], self._failed)
+        if groups.leaders is not None and groups.leaders.size() > 1:
+            self._exchange_with_neighbours(flats, groups.leaders)
+        wait_for([groups.broadcast(flat) for flat in flats], self._failed)
+        self._parameters.write(flats)
+        self._num_exchanges += 1
+
+    def _exchange_with_neighbours(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """Let the flat buffers, which hold x, hold the new W."""
+        sent = [self._compress(*each) for each in zip(flats, self._own, self._left, self._right, strict=True)]
+        size, place = group.size(), group.rank()
+        left, right = (place - 1) % size, (place + 1) % size
+        received = {peer: [torch.empty_like(each) for each in sent] for peer in {left, right}}
+        wait_for(exchange(sent, list(received.items()), group, self._num_exchanges), self._failed)
+        for kept, rows in ((self._own, sent), (self._left, received[left]), (self._right, received[right])):
+            for flat, row in zip(kept, rows, strict=True):
+                _add(flat, row)
+        for flat, own in zip(flats, self._own, strict=True):
+            flat.copy_(own)
+
+    def _compress(self, x: Tensor, own: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        z = x.float() + (left.float() + right.float()) / 3 - own.float() * (5 / 3)
+        return minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL))
+
+    def state_dict(self) -> dict[str, Any]:
+        """W, L and R, and the numbers of steps and exchanges."""
+        kept = {"own": self._own, "left": self._left, "right": self._right}
+        return {
+            "name": self.name,
+            "num_steps": self._num_steps,
+            "num_exchanges": self._num_exchanges,
+            "owes": self._owes,
+            **{key: [flat.clone() for flat in flats] for key, flats in kept.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `CommAlgorithm.load_state_dict`."""
+        refuse_state_of_another(self, state)
+        for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
+            if [flat.shape for flat in flats] != [given.shape for given in state[key]]:
+                raise ValueError(f"the {self.name} was given the state of other parameters; build the same model")
+            for flat, given in zip(flats, state[key], strict=True):
+                flat.copy_(given)
+        self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
+        self._owes = state["owes"]
+
+    def _failed(self, error: RuntimeError) -> ReductionError:
+        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+
+
+def _add(flat: Tensor, rows: Tensor) -> None:
+    """Add compressed values; where the sum is rounded to 16 bits, that is done alike on every rank."""
+    values = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
+    minmax_u8_decompress(rows, values)
+    flat.copy_(values.add_(flat))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowPrecisionDecentralized(AlgorithmConfig):
+    """Every rank trains parameters of its own, and sends its two neighbours in a ring eight bits of each change.
+
+    It communicates behind the optimizer's step, where nothing hides it, and needs three copies of the parameters.
+
+    Args:
+        communication_interval: How many steps there are from one exchange to the next.
+        hierarchical: The ring goes over one rank of each node, whose ranks are averaged first; all of one size.
+
+    Raises:
+        ValueError: The interval is not positive.
+    """
+
+    communication_interval: int = 1
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_interval("LowPrecisionDecentralized", "communication_interval", self.communication_interval)
+
+    def build(self, process_group: dist.ProcessGroup) -> LowPrecisionDecentralizedAlgorithm:
+        """See `AlgorithmConfig.build`."""
+        return LowPrecisionDecentralizedAlgorithm(process_group, self.communication_interval, self.hierarchical)
