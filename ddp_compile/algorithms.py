@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_compile.errors import ReplicationError
 from ddp_compile.plan.spec import GradientSpec, shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
+from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
@@ -21,6 +22,8 @@ from ddp_compile.runtime.bucket import Bucket as Bucket
 
 __all__ = [
     "AlgorithmConfig",
+    "AsyncModelAverage",
+    "AsyncModelAverageAlgorithm",
     "Bucket",
     "ByteGrad",
     "CollectiveChain",

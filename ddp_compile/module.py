@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -194,7 +194,9 @@ class ReplicatedModule(nn.Module):
         """
         return _state_of(self).reducer.algorithm
 
-    def set_comm_algorithm(self, algorithm: AlgorithmConfig) -> None:
+    def set_comm_algorithm(
+        self, algorithm: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
         """Communicate in another way from the next forward on; on every rank between the same two steps.
 
         Where parameters may differ between the ranks, they become the mean over them first. What the algorithm before
@@ -202,14 +204,18 @@ class ReplicatedModule(nn.Module):
 
         Args:
             algorithm: As for ``ddp_compile``.
+            optimizers: From an algorithm by which ranks differ to one that averages gradients: all optimizers of the
+                module, whose states become the mean as well. Otherwise equal gradients would make different steps.
 
         Raises:
             TypeError: Not an `AlgorithmConfig`.
             ValueError: A setting that does not fit the ranks.
-            RuntimeError: A backward has not been completed, or the algorithm does not take the module's gradients.
-            RanksDifferError: After the first backward, another rank sets another one, or none in time.
+            RuntimeError: A backward has not been completed, the algorithm does not take the module's gradients, or
+                ``optimizers`` is missing.
+            RanksDifferError: After the first backward, another rank sets another one, or none in time; or the states of
+                optimizers do not have the same parts on all ranks.
         """
-        _state_of(self).set_algorithm(algorithm)
+        _state_of(self).set_algorithm(algorithm, optimizers)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
@@ -262,9 +268,9 @@ class ReplicatedModule(nn.Module):
         """Make the module what it was before ``ddp_compile``, and return it.
 
         Parameters and gradients keep their values; nothing is reduced or compiled any more. Where an algorithm lets
-        parameters differ between the ranks, all ranks unwrap together, and parameters become the mean over them. After
-        a backward that raised in the middle of an iteration, gradients become None: some had been averaged, and others
-        had not.
+        parameters differ between the ranks, all ranks unwrap together, and parameters become the mean over them; states
+        of optimizers stay each rank's own. After a backward that raised in the middle of an iteration, gradients become
+        None: some had been averaged, and others had not.
         """
         state = _state_of(self)
         state.reducer.remove_hooks()

@@ -21,6 +21,7 @@ from ddp_compile.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.errors import MissingGradientError, ReplicationError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
+from ddp_compile.optimizer_states import average_optimizer_states
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicated_buffers import ReplicatedBuffers
@@ -143,14 +144,26 @@ class ReplicateState:
         )
         return Reducer(parameters, self.builder, self.process_group, settings)
 
-    def set_algorithm(self, algorithm_config: AlgorithmConfig) -> None:
+    def set_algorithm(
+        self, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
+    ) -> None:
         """Communicate in another way from the next forward on; see ``ReplicatedModule.set_comm_algorithm``."""
         check_algorithm(algorithm_config)
+        before = self.reducer.algorithm
         algorithm = build_algorithm(algorithm_config, self.process_group)
         refuse_gradients(algorithm, self.builder.gradients, self.process_group.rank())
         self._refuse_what_waits(algorithm)
+        differ = self.process_group.size() > 1 and not before.sends_gradients
+        if differ and algorithm.sends_gradients and optimizers is None:
+            raise ReplicationError(
+                f"rank {self.process_group.rank()}: by the {before.name} the ranks' optimizers have come to different"
+                f" states, with which the {algorithm.name} would not keep the ranks alike; pass all of them, whose"
+                " states are averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
+            )
         self.reducer.agree_on_algorithm(algorithm)
         self.reducer.set_algorithm(algorithm)
+        if differ and optimizers:
+            average_optimizer_states(optimizers, self.process_group, self.device)
         algorithm.attach(self.reducer.parameters)
 
     def _refuse_what_waits(self, algorithm: CommAlgorithm) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
+from lm.algorithms import ALGORITHMS
 from lm.checkpoint import Progress, TrainingState
 from lm.compare import compare
 from lm.data import ByteWindows, ResumableSampler, held_out_batches, standard_library_text, training_batches
@@ -42,11 +43,14 @@ class Trainer:
 
         model = make_model(args, world)
         # Every rank goes on with rank 0's parameters, whatever it started with.
-        model = ddp_compile(model, bucket_cap_mb=args.bucket_cap_mb, split=args.split, backend=args.backend)
+        algorithm = ALGORITHMS[args.algorithm]()
+        model = ddp_compile(
+            model, bucket_cap_mb=args.bucket_cap_mb, split=args.split, backend=args.backend, algorithm=algorithm
+        )
         self.model = model
         self.optimizer = make_optimizer(model, args.lr)
 
-        names = ("seed", "batch_size", "context", "accumulate", "text_mb")
+        names = ("seed", "batch_size", "context", "accumulate", "text_mb", "algorithm")
         settings = {name: getattr(args, name) for name in names} | {"ranks": world.size}
         self.state = TrainingState(model, self.optimizer, sampler, Progress(), settings)
         if args.resume:
@@ -72,6 +76,7 @@ class Trainer:
                     log.write(self.model.bucket_plan.format_table())
                 if save:
                     self.state.save(Path(str(args.checkpoint).replace("{step}", str(progress.step))), world)
+        self.state.agree()
         self.evaluate()
         world.say(f"median: {log.speed()}")
 
@@ -87,7 +92,7 @@ class Trainer:
                 loss = next_byte_loss(self.model, *next(self.batches)) / self.args.accumulate
                 loss.backward()
             losses.append(loss.detach())
-        # From here on the gradients are the same on every rank: their mean.
+        # From here on the gradients are the same on every rank: their mean. Unless the algorithm averages parameters.
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -216,6 +221,7 @@ def add_ddp_compile_arguments(group: argparse._ArgumentGroup) -> None:
         "--split", choices=("auto", "forward", "none"), default="auto", help="how graphs are cut at bucket borders"
     )
     group.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
+    group.add_argument("--algorithm", choices=ALGORITHMS, default="all-reduce", help="how the ranks communicate")
     group.add_argument(
         "--compare",
         type=positive_int,

@@ -160,6 +160,8 @@ class Reducer:
             raise error_messages.out_of_step(self.rank)
         if synchronize:
             self.algorithm.before_forward()
+        else:
+            self.algorithm.before_local_forward()
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.

@@ -19,7 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
-from ddp_compile.algorithms import ByteGrad, GradientAllReduce
+from ddp_compile.algorithms import (
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
 from ddp_compile.bench.named_functions import load_function
@@ -127,13 +134,18 @@ OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 }
 
 IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}
-#: Ours with other ways to reduce than the peers', whose results are others as well; so not among "all".
+#: Ours with other ways to communicate than the peers', whose results are others as well; so not among "all".
 ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     f"{OURS_PREFIX}{name}": partial(_ddp_compile, algorithm=algorithm)
     for name, algorithm in {
         "bfloat16": GradientAllReduce(wire_dtype=torch.bfloat16),
         "float16": GradientAllReduce(wire_dtype=torch.float16),
         "byte-grad": ByteGrad(),
+        "decentralized": Decentralized(),
+        "shift-one": Decentralized(peer_selection="shift_one"),
+        "low-precision": LowPrecisionDecentralized(),
+        "local-sgd": LocalSGD(period=4),
+        "async": AsyncModelAverage(),
     }.items()
 }
 

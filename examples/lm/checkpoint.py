@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from ddp_compile.algorithms import AsyncModelAverageAlgorithm
 from lm.data import ResumableSampler
 from lm.world import World
 
@@ -35,26 +36,43 @@ class TrainingState:
     """Everything that decides what the next steps compute.
 
     Args:
-        model: As ``ddp_compile`` returned it. It is the user's own module, so its state dict has the plain names, with
-            no ``module.`` before them, and loads into a model that was never distributed.
+        model: What ``ddp_compile`` returned: the user's own module, so its state dict has the plain names, with no
+            ``module.`` before them, and loads into a model that was never distributed.
         optimizer: Its optimizer.
         sampler: Which training data come next.
         progress: What has been done so far.
         settings: What must not change between two parts of one run, because the data would come in another order.
     """
 
-    model: nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer
     sampler: ResumableSampler
     progress: Progress
-    settings: dict[str, int]
+    settings: dict[str, Any]
+
+    def agree(self) -> None:
+        """Where a thread averages the parameters, let it end with the same ones on every rank. All have to call it."""
+        if isinstance(algorithm := self.model.comm_algorithm, AsyncModelAverageAlgorithm):
+            algorithm.abort()
 
     def save(self, path: Path, world: World) -> None:
-        """Write the state from rank 0, in one piece or not at all. Every rank has to call it."""
+        """Write the state, in one piece or not at all. Every rank has to call it.
+
+        From rank 0; where every rank trains parameters of its own, from each rank into a file of its own.
+        """
+        self.agree()
         generators: list[dict[str, Tensor]] | None = [{} for _ in range(world.size)] if world.is_main else None
         dist.gather_object(_generator_states(world.device), generators)
-        if not world.is_main:
-            return
+        if world.is_main or self._ranks_differ:
+            self._write(_path_on(world.rank, path), generators)
+        if isinstance(algorithm := self.model.comm_algorithm, AsyncModelAverageAlgorithm):
+            algorithm.resume()
+
+    @property
+    def _ranks_differ(self) -> bool:
+        return self.model.comm_algorithm.traits.payload != "gradients"
+
+    def _write(self, path: Path, generators: list[dict[str, Tensor]] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
@@ -62,6 +80,7 @@ class TrainingState:
                 {
                     "model": self.model.state_dict(),
                     "optimizer": self.optimizer.state_dict(),
+                    "algorithm": self.model.comm_algorithm.state_dict(),
                     "sampler": self.sampler.state_dict(),
                     "progress": asdict(self.progress),
                     "generators": generators,
@@ -75,7 +94,7 @@ class TrainingState:
         partial.replace(path)
 
     def load(self, path: Path, world: World) -> None:
-        """Take the state from a file that every rank can read.
+        """Take the state from a file that every rank can read, and from a rank's own where there are such.
 
         Raises:
             ValueError: The file is of a run with other settings.
@@ -83,11 +102,18 @@ class TrainingState:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         if saved["settings"] != self.settings:
             raise ValueError(f"{path} is of a run with {saved['settings']}, this one has {self.settings}")
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        own = torch.load(_path_on(world.rank, path), map_location="cpu") if self._ranks_differ else saved
+        self.model.load_state_dict(own["model"])
+        self.optimizer.load_state_dict(own["optimizer"])
+        self.model.comm_algorithm.load_state_dict(own["algorithm"])
         self.sampler.load_state_dict(saved["sampler"])
         self.progress = Progress(**saved["progress"])
         _set_generator_states(saved["generators"][world.rank])
+
+
+def _path_on(rank: int, path: Path) -> Path:
+    """Where a rank's own state is, of which rank 0's is the one that is named."""
+    return path.with_name(f"{path.name}.rank{rank}") if rank else path
 
 
 def _generator_states(device: torch.device) -> dict[str, Tensor]:

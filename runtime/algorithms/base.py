@@ -128,6 +128,9 @@ class CommAlgorithm(ABC):
         Its backward need not follow: there may be several forwards for one backward, and forwards without any.
         """
 
+    def before_local_forward(self) -> None:  # noqa: B027  # most have nothing to do
+        """A forward inside ``no_sync`` begins, whose backward is no iteration."""
+
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
         """An iteration ends: every ``.grad`` is what it will be, reduced or this rank's own.
 

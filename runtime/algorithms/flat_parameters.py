@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
@@ -22,11 +21,11 @@ class FlatParameters:
     compilers look at what shares memory for each pair of tensors, and libraries that save tensors save all of it.
 
     Args:
-        parameters: Dense ones, of real dtypes; of a DTensor what lies on this rank.
+        parameters: Dense ones, of real dtypes, or other such tensors; of a DTensor what lies on this rank.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in parameters:
             self._kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
 
@@ -52,7 +51,7 @@ class FlatParameters:
         return [parameter._version for parameters in self._kinds.values() for parameter in parameters]
 
 
-def _local(parameters: Sequence[Parameter]) -> list[Tensor]:
+def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [torch_internals.local_tensor(parameter.detach()) for parameter in parameters]
 
 

@@ -1,0 +1,360 @@
+"""Asynchronous model averaging: a thread averages the parameters now and then, and no rank waits for another."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.errors import ReductionError
+from ddp_compile.kernels import average_into
+from ddp_compile.kernels.executors import KERNEL_DTYPES
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.algorithms.all_reduce import AllReduce
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_of_another
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.optimizer_steps import OptimizerSteps
+from ddp_compile.runtime.process_groups import group_of
+
+
+class Gate:
+    """Keeps what writes parameters apart from what uses them.
+
+    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation.
+    Another forward, or one that no backward follows, finds it inside already, and waits for nobody.
+
+    Args:
+        device: Where the parameters are. On CUDA the host is far ahead of the device, so the two threads' streams wait
+            for each other as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._changed = threading.Condition()
+        self._inside: set[str] = set()
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._left: torch.cuda.Event | None = None
+        self._written: torch.cuda.Event | None = None
+
+    def enter(self, why: str) -> None:
+        """The training thread uses the parameters from now on; waits while they are being written."""
+        with self._changed:
+            self._inside.add(why)
+            if self._written is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._written)
+
+    def leave(self, *why: str) -> None:
+        """It does not use them any more for these reasons."""
+        with self._changed:
+            self._inside.difference_update(why)
+            if self._is_cuda:
+                self._left = torch.cuda.current_stream(self._device).record_event()
+            self._changed.notify_all()
+
+    def leave_for_good(self) -> None:
+        """It uses them for no reason any more: nothing is computed between two steps."""
+        self.leave(*self._inside)
+
+    def write(self, function: Callable[[], None]) -> None:
+        """Call a function that writes the parameters when the training thread is not inside."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside)
+            if self._left is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._left)
+            function()
+            if self._is_cuda:
+                self._written = torch.cuda.current_stream(self._device).record_event()
+
+
+class AsyncModelAverageAlgorithm(CommAlgorithm):
+    """Gradient all-reduce for some steps; then each rank trains by itself, and a thread averages the parameters.
+
+    One round of the thread: c = x, while x may change; S = the sum of all ranks' c; x += S / n - c, between two of the
+    steps of this rank; so nothing that was trained meanwhile is lost. Then it sleeps.
+
+    It is a context manager, which resumes and aborts. Where an exception leaves it, nothing is agreed on any more.
+
+    Args:
+        process_group: All ranks.
+        sync_interval_ms: See `AsyncModelAverage`.
+        warmup_steps: See `AsyncModelAverage`.
+
+    Source: Bagua (Gan et al. 2021, arXiv 2107.01499). There the lock does not hold back an optimizer's step, whose
+    update is lost where the average is written at the same time; forwards without backward block the thread for ever;
+    evaluations count as steps; and resuming in the warm-up ends averaging for good.
+    """
+
+    traits = Traits(payload="both", takes_sparse=False, takes_dtypes=KERNEL_DTYPES, in_step=False)
+
+    def __init__(self, process_group: dist.ProcessGroup, sync_interval_ms: float, warmup_steps: int) -> None:
+        self.name = f"asynchronous model average (every {sync_interval_ms} ms after {warmup_steps} steps)"
+        self._process_group = process_group
+        self._all_reduce = AllReduce(process_group)
+        self._interval_s = sync_interval_ms / 1000
+        self._warmup_steps = warmup_steps
+        self._num_steps = 0
+        self._is_aborted = False
+        self._averager: _Averager | None = None
+        self.num_rounds = 0  #: how many averages this rank has taken so far
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether it is one of the first steps."""
+        return self._num_steps < self._warmup_steps
+
+    # What the reducer calls.
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Take a process group of its own, and hear of optimizers from now on."""
+        self._device = parameters[0].device
+        ranks = dist.get_process_group_ranks(self._process_group)
+        self._group = group_of(ranks, self._process_group, self._device)
+        self._parameters = FlatParameters(parameters)
+        self._gate = Gate(self._device)
+        self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
+
+    def detach(self, together: bool) -> None:
+        """See `CommAlgorithm.detach`."""
+        self._steps.stop()
+        if together:
+            self.abort()
+        else:
+            self._let_go()
+
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
+        """See `CommAlgorithm.launch`."""
+        return self._all_reduce.launch(bucket, is_last)
+
+    def before_forward(self) -> None:
+        """Keep the parameters as they are until the backward has ended.
+
+        Raises:
+            ReductionError: Averaging has failed since.
+        """
+        self._raise_failure()
+        self._steps.forget()
+        self._gate.leave("step")  # one that has raised
+        self._gate.enter("backward")
+
+    def before_local_forward(self) -> None:
+        """As `before_forward`: of micro-batches, until the last one's backward has ended or a step was taken."""
+        self.before_forward()
+
+    def after_backward(self) -> None:
+        """Count the step, and begin to average behind the last one of the warm-up.
+
+        Raises:
+            ReductionError: Averaging has failed since.
+        """
+        self._num_steps += 1
+        self._gate.leave("backward")
+        self._raise_failure()
+        self._start()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """See `CommAlgorithm.evaluation`."""
+        self._gate.enter("evaluation")
+        try:
+            yield
+        finally:
+            self._gate.leave("evaluation")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps. A checkpoint is best taken while averaging is aborted."""
+        return {"name": self.name, "num_steps": self._num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `CommAlgorithm.load_state_dict`."""
+        refuse_state_of_another(self, state)
+        self._num_steps = state["num_steps"]
+        self._start()
+
+    # What users call.
+
+    def abort(self) -> None:
+        """Stop averaging, and leave all ranks with the same parameters; to be called on every rank, by its trainer.
+
+        Returns when all ranks have called it; until then the others are averaged with this one. Further calls do
+        nothing. Steps that follow are this rank's own, until `resume`.
+
+        Raises:
+            ReductionError: Averaging has failed.
+        """
+        self._is_aborted = True
+        averager, self._averager = self._averager, None
+        if averager is None:
+            return
+        self._gate.leave_for_good()
+        averager.stop()
+        self._raise_failure_of(averager)
+        average_over(self._group, self._parameters, self._failed)
+
+    def resume(self) -> None:
+        """Average again, from the end of the warm-up on; to be called on every rank. Further calls do nothing."""
+        self._is_aborted = False
+        self._start()
+
+    def __enter__(self) -> AsyncModelAverageAlgorithm:
+        self.resume()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.abort()
+        else:
+            self._let_go()
+
+    def _start(self) -> None:
+        if self._averager is None and not (self._is_aborted or self.sends_gradients or self._group.size() == 1):
+            self._averager = _Averager(self, self._group, self._device, self._interval_s)
+
+    def _let_go(self) -> None:
+        """Take part in no further round; the other ranks' rounds will fail."""
+        self._is_aborted = True
+        averager, self._averager = self._averager, None
+        if averager is not None:
+            averager.end_alone()
+        self._gate.leave_for_good()
+
+    # What the thread calls.
+
+    def round(self) -> None:
+        """Average once."""
+        copies, totals = self._parameters.new(), self._parameters.new()
+        self._parameters.read(copies)
+        for copied, total in zip(copies, totals, strict=True):
+            total.copy_(copied)
+            dist.all_reduce(total, group=self._group)
+        self._gate.write(lambda: self._apply(copies, totals))
+        self.num_rounds += 1
+
+    def _apply(self, copies: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        flats = self._parameters.new()
+        self._parameters.read(flats)
+        for flat, total, copied in zip(flats, totals, copies, strict=True):
+            average_into(flat, total, copied, self._group.size())
+        self._parameters.write(flats)
+
+    # What optimizers call.
+
+    def _step_begins(self) -> None:
+        self._gate.enter("step")
+
+    def _step_ends(self) -> None:
+        self._gate.leave("step", "backward")
+
+    def _raise_failure(self) -> None:
+        if self._averager is not None:
+            self._raise_failure_of(self._averager)
+
+    def _raise_failure_of(self, averager: _Averager) -> None:
+        if averager.failure is not None:
+            raise self._failed(averager.failure) from averager.failure
+
+    def _failed(self, error: RuntimeError) -> ReductionError:
+        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+
+
+class _Averager:
+    """The thread. It does not keep the algorithm alive while it waits or sleeps.
+
+    Args:
+        algorithm: Has what a round is.
+        group: Nothing else is sent over it meanwhile.
+        device: Of the parameters.
+        interval_s: How long it sleeps between two rounds.
+    """
+
+    def __init__(
+        self, algorithm: AsyncModelAverageAlgorithm, group: dist.ProcessGroup, device: torch.device, interval_s: float
+    ) -> None:
+        self.failure: RuntimeError | None = None
+        self._algorithm = weakref.ref(algorithm)
+        self._group = group
+        self._device = device
+        self._interval_s = interval_s
+        self._stops = threading.Event()  # when all ranks have asked for it
+        self._ends_alone = False
+        self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask for the end, and return when all ranks have."""
+        self._stops.set()
+        self._thread.join()
+
+    def end_alone(self) -> None:
+        """Begin no further round."""
+        self._ends_alone = True
+        self._stops.set()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                    with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                        self._go_round()
+                else:
+                    self._go_round()
+        except RuntimeError as error:
+            self.failure = error
+
+    def _go_round(self) -> None:
+        while not (self._ends_alone or self._all_stop()):
+            algorithm = self._algorithm()
+            if algorithm is None:
+                return
+            algorithm.round()
+            del algorithm
+            self._stops.wait(self._interval_s)
+
+    def _all_stop(self) -> bool:
+        flag = torch.tensor([self._stops.is_set()], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
+        return bool(flag.item())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncModelAverage(AlgorithmConfig):
+    """Every rank trains by itself, and a thread on each averages the parameters of all of them now and then.
+
+    No rank waits for a slower one. It is for data as an endless stream: ranks take as many steps as they can. It takes
+    four copies of the parameters while a round lasts, and none between. ``model.comm_algorithm`` has ``abort()`` and
+    ``resume()``: before a checkpoint or at the end, abort on every rank, which leaves all with the same parameters.
+
+    Args:
+        sync_interval_ms: Milliseconds from the end of one round to the begin of the next.
+        warmup_steps: In how many steps gradients are averaged first, as by ``GradientAllReduce()``.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    sync_interval_ms: float = 500
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sync_interval_ms, bool) or not self.sync_interval_ms > 0:
+            raise ValueError(
+                f"AsyncModelAverage(sync_interval_ms={self.sync_interval_ms!r}): pass milliseconds above 0"
+            )
+        refuse_interval("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)
+
+    def build(self, process_group: dist.ProcessGroup) -> AsyncModelAverageAlgorithm:
+        """See `AlgorithmConfig.build`."""
+        return AsyncModelAverageAlgorithm(process_group, self.sync_interval_ms, self.warmup_steps)

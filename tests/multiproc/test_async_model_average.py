@@ -1,0 +1,255 @@
+"""Asynchronous model averaging: what a round does, who waits for whom, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from rank_pool import RankFailure, RankPool
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+from ddp_compile.algorithms import AsyncModelAverage, GradientAllReduce
+from ddp_compile.errors import ReplicationError
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 6
+OFTEN, NEVER = AsyncModelAverage(sync_interval_ms=0.1), AsyncModelAverage(sync_interval_ms=1e6)
+
+
+def make_model(algorithm: AsyncModelAverage, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)), algorithm=algorithm, **settings)
+
+
+def backward(model: Any, step: int) -> None:
+    torch.manual_seed(100 * dist.get_rank() + step)
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+
+
+def flat_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def of_all_ranks(tensor: Tensor) -> Tensor:
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it has not come"
+        time.sleep(0.002)
+
+
+def round_that_meets_training() -> float:
+    """What was trained between copy and average is kept: how far the parameters are from the mean of all, plus that."""
+    model = make_model(NEVER, backend="eager")
+    algorithm = model.comm_algorithm
+    backward(model, 0)
+    wait_until(lambda: algorithm.num_rounds == 1)  # of equal parameters; the next one is run by hand
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += dist.get_rank() + 1
+    before = flat_of(model)
+    expected = of_all_ranks(before).mean(0) + 10
+    model(torch.randn(4, WIDTH))  # inside from now on
+    by_hand = threading.Thread(target=algorithm.round)
+    by_hand.start()
+    time.sleep(0.3)
+    assert torch.equal(flat_of(model), before)  # it waits
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 10
+    model.zero_grad()
+    model(torch.randn(4, WIDTH)).sum().backward()
+    by_hand.join()
+    off = (flat_of(model) - expected).abs().max().item()
+    algorithm.abort()
+    return off
+
+
+def test_a_round_adds_the_difference_to_the_mean_to_what_was_trained_meanwhile(ranks: Ranks) -> None:
+    assert max(ranks(3).run(round_that_meets_training)) < 1e-5
+
+
+class AddsOneSlowly(torch.optim.Optimizer):
+    """Reads, waits and writes, as a kernel does that takes its time."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            before = [parameter.clone() for parameter in group["params"]]
+            time.sleep(0.002)
+            for parameter, was in zip(group["params"], before, strict=True):
+                parameter.copy_(was + 1)
+
+
+def steps_beside_averages(num_steps: int) -> tuple[float, int, bool]:
+    """How far the ranks' common end is from their begin plus the mean number of their steps; rounds; is it common."""
+    model = make_model(OFTEN, backend="eager")
+    begin, optimizer, rank = flat_of(model), AddsOneSlowly(model.parameters()), dist.get_rank()
+    own_steps = num_steps * (rank + 1)
+    for step in range(own_steps):
+        backward(model, step)
+        optimizer.step()
+        model.zero_grad()
+    model.comm_algorithm.abort()
+    mean = num_steps * (dist.get_world_size() + 1) / 2
+    everyone = of_all_ranks(flat_of(model))
+    off = (flat_of(model) - begin - mean).abs().max().item()
+    return off, model.comm_algorithm.num_rounds, bool((everyone == everyone[0]).all())
+
+
+def test_no_step_is_lost_and_the_end_is_common(ranks: Ranks) -> None:
+    """Averages move nothing between the ranks but what they keep the sum of."""
+    for off, num_rounds, is_common in ranks(2).run(steps_beside_averages, 60):
+        assert off < 1e-3
+        assert num_rounds > 10
+        assert is_common
+
+
+def abort_and_resume(cycles: int) -> int:
+    model = make_model(OFTEN, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for cycle in range(cycles):
+        backward(model, cycle)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.comm_algorithm.abort()
+        model.comm_algorithm.abort()
+        if cycle % 20 == 0:
+            everyone = of_all_ranks(flat_of(model))
+            assert (everyone == everyone[0]).all()
+        model.comm_algorithm.resume()
+        model.comm_algorithm.resume()
+    model.unwrap()
+    return sum(thread.name == "ddp_compile model average" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("world_size", only([2], [1, 2, 3]))
+def test_two_hundred_times_aborted_and_resumed(world_size: int, ranks: Ranks) -> None:
+    assert ranks(world_size).run(abort_and_resume, 200) == [0] * world_size
+
+
+def forwards_of_all_kinds() -> bool:
+    model = make_model(AsyncModelAverage(sync_interval_ms=0.1, warmup_steps=2), backend="aot_eager")
+    optimizer, algorithm = torch.optim.AdamW(model.parameters(), lr=0.01), model.comm_algorithm
+    algorithm.abort()
+    algorithm.resume()  # in the warm-up it ends nothing
+    for step in range(12):
+        with model.no_sync():
+            backward(model, 50 + step)
+        with torch.no_grad():
+            model(torch.randn(3, WIDTH))  # counts for nothing
+        model(torch.randn(3, WIDTH))  # without a backward
+        (model(torch.randn(3, WIDTH)).sum() + model(torch.randn(3, WIDTH)).sum()).backward()
+        assert algorithm.sends_gradients == (step < 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        model(torch.randn(3, WIDTH))  # the last one, on one rank, without a backward
+    algorithm.abort()
+    everyone = of_all_ranks(flat_of(model))
+    return bool((everyone == everyone[0]).all()) and algorithm.num_rounds > 0
+
+
+def test_forwards_without_backward_and_several_for_one_hold_nobody_up(ranks: Ranks) -> None:
+    assert all(ranks(2).run(forwards_of_all_kinds))
+
+
+def trains_while_the_other_waits(algorithm: Any) -> int:
+    """Rank 0 takes all its steps before rank 1 takes its second one."""
+    model = make_model(algorithm, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(20 if dist.get_rank() == 0 else 2):
+        if dist.get_rank() == 1 and step == 1:
+            store.wait(["rank 0 has ended"])
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        store.set("rank 0 has ended", "")
+    model.comm_algorithm.abort()
+    return model.comm_algorithm._num_steps
+
+
+def test_no_rank_waits_for_another(ranks: Ranks) -> None:
+    assert ranks(2).run(trains_while_the_other_waits, OFTEN) == [20, 2]
+
+
+def goes_on_without_a_peer() -> str:
+    model = make_model(OFTEN, backend="eager")
+    backward(model, 0)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        for step in range(100_000):
+            backward(model, step)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_killed_peer_ends_in_an_error(ranks: Ranks) -> None:
+    said, killed = ranks(2).run_expecting_failures(goes_on_without_a_peer, timeout_s=10.0)
+    assert isinstance(killed, RankFailure)
+    assert said.startswith("ReductionError: rank 0: the asynchronous model average (every 0.1 ms after 0 steps) failed")
+
+
+def switches() -> bool:
+    """From all-reduce to averages and back; afterwards the ranks are alike in every step."""
+    model = make_model(GradientAllReduce(), backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(9):
+        if step in (3, 6):
+            model.set_comm_algorithm(OFTEN if step == 3 else GradientAllReduce(), [optimizer])
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not 3 <= step < 6:
+            everyone = of_all_ranks(flat_of(model))
+            assert (everyone == everyone[0]).all(), step
+    return True
+
+
+def test_another_algorithm_may_take_over_between_two_steps(ranks: Ranks) -> None:
+    assert all(ranks(2).run(switches))
+
+
+def refusals() -> list[str]:
+    said = []
+    for module, settings in (
+        (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {}),
+        (nn.Linear(3, 3), {"find_unused_parameters": True}),
+    ):
+        with pytest.raises(ReplicationError) as refused:
+            ddp_compile(module, algorithm=OFTEN, **settings)
+        said.append(str(refused.value))
+    return said
+
+
+def test_settings_by_which_ranks_would_wait_are_refused(ranks: Ranks) -> None:
+    for rank, (buffers, unused) in enumerate(ranks(2).run(refusals)):
+        assert buffers.startswith(f"rank {rank}: with the asynchronous model average")
+        assert "with broadcast_buffers=True they would; pass False, or another algorithm" in buffers
+        assert "with find_unused_parameters=True they would" in unused
+
+
+@pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("nan")}, {"warmup_steps": -1}])
+def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"AsyncModelAverage\({next(iter(setting))}="):
+        AsyncModelAverage(**setting)

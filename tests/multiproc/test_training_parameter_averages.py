@@ -1,0 +1,347 @@
+"""What holds for every algorithm that averages parameters: nodes, checkpoints, all ways to train, bytes, bad input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_ci import only
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from test_hierarchical import tell_nodes
+from test_parameter_averages import batch, flat_of, make_adamw, train_step
+from torch import Tensor, nn
+
+from ddp_compile import ddp_compile
+from ddp_compile.algorithms import (
+    AlgorithmConfig,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
+from ddp_compile.errors import ReductionError, ReplicationError
+
+Ranks = Callable[[int], RankPool]
+PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
+RING = LowPrecisionDecentralized(communication_interval=2)
+ALGORITHMS: dict[str, AlgorithmConfig] = {
+    "all": Decentralized(communication_interval=2),
+    "shift_one": PAIRS,
+    "low precision": RING,
+    "local SGD": LocalSGD(period=2, warmup_steps=3),
+}
+
+
+def make_model(algorithm: AlgorithmConfig, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = ddp_compile(Mlp(17, 4), algorithm=algorithm, bucket_cap_mb=0.001, **settings)
+    return model, make_adamw(model.parameters())
+
+
+# Nodes.
+
+
+def averaged_over_nodes(sizes: Sequence[int], config: Decentralized) -> tuple[float, float]:
+    """How far the first two averages are from those computed of all ranks' parameters."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, list(sizes))
+        model, _ = make_model(config, backend="eager")
+    first = [sum(sizes[:node]) for node in range(len(sizes))]
+    nodes = [list(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
+    off = []
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += dist.get_rank() ** 2 + step
+        before = of_all_ranks(flat_of(model))
+        loss_of(model(batch(0, step, 0))).backward()
+        expected = before.mean(0)  # of two nodes, a pair is all of them
+        assert len(nodes) <= 2
+        off.append((flat_of(model) - expected).abs().max().item())
+    return off[0], off[1]
+
+
+def of_all_ranks(tensor: Tensor) -> Tensor:
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return torch.stack(tensors)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "peers"),
+    only(
+        [((2, 2), "shift_one"), ((1, 3), "all")],
+        [(sizes, peers) for sizes in ((2, 2), (1, 3), (4,)) for peers in ("all", "shift_one")],
+    ),
+)
+def test_nodes_of_any_size_count_by_their_ranks(sizes: tuple[int, ...], peers: Any, ranks: Ranks) -> None:
+    config = Decentralized(peer_selection=peers, hierarchical=True)
+    for off in ranks(4).run(averaged_over_nodes, sizes, config):
+        assert max(off) < 1e-5
+
+
+def ring_over_nodes(sizes: Sequence[int]) -> tuple[bool, bool, float]:
+    """Whether each node is alike, whether the nodes are, and how far these are apart."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, list(sizes))
+        model, optimizer = make_model(LowPrecisionDecentralized(hierarchical=True), backend="eager")
+    for step in range(3):
+        train_step(model, optimizer, step)
+    everyone = of_all_ranks(flat_of(model))
+    alike = all(torch.equal(everyone[i], everyone[i + 1]) for i in (0, 2))
+    return alike, torch.equal(everyone[0], everyone[2]), (everyone[0] - everyone[2]).abs().max().item()
+
+
+def test_a_ring_of_nodes(ranks: Ranks) -> None:
+    for alike_inside, alike_between, apart in ranks(4).run(ring_over_nodes, (2, 2)):
+        assert alike_inside and not alike_between
+        assert apart < 0.1
+
+
+# Checkpoints.
+
+
+def resumes(name: str) -> bool:
+    """Whether 8 steps are 5 steps, a checkpoint in mid-cycle, and 3 steps, in every bit."""
+    config = ALGORITHMS[name]
+    whole, optimizer = make_model(config, backend="eager")
+    for step in range(8):
+        train_step(whole, optimizer, step)
+        if step == 4:
+            states = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), whole.comm_algorithm.state_dict()))
+    again, optimizer = make_model(config, backend="eager")
+    for part, state in zip((again, optimizer, again.comm_algorithm), states, strict=True):
+        part.load_state_dict(state)
+    for step in range(5, 8):
+        train_step(again, optimizer, step)
+    return torch.equal(flat_of(whole), flat_of(again))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str, ranks: Ranks) -> None:
+    assert ranks(2).run(resumes, name) == [True, True]
+
+
+# Ways to train.
+
+
+def train_in_all_ways(name: str, split: str) -> float:
+    """Whether all goes well, and how far it is from the same on the eager model."""
+    ends = []
+    for backend in ("eager", "aot_eager"):
+        model, optimizer = make_model(ALGORITHMS[name], backend=backend, split=split, find_unused_parameters=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(6):
+            if step == 3 and dist.get_rank() == 1:
+                with pytest.raises(RuntimeError):
+                    model(torch.randn(3, 3))  # done over
+            loss = loss_of(model(batch(dist.get_rank(), step, 0)))
+            if step == 4 and dist.get_rank() == 0:
+                loss = loss * float(
+                    "inf"
+                )  # its scaler skips the step, on this rank alone unless gradients are averaged
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(flat_of(model))
+        assert torch.isfinite(ends[-1]).all()
+        model.unwrap()
+        everyone = of_all_ranks(flat_of(model))
+        assert (everyone == everyone[0]).all()
+    return ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+
+
+@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
+def test_a_skipped_step_a_raising_forward_and_clipping_keep_the_ranks_together(
+    name: str, split: str, ranks: Ranks
+) -> None:
+    for off in ranks(2).run(train_in_all_ways, name, split):
+        assert off < (0.02 if name == "low precision" else 1e-5)
+
+
+def compiled_and_fused_optimizers() -> list[float]:
+    off = []
+    for settings in ({"fused": True}, {"foreach": True}, {}):
+        torch.manual_seed(0)
+        module = Mlp(17, 4)
+        expected = None
+        for compiled in (False, True):
+            model: Any = ddp_compile(copy.deepcopy(module), algorithm=RING, backend="eager")
+            groups = [{"params": [p]} for p in model.parameters()]
+            optimizer = torch.optim.AdamW(groups, lr=0.01, **settings)
+            step_function = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model(batch(dist.get_rank(), step, 0))).backward()
+                step_function()
+            assert model.comm_algorithm.state_dict()["num_exchanges"] == 2
+            assert not model.comm_algorithm.state_dict()["owes"]  # behind the step, not at the next forward
+            expected = flat_of(model) if expected is None else expected
+            off.append((flat_of(model) - expected).abs().max().item())
+    return off
+
+
+def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard(ranks: Ranks) -> None:
+    for off in ranks(2).run(compiled_and_fused_optimizers):
+        assert max(off) < 1e-4
+
+
+# Bytes on the wire.
+
+
+def bytes_of_an_exchange(config: AlgorithmConfig) -> tuple[int, int]:
+    """Sent by this rank to others, and bytes of the parameters."""
+    model, optimizer = make_model(config, backend="eager")
+    sent = []
+    batch_isend_irecv = dist.batch_isend_irecv
+
+    def count(operations: Any) -> Any:
+        sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return batch_isend_irecv(operations)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "batch_isend_irecv", count)
+        train_step(model, optimizer, 0)
+    return sum(sent), 4 * flat_of(model).numel()
+
+
+def test_bytes_sent_are_those_of_the_formula(ranks: Ranks) -> None:
+    for sent, num_bytes in ranks(4).run(bytes_of_an_exchange, PAIRS):
+        assert sent == num_bytes
+    for sent, num_bytes in ranks(4).run(bytes_of_an_exchange, RING):
+        numel = num_bytes // 4
+        assert sent == 2 * (-(-(8 + numel) // 16) * 16)  # one chunk: minimum, maximum, codes, up to 16 bytes
+    for sent, _ in ranks(2).run(bytes_of_an_exchange, RING):  # both neighbours are one rank
+        assert sent == -(-(8 + numel) // 16) * 16
+
+
+# What goes wrong.
+
+
+def things_that_go_wrong() -> list[str]:
+    said = []
+    model, _ = make_model(Decentralized(), backend="eager")
+    loss = loss_of(model(batch(0, 0, 0)))
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises((ReductionError, RuntimeError)) as refused:
+        loss.backward()
+    said.append(str(refused.value))
+    model, _ = make_model(RING, backend="eager")
+    for attempt in (
+        lambda: model.register_comm_hook(None, lambda state, bucket: None),
+        lambda: model.join_hook(),
+        lambda: model.comm_algorithm.load_state_dict({"name": "another"}),
+        lambda: ddp_compile(nn.Linear(2, 2).to(torch.complex64), algorithm=Decentralized()),
+        lambda: model.set_comm_algorithm("all-reduce"),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as wrong:
+            attempt()
+        said.append(str(wrong.value))
+    return said
+
+
+def test_what_goes_wrong_is_named(ranks: Ranks) -> None:
+    for rank, (written, hook, join, state, dtype, no_config) in enumerate(ranks(2).run(things_that_go_wrong)):
+        assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
+        assert "but the low-precision decentralized average (every 2) reduces the buckets" in hook
+        assert "communicates parameters, and cannot go on inside a Join" in join
+        assert "was given the state of the another" in state
+        assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
+        assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (Decentralized, {"communication_interval": 0}),
+        (Decentralized, {"peer_selection": "ring"}),
+        (LowPrecisionDecentralized, {"communication_interval": 1.5}),
+        (LocalSGD, {"period": 0}),
+        (LocalSGD, {"period": 2, "warmup_steps": -1}),
+    ],
+)
+def test_settings_out_of_range_are_refused(config: Any, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{config.__name__}\({list(setting)[-1]}="):
+        config(**setting)
+
+
+def odd_and_unknown() -> list[str]:
+    said = []
+    for config in (
+        Decentralized(peer_selection="shift_one"),
+        Decentralized(hierarchical=True),
+        LowPrecisionDecentralized(hierarchical=True),
+    ):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.delenv("LOCAL_RANK", raising=False)
+            with pytest.raises(ValueError) as refused:
+                ddp_compile(nn.Linear(2, 2), algorithm=config)
+        said.append(str(refused.value))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, [1, 2])
+        with pytest.raises(ValueError) as refused:
+            ddp_compile(nn.Linear(2, 2), algorithm=LowPrecisionDecentralized(hierarchical=True))
+    return [*said, str(refused.value)]
+
+
+def test_odd_numbers_of_ranks_and_unknown_nodes_are_refused(ranks: Ranks) -> None:
+    for rank, (odd, unknown, ring, sizes) in enumerate(ranks(3).run(odd_and_unknown)):
+        assert odd.startswith("Decentralized(peer_selection='shift_one') pairs all ranks, and there are 3;")
+        assert unknown.startswith(
+            f"rank {rank}: the decentralized average (all, every 1, hierarchical) has to know which"
+        )
+        assert "LOCAL_RANK is no number on ranks 0-2" in ring
+        assert "takes nodes of one size" in sizes and "1, 2 ranks" in sizes
+
+
+# From one to another.
+
+
+def switches() -> bool:
+    chain = [GradientAllReduce(), Decentralized(), RING, ByteGrad(), LocalSGD(period=3), PAIRS, AsyncModelAverage()]
+    model, optimizer = make_model(chain[0], backend="aot_eager")
+    for number, config in enumerate([*chain[1:], GradientAllReduce()]):
+        for step in range(3):
+            train_step(model, optimizer, 10 * number + step)
+        if isinstance(config, ByteGrad):
+            with pytest.raises(ReplicationError, match="the ranks' optimizers have come to different states"):
+                model.set_comm_algorithm(config)
+        model.set_comm_algorithm(config, [optimizer])
+        everyone = of_all_ranks(flat_of(model))
+        assert (everyone == everyone[0]).all(), config
+    return True
+
+
+def test_every_algorithm_may_follow_every_other(ranks: Ranks) -> None:
+    assert ranks(2).run(switches) == [True, True]
+
+
+def out_of_step() -> str:
+    """One rank has left out a backward."""
+    model, optimizer = make_model(LowPrecisionDecentralized(), backend="eager")
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        loss_of(model(batch(0, 0, 0)))
+    try:
+        for step in range(1, 5):
+            train_step(model, optimizer, step)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_that_get_out_of_step_are_told(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(out_of_step)):
+        assert said.startswith(f"RanksDifferError: rank {rank}: at the end of iteration")
+        assert "training forwards without a backward: " in said
