@@ -279,6 +279,8 @@ class ReplicatedModule(nn.Module):
         state.parameters.release()
         delattr(self, _STATE)
         self.__class__ = _original_class(type(self))
+        # Last: where other ranks are gone, this raises.
+        state.reducer.algorithm.detach(together=state.reducer.is_between_steps)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -161,10 +161,15 @@ class ReplicateState:
                 " states are averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
             )
         self.reducer.agree_on_algorithm(algorithm)
-        self.reducer.set_algorithm(algorithm)
+        before.detach(together=True)
         if differ and optimizers:
             average_optimizer_states(optimizers, self.process_group, self.device)
-        algorithm.attach(self.reducer.parameters)
+        try:
+            algorithm.attach(self.reducer.parameters)
+        except ValueError:  # on every rank: the nodes are not known, for example
+            before.attach(self.reducer.parameters)
+            raise
+        self.reducer.set_algorithm(algorithm)
 
     def _refuse_what_waits(self, algorithm: CommAlgorithm) -> None:
         """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not."""

@@ -123,14 +123,13 @@ class Reducer:
             RuntimeError: A backward has not been completed.
             RanksDifferError: After the first backward, another rank does otherwise.
         """
-        if self._lifecycle.phase.state not in (State.ARMED, State.LOCAL):
+        if not self.is_between_steps:
             raise error_messages.algorithm_in_backward(self.rank, algorithm.name)
         if self.buckets:
             self._monitor.agree_on_algorithm(algorithm.name)
 
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:
-        """Reduce in another way from the next backward on; on all ranks together."""
-        self.algorithm.detach(together=True)
+        """Reduce in another way from the next backward on; nothing of the one before is under way."""
         self._queue.algorithm = algorithm
         self._bucket_set.lay_out_as(algorithm.traits.layout)
 
@@ -349,9 +348,13 @@ class Reducer:
         """
         self._hooks.remove()
         self.receiver.stop()
-        self.algorithm.detach(together=self._lifecycle.phase.state in (State.ARMED, State.LOCAL))
         if self._lifecycle.phase.state in (State.REDUCING, State.LAUNCHED, State.FAILED):
             drop_gradients(self.parameters)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no iteration is under way, nor has ended by an exception."""
+        return self._lifecycle.phase.state in (State.ARMED, State.LOCAL)
 
     def _outputs_are_reached(self) -> None:
         """The first iteration of a static graph ends with this pass, even if all gradients come in passes inside it."""

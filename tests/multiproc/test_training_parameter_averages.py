@@ -290,8 +290,10 @@ def odd_and_unknown() -> list[str]:
         said.append(str(refused.value))
     with pytest.MonkeyPatch.context() as monkeypatch:
         tell_nodes(monkeypatch, [1, 2])
+        model, optimizer = make_model(Decentralized(), backend="eager")
         with pytest.raises(ValueError) as refused:
-            ddp_compile(nn.Linear(2, 2), algorithm=LowPrecisionDecentralized(hierarchical=True))
+            model.set_comm_algorithm(LowPrecisionDecentralized(hierarchical=True))
+        train_step(model, optimizer, 0)  # by the one before
     return [*said, str(refused.value)]
 
 
