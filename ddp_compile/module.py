@@ -184,7 +184,7 @@ class ReplicatedModule(nn.Module):
         reducer = _state_of(self).reducer
         if (builtin := builtin_hook(hook)) is not None:
             hook, state = builtin, _state_of(self).process_group if state is None else state
-        reducer.register_comm_hook(CommHook(hook, state, reducer.rank))
+        _state_of(self).algorithms.register_comm_hook(CommHook(hook, state, reducer.rank))
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:
@@ -215,7 +215,7 @@ class ReplicatedModule(nn.Module):
             RanksDifferError: After the first backward, another rank sets another one, or none in time; or the states of
                 optimizers do not have the same parts on all ranks.
         """
-        _state_of(self).set_algorithm(algorithm, optimizers)
+        _state_of(self).algorithms.set_algorithm(algorithm, optimizers)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, check_algorithm, refuse_gradients
+from ddp_compile.algorithm_switch import AlgorithmSwitch, refuse_what_waits
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
 from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
@@ -21,7 +22,6 @@ from ddp_compile.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.errors import MissingGradientError, ReplicationError
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
-from ddp_compile.optimizer_states import average_optimizer_states
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicated_buffers import ReplicatedBuffers
@@ -91,7 +91,7 @@ class ReplicateState:
         self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
-        self._refuse_what_waits(algorithm)
+        refuse_what_waits(algorithm, config, self.buffers, process_group)
         algorithm.attach(parameters)
         self.sharded.attach(broadcast=config.init_sync)
         gradients = describe_gradients(module, reduced)
@@ -107,6 +107,7 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
+        self.algorithms = AlgorithmSwitch(self.reducer, gradients, config, self.buffers, process_group, self.device)
         self.uneven_inputs = UnevenInputs(
             process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
@@ -143,50 +144,6 @@ class ReplicateState:
             on_plan_sealed=self._warn_without_overlap,
         )
         return Reducer(parameters, self.builder, self.process_group, settings)
-
-    def set_algorithm(
-        self, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
-    ) -> None:
-        """Communicate in another way from the next forward on; see ``ReplicatedModule.set_comm_algorithm``."""
-        check_algorithm(algorithm_config)
-        before = self.reducer.algorithm
-        algorithm = build_algorithm(algorithm_config, self.process_group)
-        refuse_gradients(algorithm, self.builder.gradients, self.process_group.rank())
-        self._refuse_what_waits(algorithm)
-        differ = self.process_group.size() > 1 and not before.sends_gradients
-        if differ and algorithm.sends_gradients and optimizers is None:
-            raise ReplicationError(
-                f"rank {self.process_group.rank()}: by the {before.name} the ranks' optimizers have come to different"
-                f" states, with which the {algorithm.name} would not keep the ranks alike; pass all of them, whose"
-                " states are averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
-            )
-        self.reducer.agree_on_algorithm(algorithm)
-        before.detach(together=True)
-        if differ and optimizers:
-            average_optimizer_states(optimizers, self.process_group, self.device)
-        try:
-            algorithm.attach(self.reducer.parameters)
-        except ValueError:  # on every rank: the nodes are not known, for example
-            before.attach(self.reducer.parameters)
-            raise
-        self.reducer.set_algorithm(algorithm)
-
-    def _refuse_what_waits(self, algorithm: CommAlgorithm) -> None:
-        """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not."""
-        if algorithm.traits.in_step or self.process_group.size() == 1:
-            return
-        waits = [
-            f"{name}=True"
-            for name in ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
-            if getattr(self.config, name)
-        ]
-        if self.buffers.synchronised():
-            waits.append("broadcast_buffers=True")
-        if waits:
-            raise ReplicationError(
-                f"rank {self.process_group.rank()}: with the {algorithm.name} no rank waits for another in a step, and"
-                f" with {', '.join(waits)} they would; pass False, or another algorithm"
-            )
 
     def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings) -> None:
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.

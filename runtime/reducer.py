@@ -104,18 +104,6 @@ class Reducer:
         """How the buckets are reduced."""
         return self._queue.algorithm
 
-    def register_comm_hook(self, hook: CommAlgorithm) -> None:
-        """Let a hook reduce the buckets, and divide, from the next backward on.
-
-        Raises:
-            RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
-            RanksDifferError: After the first backward, another rank registered another hook or none.
-        """
-        if not self.algorithm.gives_way_to_comm_hook:
-            raise error_messages.second_algorithm(self.rank, hook.name, self.algorithm.name)
-        self.agree_on_algorithm(hook)
-        self.set_algorithm(hook)
-
     def agree_on_algorithm(self, algorithm: CommAlgorithm) -> None:
         """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
 
@@ -148,7 +136,7 @@ class Reducer:
         self._refuse_unfinalized()
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
-        if self._lifecycle.phase.state in (State.ARMED, State.LOCAL):
+        if self.is_between_steps:
             self._undefined.watch_all(self._hooks.with_hooks_of_others())
             if synchronize:
                 self._alone.forget()
@@ -324,7 +312,7 @@ class Reducer:
 
     def require_manual_finalization(self, required: bool) -> None:
         """Set `finalizes_manually`; raises RuntimeError while a backward has not been completed."""
-        if self._lifecycle.phase.state not in (State.ARMED, State.LOCAL):
+        if not self.is_between_steps:
             raise error_messages.manual_finalization_in_backward(self.rank, required)
         self.finalizes_manually = required
 

@@ -16,6 +16,9 @@ import torch.distributed.run
 from process_copies import Ended, run_in_copy
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
+ALGORITHMS = (
+    "all-reduce", "bfloat16", "byte-grad", "decentralized", "shift-one", "low-precision", "local-sgd", "async"
+)  # fmt: skip
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
 SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
 RUN = ["--steps", "5", "--checkpoint-every", "3"]
@@ -89,6 +92,26 @@ def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
     # Every digit: the JSON holds floats in the form that reads back as the same float.
     assert continued["losses"] == straight["losses"]
     assert continued["held_out"] == straight["held_out"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_trains_and_resumes(algorithm: str, tmp_path: Path) -> None:
+    named = ["--algorithm", algorithm]
+    run_ranks(tmp_path / "whole", *RUN, *named, "--checkpoint", tmp_path / "step{step}.pt")
+    run_ranks(tmp_path / "rest", *RUN, *named, "--resume", tmp_path / "step3.pt")
+    straight, continued = read_losses(tmp_path / "whole"), read_losses(tmp_path / "rest")
+    assert straight["losses"][-1] < straight["losses"][0]
+    assert continued["losses"][:3] == straight["losses"][:3]
+    if algorithm == "async":  # when a round comes is a matter of time
+        assert continued["losses"] == pytest.approx(straight["losses"], rel=0.05)
+    else:
+        assert continued["losses"] == straight["losses"]
+    own = sorted(file.name for file in tmp_path.glob("step3.pt*"))
+    averages_gradients = algorithm in ("all-reduce", "bfloat16", "byte-grad", "qadam")
+    assert own == ["step3.pt"] if averages_gradients else ["step3.pt", "step3.pt.rank1"]
 
 
 @pytest.mark.long

@@ -1,0 +1,105 @@
+"""Another way to communicate in the place of the one that a module was replicated with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReplicationError
+from ddp_compile.optimizer_states import average_optimizer_states
+from ddp_compile.plan.spec import GradientSpec
+from ddp_compile.replicated_buffers import ReplicatedBuffers
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.algorithms.base import CommAlgorithm
+from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.reducer import Reducer
+
+
+class AlgorithmSwitch:
+    """Changes the algorithm of one module between two steps, on all ranks together.
+
+    Args:
+        reducer: Has the algorithm.
+        gradients: What is reduced.
+        config: Of the module.
+        buffers: Of the module.
+        process_group: The ranks.
+        device: Where messages between them may lie.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        gradients: Sequence[GradientSpec],
+        config: ReplicateConfig,
+        buffers: ReplicatedBuffers,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._reducer = reducer
+        self._gradients = gradients
+        self._config = config
+        self._buffers = buffers
+        self._process_group = process_group
+        self._rank = process_group.rank()
+        self._device = device
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """See ``ReplicatedModule.register_comm_hook``."""
+        present = self._reducer.algorithm
+        if not present.gives_way_to_comm_hook:
+            raise error_messages.second_algorithm(self._rank, hook.name, present.name)
+        self._reducer.agree_on_algorithm(hook)
+        self._reducer.set_algorithm(hook)
+
+    def set_algorithm(
+        self, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
+    ) -> None:
+        """See ``ReplicatedModule.set_comm_algorithm``."""
+        check_algorithm(algorithm_config)
+        algorithm = build_algorithm(algorithm_config, self._process_group)
+        refuse_gradients(algorithm, self._gradients, self._rank)
+        refuse_what_waits(algorithm, self._config, self._buffers, self._process_group)
+        before = self._reducer.algorithm
+        differ = self._process_group.size() > 1 and not before.sends_gradients
+        if differ and algorithm.sends_gradients and optimizers is None:
+            raise ReplicationError(
+                f"rank {self._rank}: by the {before.name} the ranks' optimizers have come to different states, with"
+                f" which the {algorithm.name} would not keep the ranks alike; pass all of them, whose states are"
+                " averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
+            )
+        self._reducer.agree_on_algorithm(algorithm)
+        before.detach(together=True)
+        if differ and optimizers:
+            average_optimizer_states(optimizers, self._process_group, self._device)
+        try:
+            algorithm.attach(self._reducer.parameters)
+        except ValueError:  # on every rank: the nodes are not known, for example
+            before.attach(self._reducer.parameters)
+            raise
+        self._reducer.set_algorithm(algorithm)
+
+
+def refuse_what_waits(
+    algorithm: CommAlgorithm, config: ReplicateConfig, buffers: ReplicatedBuffers, process_group: dist.ProcessGroup
+) -> None:
+    """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not.
+
+    Raises:
+        ReplicationError: Names the settings.
+    """
+    if algorithm.traits.in_step or process_group.size() == 1:
+        return
+    names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
+    waits = [f"{name}=True" for name in names if getattr(config, name)]
+    if buffers.synchronised():
+        waits.append("broadcast_buffers=True")
+    if waits:
+        raise ReplicationError(
+            f"rank {process_group.rank()}: with the {algorithm.name} no rank waits for another in a step, and with"
+            f" {', '.join(waits)} they would; pass False, or another algorithm"
+        )
