@@ -167,10 +167,16 @@ class AverageThatGivesWay(ParameterAverage):
     gives_way_to_comm_hook = True
 
 
+class SaysNotWhen(WithoutLaunch):
+    traits = Traits(payload="both")
+    launch = Halves.launch
+
+
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [
         (WithoutLaunch, "WithoutLaunch has no launch(), which reduces a bucket of gradients"),
+        (SaysNotWhen, "SaysNotWhen has the payload 'both' and does not say when gradients are sent"),
         (AverageThatGivesWay, "AverageThatGivesWay has the payload 'parameters' and gives_way_to_comm_hook"),
     ],
 )
