@@ -114,6 +114,7 @@ class Reducer:
         if not self.algorithm.gives_way_to_comm_hook:
             raise error_messages.second_algorithm(self.rank, hook.name, self.algorithm.name)
         self.agree_on_algorithm(hook)
+        self.algorithm.detach(together=True)
         self.set_algorithm(hook)
 
     def agree_on_algorithm(self, algorithm: CommAlgorithm) -> None:

@@ -114,13 +114,15 @@ class CommAlgorithm(ABC):
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.
 
+        And once more behind `detach`, where what was to take its place could not be attached.
+
         Args:
             parameters: Those that are reduced, in registration order: number ``index`` of a bucket's gradients is the
                 one at that place.
         """
 
     def detach(self, together: bool) -> None:  # noqa: B027  # most have nothing to do
-        """Called once, when another algorithm takes its place, or the module is given back.
+        """Called when another algorithm, or a comm hook, takes its place, or the module is given back.
 
         Args:
             together: Every rank does so between the same two steps: leave the parameters equal on all of them, and
