@@ -54,6 +54,7 @@ class AlgorithmSwitch:
         if not present.gives_way_to_comm_hook:
             raise error_messages.second_algorithm(self._rank, hook.name, present.name)
         self._reducer.agree_on_algorithm(hook)
+        present.detach(together=True)
         self._reducer.set_algorithm(hook)
 
     def set_algorithm(
@@ -78,7 +79,7 @@ class AlgorithmSwitch:
             average_optimizer_states(optimizers, self._process_group, self._device)
         try:
             algorithm.attach(self._reducer.parameters)
-        except ValueError:  # on every rank: the nodes are not known, for example
+        except Exception:  # on every rank: the nodes are not known, for example
             before.attach(self._reducer.parameters)
             raise
         self._reducer.set_algorithm(algorithm)

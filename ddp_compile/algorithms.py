@@ -61,7 +61,8 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     """The algorithm of one module.
 
     Raises:
-        TypeError: What ``config.build`` returned is none, lacks a name or `launch`, or contradicts itself.
+        TypeError: What ``config.build`` returned is none, lacks a name or `launch` or `sends_gradients`, or contradicts
+            itself.
         ReplicationError: Another module has it already.
     """
     algorithm = config.build(process_group)
@@ -73,6 +74,11 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
         raise TypeError(
             f"{type(algorithm).__name__} has no launch(), which reduces a bucket of gradients; write it, or say"
             " traits = Traits(payload='parameters') of an algorithm that communicates parameters instead"
+        )
+    if algorithm.traits.payload == "both" and type(algorithm).sends_gradients is CommAlgorithm.sends_gradients:
+        raise TypeError(
+            f"{type(algorithm).__name__} has the payload 'both' and does not say when gradients are sent;"
+            " override the property sends_gradients, or say traits = Traits(payload='gradients') for all of them"
         )
     if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "num_collectives"):
         raise TypeError(

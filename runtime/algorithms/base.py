@@ -93,7 +93,8 @@ class Pending(Protocol):
 class CommAlgorithm(ABC):
     """One way to reduce the buckets of one module; built by an `AlgorithmConfig`.
 
-    Calls come from the thread that runs the backward, on every rank in the same order.
+    All but `evaluation` and the states are called on every rank in the same order; `launch` and `after_backward` by the
+    thread that runs the backward. docs/custom_algorithms.md says when each is called, and what it may rely on.
     """
 
     #: For people, and compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
@@ -104,18 +105,24 @@ class CommAlgorithm(ABC):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether the buckets of this iteration are launched; it changes in `after_backward` alone, on every rank."""
+        """Whether the buckets of this iteration are launched; it changes in `after_backward` alone, on every rank.
+
+        To be overridden where the payload is ``"both"``.
+        """
         return self.traits.payload == "gradients"
 
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.
 
+        And once more behind `detach`, where what was to take its place could not be attached.
+
         Args:
-            parameters: Those that are reduced, in registration order.
+            parameters: Those that are reduced, in registration order: number ``index`` of a bucket's gradients is the
+                one at that place.
         """
 
     def detach(self, together: bool) -> None:  # noqa: B027  # most have nothing to do
-        """Called once, when another algorithm takes its place, or the module is given back.
+        """Called when another algorithm, or a comm hook, takes its place, or the module is given back.
 
         Args:
             together: Every rank does so between the same two steps: leave the parameters equal on all of them, and
@@ -134,7 +141,8 @@ class CommAlgorithm(ABC):
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
         """An iteration ends: every ``.grad`` is what it will be, reduced or this rank's own.
 
-        Inside ``Join`` also on ranks that have no input left, and contribute zeros.
+        Inside ``Join`` also on ranks that have no input left, and contribute zeros. Not behind a backward without a
+        forward before it that has passed over a bucket, as a parameter there has no gradient yet.
         """
 
     def evaluation(self) -> AbstractContextManager[None]:

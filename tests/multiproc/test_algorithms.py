@@ -141,6 +141,27 @@ def test_an_algorithm_may_communicate_parameters(split: str, world_size: int, ra
         assert far == 0.0 and apart > 0.01
 
 
+class HalvesUntilAHook(Halves):
+    gives_way_to_comm_hook = True
+    detached: tuple[bool, ...] = ()
+
+    def detach(self, together: bool) -> None:
+        self.detached += (together,)
+
+
+@dataclass(frozen=True)
+class GivesWay(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return HalvesUntilAHook(process_group)
+
+
+def test_what_gives_way_to_a_comm_hook_is_detached(single_rank_group: None) -> None:
+    model = ddp_compile(nn.Linear(2, 2), algorithm=GivesWay(), backend="eager")
+    algorithm = model.comm_algorithm
+    model.register_comm_hook(None, lambda state, bucket: None)
+    assert model.comm_algorithm is not algorithm and algorithm.detached == (True,)
+
+
 @pytest.mark.parametrize(
     ("traits", "says"),
     [
@@ -167,10 +188,16 @@ class AverageThatGivesWay(ParameterAverage):
     gives_way_to_comm_hook = True
 
 
+class SaysNotWhen(WithoutLaunch):
+    traits = Traits(payload="both")
+    launch = Halves.launch
+
+
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [
         (WithoutLaunch, "WithoutLaunch has no launch(), which reduces a bucket of gradients"),
+        (SaysNotWhen, "SaysNotWhen has the payload 'both' and does not say when gradients are sent"),
         (AverageThatGivesWay, "AverageThatGivesWay has the payload 'parameters' and gives_way_to_comm_hook"),
     ],
 )
