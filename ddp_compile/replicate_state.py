@@ -82,7 +82,8 @@ class ReplicateState:
         in_backward = launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
-        self._agree(module, algorithm, in_backward, not_reduced)
+        self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced))
+        self._reduced = reduced
         self.monitor = DesyncMonitor(process_group, self.device)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
@@ -113,12 +114,18 @@ class ReplicateState:
         self.parameters.register()
 
     def _agree(
-        self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool, not_reduced: Container[str]
+        self,
+        module: nn.Module,
+        algorithm: CommAlgorithm,
+        in_backward: bool,
+        not_reduced: Container[str],
+        objection: str,
     ) -> None:
         """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
         description = [
             f"algorithm={algorithm.name}",
+            f"what the algorithm has against the parameters={objection or 'nothing'}",
             f"parameters that another replicated module reduces={shared}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
@@ -126,7 +133,13 @@ class ReplicateState:
             *self.sharded.describe(),
         ]
         verify_modules_agree(description, self.process_group, self.device)
+        self._refuse(objection)
         self.parameters.refuse_shared(self.process_group.rank())
+
+    def _refuse(self, objection: str) -> None:
+        """Raise a ReplicationError if an algorithm objects to the parameters."""
+        if objection:
+            raise ReplicationError(f"rank {self.process_group.rank()}: {objection}")
 
     def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
         settings = ReducerSettings(
@@ -147,6 +160,7 @@ class ReplicateState:
         """Communicate in another way from the next forward on; see ``ReplicatedModule.set_comm_algorithm``."""
         check_algorithm(algorithm_config)
         algorithm = build_algorithm(algorithm_config, self.process_group)
+        self._refuse(algorithm.objection(self._reduced))
         refuse_gradients(algorithm, self.builder.gradients, self.process_group.rank())
         self._refuse_what_waits(algorithm)
         self.reducer.agree_on_algorithm(algorithm)

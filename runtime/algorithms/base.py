@@ -107,6 +107,16 @@ class CommAlgorithm(ABC):
         """Whether the buckets of this iteration are launched; it changes in `after_backward` alone, on every rank."""
         return self.traits.payload == "gradients"
 
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """Why these cannot be reduced, and the way out; empty if they can.
+
+        Asked once, before anything is sent. The ranks compare it, so that all of them raise where one objects.
+
+        Args:
+            parameters: Those that are to be reduced, by name, in registration order.
+        """
+        return ""
+
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.
 
