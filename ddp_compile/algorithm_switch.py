@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.config import ReplicateConfig
@@ -25,28 +26,28 @@ class AlgorithmSwitch:
     Args:
         reducer: Has the algorithm.
         gradients: What is reduced.
+        reduced: The parameters whose gradients these are, by name.
         config: Of the module.
         buffers: Of the module.
         process_group: The ranks.
-        device: Where messages between them may lie.
     """
 
     def __init__(
         self,
         reducer: Reducer,
         gradients: Sequence[GradientSpec],
+        reduced: Mapping[str, Parameter],
         config: ReplicateConfig,
         buffers: ReplicatedBuffers,
         process_group: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
         self._reducer = reducer
         self._gradients = gradients
+        self._reduced = reduced
         self._config = config
         self._buffers = buffers
         self._process_group = process_group
         self._rank = process_group.rank()
-        self._device = device
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """See ``ReplicatedModule.register_comm_hook``."""
@@ -63,6 +64,7 @@ class AlgorithmSwitch:
         """See ``ReplicatedModule.set_comm_algorithm``."""
         check_algorithm(algorithm_config)
         algorithm = build_algorithm(algorithm_config, self._process_group)
+        refuse_objection(algorithm.objection(self._reduced), self._rank)
         refuse_gradients(algorithm, self._gradients, self._rank)
         refuse_what_waits(algorithm, self._config, self._buffers, self._process_group)
         before = self._reducer.algorithm
@@ -76,13 +78,19 @@ class AlgorithmSwitch:
         self._reducer.agree_on_algorithm(algorithm)
         before.detach(together=True)
         if differ and optimizers:
-            average_optimizer_states(optimizers, self._process_group, self._device)
+            average_optimizer_states(optimizers, self._process_group, self._reducer.parameters[0].device)
         try:
             algorithm.attach(self._reducer.parameters)
         except Exception:  # on every rank: the nodes are not known, for example
             before.attach(self._reducer.parameters)
             raise
         self._reducer.set_algorithm(algorithm)
+
+
+def refuse_objection(objection: str, rank: int) -> None:
+    """Raise a ReplicationError if an algorithm has something against the parameters."""
+    if objection:
+        raise ReplicationError(f"rank {rank}: {objection}")
 
 
 def refuse_what_waits(

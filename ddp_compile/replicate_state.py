@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithm_switch import AlgorithmSwitch, refuse_what_waits
+from ddp_compile.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_what_waits
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
 from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
@@ -83,7 +83,7 @@ class ReplicateState:
         in_backward = launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
-        self._agree(module, algorithm, in_backward, not_reduced)
+        self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced))
         self.monitor = DesyncMonitor(process_group, self.device)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
@@ -91,11 +91,11 @@ class ReplicateState:
         self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
+        gradients = describe_gradients(module, reduced)
+        refuse_gradients(algorithm, gradients, process_group.rank())
         refuse_what_waits(algorithm, config, self.buffers, process_group)
         algorithm.attach(parameters)
         self.sharded.attach(broadcast=config.init_sync)
-        gradients = describe_gradients(module, reduced)
-        refuse_gradients(algorithm, gradients, process_group.rank())
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}
@@ -107,7 +107,7 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
-        self.algorithms = AlgorithmSwitch(self.reducer, gradients, config, self.buffers, process_group, self.device)
+        self.algorithms = AlgorithmSwitch(self.reducer, gradients, reduced, config, self.buffers, process_group)
         self.uneven_inputs = UnevenInputs(
             process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
@@ -115,12 +115,18 @@ class ReplicateState:
         self.parameters.register()
 
     def _agree(
-        self, module: nn.Module, algorithm: CommAlgorithm, in_backward: bool, not_reduced: Container[str]
+        self,
+        module: nn.Module,
+        algorithm: CommAlgorithm,
+        in_backward: bool,
+        not_reduced: Container[str],
+        objection: str,
     ) -> None:
         """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
         description = [
             f"algorithm={algorithm.name}",
+            f"what the algorithm has against the parameters={objection or 'nothing'}",
             f"parameters that another replicated module reduces={shared}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
@@ -128,6 +134,7 @@ class ReplicateState:
             *self.sharded.describe(),
         ]
         verify_modules_agree(description, self.process_group, self.device)
+        refuse_objection(objection, self.process_group.rank())
         self.parameters.refuse_shared(self.process_group.rank())
 
     def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:

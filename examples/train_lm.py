@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
-from lm.algorithms import ALGORITHMS
+from lm.algorithms import NAMES, algorithm_named, q_adam_like
 from lm.checkpoint import Progress, TrainingState
 from lm.compare import compare
 from lm.data import ByteWindows, ResumableSampler, held_out_batches, standard_library_text, training_batches
@@ -43,12 +43,17 @@ class Trainer:
 
         model = make_model(args, world)
         # Every rank goes on with rank 0's parameters, whatever it started with.
-        algorithm = ALGORITHMS[args.algorithm]()
+        self.optimizer = make_optimizer(model, args.lr)
+        if args.algorithm == "qadam":
+            self.optimizer = q_adam_like(self.optimizer, warmup_steps=max(1, args.steps // 5))
         model = ddp_compile(
-            model, bucket_cap_mb=args.bucket_cap_mb, split=args.split, backend=args.backend, algorithm=algorithm
+            model,
+            bucket_cap_mb=args.bucket_cap_mb,
+            split=args.split,
+            backend=args.backend,
+            algorithm=algorithm_named(args.algorithm, self.optimizer),
         )
         self.model = model
-        self.optimizer = make_optimizer(model, args.lr)
 
         names = ("seed", "batch_size", "context", "accumulate", "text_mb", "algorithm")
         settings = {name: getattr(args, name) for name in names} | {"ranks": world.size}
@@ -221,7 +226,7 @@ def add_ddp_compile_arguments(group: argparse._ArgumentGroup) -> None:
         "--split", choices=("auto", "forward", "none"), default="auto", help="how graphs are cut at bucket borders"
     )
     group.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
-    group.add_argument("--algorithm", choices=ALGORITHMS, default="all-reduce", help="how the ranks communicate")
+    group.add_argument("--algorithm", choices=NAMES, default="all-reduce", help="how the ranks communicate")
     group.add_argument(
         "--compare",
         type=positive_int,

@@ -112,6 +112,14 @@ class Bucket:
         return self._buffer.tensor if self._sparse is None else self._sparse
 
     @property
+    def places(self) -> Sequence[Tensor]:
+        """Where each gradient lies in the flat buffer: views of the shape of what this rank has of its parameter.
+
+        Not to be kept when the bucket has been reduced.
+        """
+        return self._buffer.places
+
+    @property
     def is_aligned(self) -> bool:
         """Whether every place in the flat buffer begins where vectors of 16 bytes may."""
         return all(offset % 16 == 0 for offset in self.spec.byte_offsets)

@@ -15,8 +15,9 @@ from ddp_compile.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
+from ddp_compile.optim import QAdam
 
-ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
+_ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "all-reduce": GradientAllReduce,
     "bfloat16": lambda: GradientAllReduce(wire_dtype=torch.bfloat16),
     "byte-grad": ByteGrad,
@@ -26,3 +27,16 @@ ALGORITHMS: Mapping[str, Callable[[], AlgorithmConfig]] = {
     "local-sgd": lambda: LocalSGD(period=4, warmup_steps=10),
     "async": lambda: AsyncModelAverage(sync_interval_ms=100, warmup_steps=10),
 }
+NAMES = (*_ALGORITHMS, "qadam")
+
+
+def algorithm_named(name: str, optimizer: torch.optim.Optimizer) -> AlgorithmConfig:
+    """One of ``NAMES``; that of a `QAdam` belongs to the optimizer."""
+    return optimizer.algorithm() if isinstance(optimizer, QAdam) else _ALGORITHMS[name]()
+
+
+def q_adam_like(optimizer: torch.optim.Optimizer, warmup_steps: int) -> QAdam:
+    """A `QAdam` with the parameters and settings of an AdamW."""
+    names = ("lr", "betas", "eps", "weight_decay")
+    groups = [{name: group[name] for name in ("params", *names)} for group in optimizer.param_groups]
+    return QAdam(groups, decoupled_weight_decay=True, warmup_steps=warmup_steps)

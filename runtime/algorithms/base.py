@@ -66,6 +66,11 @@ class Traits:
         for name, allowed in (("payload", get_args(Payload)), ("layout", get_args(Layout))):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"Traits({name}={value!r}): pass one of {', '.join(map(repr, allowed))}")
+        if self.payload == "gradients" and not self.in_step:
+            raise ValueError(
+                "Traits(in_step=False) together with payload='gradients': each rank waits for the gradients of all"
+                " others in every iteration; say payload='both' or 'parameters'"
+            )
         if self.payload == "parameters" and not (self.replayable and self.prescale and self.layout == "padded"):
             raise ValueError(
                 "Traits(payload='parameters') together with replayable=False, prescale=False or layout='ddp': these are"
@@ -110,6 +115,16 @@ class CommAlgorithm(ABC):
         To be overridden where the payload is ``"both"``.
         """
         return self.traits.payload == "gradients"
+
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """Why these cannot be reduced, and the way out; empty if they can.
+
+        Asked once, before anything is sent. The ranks compare it, so that all of them raise where one objects.
+
+        Args:
+            parameters: Those that are to be reduced, by name, in registration order.
+        """
+        return ""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.

@@ -48,7 +48,12 @@ class CollectiveChain(CommAlgorithm):
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take a process group of its own for several collectives; it stays until all groups are destroyed."""
-        if self.num_collectives > 1 and self.process_group.size() > 1:
+        if self.num_collectives > 1:
+            self.take_own_group(parameters)
+
+    def take_own_group(self, parameters: Sequence[Parameter]) -> None:
+        """Send over a group of the same ranks that nobody else uses; there is no need of one for a single rank."""
+        if self.process_group.size() > 1:
             ranks = dist.get_process_group_ranks(self.process_group)
             self.process_group = group_of(ranks, self.process_group, parameters[0].device)
 

@@ -17,8 +17,9 @@ from process_copies import Ended, run_in_copy
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
 ALGORITHMS = (
-    "all-reduce", "bfloat16", "byte-grad", "decentralized", "shift-one", "low-precision", "local-sgd", "async"
-)  # fmt: skip
+    *("all-reduce", "bfloat16", "byte-grad", "qadam"),
+    *("decentralized", "shift-one", "low-precision", "local-sgd", "async"),
+)
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
 SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
 RUN = ["--steps", "5", "--checkpoint-every", "3"]

@@ -172,6 +172,7 @@ def test_what_gives_way_to_a_comm_hook_is_detached(single_rank_group: None) -> N
             "launches of gradient buckets",
         ),
         ({"payload": "parameters", "layout": "ddp"}, "launches of gradient buckets"),
+        ({"in_step": False}, "each rank waits for the gradients of all others"),
     ],
 )
 def test_traits_that_do_not_exist_or_contradict_each_other_are_refused(traits: dict[str, Any], says: str) -> None:

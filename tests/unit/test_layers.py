@@ -33,6 +33,15 @@ ALLOWED_PRIVATE_NAMES = {
     "torch.amp.autocast_mode._enter_autocast",
     "torch.amp.autocast_mode._exit_autocast",
     # A public family of functions that only lacks a public spelling.
+    "torch._foreach_add",
+    "torch._foreach_add_",
+    "torch._foreach_addcdiv_",
+    "torch._foreach_addcmul_",
+    "torch._foreach_div_",
+    "torch._foreach_lerp_",
+    "torch._foreach_mul_",
+    "torch._foreach_sqrt",
+    "torch._foreach_sub_",
 }
 
 

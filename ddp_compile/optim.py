@@ -1,0 +1,269 @@
+"""Optimizers that take part in what the ranks send."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_compile.plan.spec import shorten_names
+from ddp_compile.runtime.algorithms.peers import refuse_interval
+from ddp_compile.runtime.algorithms.q_adam import MomentumExchange, QAdamAlgorithm
+
+__all__ = ["QAdam"]
+
+# Of the optimizer as a whole; in each group, so that every kind of checkpoint has them.
+_OF_ALL_GROUPS = ("num_steps", "warmup_steps")
+
+
+class QAdam(Optimizer):
+    """Adam that sends eight bits a value: gradients are averaged as ever at first, and then momenta compressed.
+
+    In the first ``warmup_steps`` steps it is ``torch.optim.Adam``, bit for bit. Afterwards the variance v stays what it
+    is, and the mean of the ranks' momenta, compressed as by ``ByteGrad()``, takes the place of the momentum::
+
+        optimizer = QAdam(model.parameters(), lr=1e-3, warmup_steps=1000)
+        model = ddp_compile(model, algorithm=optimizer.algorithm())
+
+    ``warmup_steps`` has to be long enough for v to settle: some multiples of 1 / (1 - b2), or a fifth of the training.
+
+    - The bias of v is corrected by the number of steps that v has seen, of which there are no more after warm-up. With
+      all steps, as the origin has it, v would pass for one that has settled: each step would grow until it were
+      1 / sqrt(1 - b2^warmup_steps) as large, 3.2 times with 100 steps and b2 = 0.999.
+    - What had no gradient but zeros in warm-up, and so has no variance, stays where it is afterwards but for decoupled
+      weight decay. Divided by ``eps`` alone, what compression makes of its zeros would move it without bound. So is
+      each row of an embedding that no batch of warm-up had.
+    - ``weight_decay`` holds in all steps.
+    - ``.grad`` is a gradient in all steps: Note [Gradients that bring the mean momentum] in
+      ``runtime/algorithms/q_adam.py``. After warm-up its rounding is that of the momentum divided by 1 - b1, which
+      ``clip_grad_norm_`` counts in the norm. With a GradScaler, the larger its scale the more of the eight bits are the
+      gradient's in place of the momentum's, as with ``ByteGrad()``.
+
+    It keeps what Adam keeps, and a step takes the memory that one of ``torch.optim.Adam(foreach=True)`` does.
+    ``state_dict()`` has all that is needed to go on bit for bit, the number of steps included, on any number of ranks.
+
+    Args:
+        params: As for any optimizer: parameters, named ones, or groups. Each group may have its own settings but for
+            ``warmup_steps``.
+        lr: Learning rate.
+        betas: Decay of momentum and of variance in each step.
+        eps: Added to the root of the variance.
+        weight_decay: Added to the gradient, times the parameter.
+        warmup_steps: How many steps there are before the variance is frozen.
+        decoupled_weight_decay: The parameter shrinks by ``lr * weight_decay`` instead, as with AdamW.
+
+    Raises:
+        ValueError: A setting is out of range.
+
+    Source: QAdam of Bagua (Gan et al. 2021, arXiv 2107.01499), which is 1-bit Adam (Tang et al. 2021, arXiv 2102.02888)
+    with eight bits; without what Bagua's loses: the gradient of the first step after warm-up, weight decay, and the
+    betas of all groups but one.
+    """
+
+    #: What exchanges for it: alive while a model is replicated with `algorithm`.
+    exchange: weakref.ref[MomentumExchange] | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int = 100,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        refuse_interval("QAdam", "warmup_steps", warmup_steps)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "warmup_steps": warmup_steps,
+            "num_steps": 0,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been completed."""
+        return int(self.param_groups[0]["num_steps"])
+
+    @property
+    def warmup_steps(self) -> int:
+        """How many there are before the variance is frozen."""
+        return int(self.param_groups[0]["warmup_steps"])
+
+    @property
+    def in_warmup(self) -> bool:
+        """Whether the next step is an ordinary one of Adam."""
+        return self.num_steps < self.warmup_steps
+
+    def algorithm(self) -> QAdamAlgorithm:
+        """For ``ddp_compile(model, algorithm=...)``: the model whose parameters this optimizer has, and no others."""
+        return QAdamAlgorithm(optimizer=self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer's; after warm-up there is no variance to be learnt any more.
+
+        Raises:
+            ValueError: A setting is out of range, or warm-up is over.
+        """
+        shared = self.param_groups[0] if self.param_groups else self.defaults
+        _refuse_settings({**self.defaults, **param_group}, shared["warmup_steps"])
+        if shared["num_steps"] >= shared["warmup_steps"]:
+            raise ValueError(
+                f"QAdam.add_param_group() after {shared['num_steps']} steps: warm-up ended with step"
+                f" {shared['warmup_steps']}, and new parameters could not learn their variance any more. Add them"
+                " before, or make a new QAdam of all parameters"
+            )
+        super().add_param_group(param_group)
+        self.param_groups[-1].update({name: shared[name] for name in _OF_ALL_GROUPS})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As any optimizer's; all ranks load the same, between two steps.
+
+        Raises:
+            ValueError: It is another optimizer's.
+        """
+        for number, group in enumerate(state_dict["param_groups"]):
+            if missing := [name for name in _OF_ALL_GROUPS if name not in group]:
+                raise ValueError(
+                    f"QAdam.load_state_dict(): group {number} has no {', '.join(missing)}, so it is of another"
+                    " optimizer; load what QAdam.state_dict() has returned"
+                )
+        super().load_state_dict(dict(state_dict))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step once over all parameters that have a gradient.
+
+        Args:
+            closure: Computes loss and gradients anew.
+
+        Returns:
+            What the closure has returned.
+
+        Raises:
+            RuntimeError: After warm-up, with several ranks, no model exchanges the momentum; or a parameter has got its
+                first gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_unprepared()
+        for group in self.param_groups:
+            for parameters in _by_kind(p for p in group["params"] if p.grad is not None):
+                self._step(group, parameters)
+        is_last_of_warmup = self.num_steps + 1 == self.warmup_steps
+        for group in self.param_groups:
+            group["num_steps"] += 1
+        if is_last_of_warmup:
+            for state in self.state.values():
+                # In no later step anything will be done for those; what is divided by infinity is zero.
+                state["exp_avg_sq"].masked_fill_(state["exp_avg_sq"] == 0, float("inf"))
+        return loss
+
+    def _step(self, group: Mapping[str, Any], parameters: list[Any]) -> None:
+        """The same operations as those of ``torch.optim.Adam(foreach=True)``, in the same order."""
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        states = [self._state_of(parameter) for parameter in parameters]
+        momenta = [state["exp_avg"] for state in states]
+        variances = [state["exp_avg_sq"] for state in states]
+        gradients: Any = [parameter.grad for parameter in parameters]
+        if group["weight_decay"] and group["decoupled_weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        elif group["weight_decay"]:
+            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+        for state in states:
+            state["step"] += 1
+        if self.in_warmup:
+            torch._foreach_mul_(variances, beta2)
+            torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
+            for state in states:
+                state["exp_avg_sq_step"] += 1
+        del gradients
+        denominators: Any = torch._foreach_sqrt(variances)
+        torch._foreach_div_(denominators, [(1 - beta2 ** state["exp_avg_sq_step"]) ** 0.5 for state in states])
+        torch._foreach_add_(denominators, group["eps"])
+        sizes = [-lr / (1 - beta1 ** state["step"]) for state in states]
+        torch._foreach_addcdiv_(parameters, momenta, denominators, sizes)
+
+    def _state_of(self, parameter: Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            # Numbers, not tensors: loading casts a tensor to the dtype of its parameter.
+            state["step"] = state["exp_avg_sq_step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]:
+        """The momentum of each, of its shape and dtype, to be read; None before its first gradient."""
+        return [self.state[p]["exp_avg"] if self.state.get(p) else None for p in parameters]
+
+    def name_of(self, group: int, number: int) -> str:
+        """A parameter, for an error: by the name with which it was given, or by its place."""
+        names = self.param_groups[group].get("param_names")
+        if names:
+            return str(names[number])
+        shape = tuple(self.param_groups[group]["params"][number].shape)
+        return f"parameter {number} of group {group}, of shape {shape}"
+
+    def _refuse_unprepared(self) -> None:
+        """Raise a RuntimeError, before anything is written, where the next step cannot be taken."""
+        of = f"step {self.num_steps + 1} of QAdam(warmup_steps={self.warmup_steps})"
+        without_state = []
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    raise RuntimeError(f"{of}: {self.name_of(number, place)} has a sparse gradient; use sparse=False")
+                if parameter.grad is not None and not self.state.get(parameter):
+                    without_state.append(self.name_of(number, place))
+        if self.in_warmup:
+            return
+        if without_state:
+            raise RuntimeError(
+                f"{of}: the first gradient after warm-up has come to {shorten_names(without_state)}, which have no"
+                " variance to divide by. Raise warmup_steps until every parameter has been used, or freeze them"
+            )
+        is_exchanged = self.exchange is not None and self.exchange() is not None
+        if not is_exchanged and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: {of}: of {dist.get_world_size()} ranks none exchanges the momentum with the"
+                " others. Train model = ddp_compile(model, algorithm=optimizer.algorithm()), or use torch.optim.Adam"
+            )
+
+
+def _refuse_settings(group: Mapping[str, Any], warmup_steps: int) -> None:
+    """Raise a ValueError where the settings of a group are out of range."""
+    limits = {"lr": "0 or more", "eps": "0 or more", "weight_decay": "0 or more"}
+    for name, limit in limits.items():
+        if not group[name] >= 0:
+            raise ValueError(f"QAdam({name}={group[name]!r}): pass {limit}")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"QAdam(betas={betas!r}): pass two numbers from 0 on that are smaller than 1")
+    if group["warmup_steps"] != warmup_steps:
+        raise ValueError(
+            f"QAdam: a group with warmup_steps={group['warmup_steps']!r} beside warmup_steps={warmup_steps}: all groups"
+            " are sent in the same way; pass it to QAdam alone"
+        )
+
+
+def _by_kind(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
+    """Lists of one device and dtype each, which one kernel takes."""
+    kinds: dict[Any, list[Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    return kinds.values()

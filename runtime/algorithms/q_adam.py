@@ -1,0 +1,176 @@
+"""QAdam's part in what the ranks send: gradients at first, and momenta of eight bits a value from then on.
+
+Note [Gradients that bring the mean momentum]
+After warm-up what travels is what each rank would make of the momentum, m_r = b1 m + (1 - b1) g_r; the optimizer needs
+its mean, q. ``.grad`` then becomes (q - b1 m) / (1 - b1), which is the one gradient that Adam makes q of. So ``.grad``
+is a gradient in all steps, and what is done to gradients keeps its meaning: another backward adds to it and is reduced
+again, a GradScaler divides by its scale, it is clipped, it may be zeros of a parameter that nobody has used. A momentum
+in its place would be right only if each step had one reduction, and nothing between that and the step. It costs no
+memory, and m is q up to the rounding of its dtype.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.plan.spec import shorten_names
+from ddp_compile.runtime.algorithms.all_reduce import AllReduceInChain
+from ddp_compile.runtime.algorithms.base import AlgorithmConfig
+from ddp_compile.runtime.algorithms.byte_grad import ByteGradAlgorithm
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.local_tensors import local_tensors
+
+
+class HasMomenta(Protocol):
+    """What is asked of the optimizer, a `ddp_compile.optim.QAdam`."""
+
+    param_groups: list[dict[str, Any]]
+    #: What exchanges for it: alive while a model is replicated with its algorithm.
+    exchange: weakref.ref[MomentumExchange] | None
+
+    @property
+    def warmup_steps(self) -> int:
+        """How many steps there are in which gradients are sent."""
+
+    @property
+    def in_warmup(self) -> bool:
+        """Whether the next step is one of them."""
+
+    def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]:
+        """The momentum of each, of its shape and dtype, to be read; None before its first gradient."""
+
+    def name_of(self, group: int, number: int) -> str:
+        """A parameter by its place, for errors."""
+
+
+class MomentumExchange(CollectiveChain):
+    """An all-reduce of gradients in warm-up, and then ByteGrad's reduction of momenta.
+
+    Launching changes nothing of the optimizer, so a bucket may be launched twice.
+
+    Args:
+        process_group: The ranks to average over.
+        optimizer: Has the momenta, and knows in which step it is.
+    """
+
+    traits = ByteGradAlgorithm.traits
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: HasMomenta) -> None:
+        super().__init__(process_group)
+        self._optimizer = optimizer
+        self._in_warmup = AllReduceInChain(process_group)
+        self._afterwards = ByteGradAlgorithm(process_group)
+        self._group_numbers: dict[Parameter, int] = {}
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """With what the next iteration sends, so that ranks find out if one of them has loaded another step."""
+        what = "gradients, in warm-up" if self._optimizer.in_warmup else "momenta"
+        return f"QAdam exchange of {what} (warmup_steps={self._optimizer.warmup_steps})"
+
+    @property
+    def num_collectives(self) -> int:  # type: ignore[override]
+        """It changes in an optimizer's step, so between two iterations."""
+        return self._reduction.num_collectives
+
+    @property
+    def _reduction(self) -> CollectiveChain:
+        return self._in_warmup if self._optimizer.in_warmup else self._afterwards
+
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """The parameters have to be those of the optimizer; frozen ones it may have beside them."""
+        groups = self._optimizer.param_groups
+        owned = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+        if missing := [name for name, parameter in parameters.items() if parameter not in owned]:
+            return (
+                f"QAdam exchanges the momentum of its own parameters, and these of the model are not among them:"
+                f" {shorten_names(missing)}. Make one QAdam of all parameters of each model, or name them in"
+                " parameters_to_ignore"
+            )
+        reduced = set(parameters.values())
+        if others := [self._optimizer.name_of(*at) for p, at in owned.items() if p.requires_grad and p not in reduced]:
+            return (
+                f"QAdam has parameters that the model does not reduce: {'; '.join(others[:8])}. Their momentum would"
+                " differ between the ranks: give them to an optimizer of their own"
+            )
+        return ""
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Take a process group of its own, in warm-up too, and exchange for the optimizer from now on."""
+        self.take_own_group(parameters)
+        self._in_warmup.process_group = self._afterwards.process_group = self.process_group
+        groups = self._optimizer.param_groups
+        self._group_numbers = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        self._optimizer.exchange = weakref.ref(self)
+
+    def detach(self, together: bool) -> None:
+        """The optimizer is left alone."""
+        if self._optimizer.exchange is not None and self._optimizer.exchange() is self:
+            self._optimizer.exchange = None
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        """See `CollectiveChain.reduce`."""
+        if self._optimizer.in_warmup:
+            yield from self._in_warmup.reduce(bucket)
+            return
+        share = 1.0 / self.process_group.size()  # what arrives has been divided as well
+        for beta1, part in self._parts(bucket).items():
+            torch._foreach_mul_(part.places, 1 - beta1)
+            if part.momenta:
+                torch._foreach_add_(part.places_of_momenta, part.momenta, alpha=beta1 * share)
+        yield from self._afterwards.reduce(bucket)
+        for beta1, part in self._parts(bucket).items():
+            if part.momenta:
+                torch._foreach_sub_(part.places_of_momenta, part.momenta, alpha=beta1)
+            torch._foreach_div_(part.places, 1 - beta1)
+
+    def _parts(self, bucket: Bucket) -> dict[float, _Part]:
+        """What the bucket has, by the decay of its momentum."""
+        parts: dict[float, _Part] = {}
+        momenta = self._optimizer.momenta_of(bucket.parameters)
+        for parameter, place, momentum in zip(bucket.parameters, bucket.places, momenta, strict=True):
+            group = self._optimizer.param_groups[self._group_numbers[parameter]]
+            part = parts.setdefault(group["betas"][0], _Part([], [], []))
+            part.places.append(place)
+            if momentum is not None:  # before the first gradient it is zero
+                part.places_of_momenta.append(place)
+                part.momenta.extend(local_tensors([momentum]))
+        return parts
+
+
+class _Part(NamedTuple):
+    """The parameters of a bucket whose momenta decay alike.
+
+    Args:
+        places: Views of the flat buffer.
+        places_of_momenta: Those of them that have a momentum.
+        momenta: What it is, in the optimizer's own memory.
+    """
+
+    places: list[Tensor]
+    places_of_momenta: list[Tensor]
+    momenta: list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QAdamAlgorithm(AlgorithmConfig):
+    """What `ddp_compile.optim.QAdam.algorithm` returns.
+
+    Args:
+        optimizer: Of the model's parameters.
+    """
+
+    optimizer: HasMomenta
+
+    def build(self, process_group: dist.ProcessGroup) -> MomentumExchange:
+        """See `AlgorithmConfig.build`."""
+        return MomentumExchange(process_group, self.optimizer)
