@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReplicationError
-from ddp_compile.optimizer_states import average_optimizer_states
+from ddp_compile.optimizer_states import average_optimizer_states, compare_optimizers
 from ddp_compile.plan.spec import GradientSpec
 from ddp_compile.replicated_buffers import ReplicatedBuffers
 from ddp_compile.runtime import error_messages
@@ -29,6 +29,7 @@ class AlgorithmSwitch:
         reduced: The parameters whose gradients these are, by name.
         config: Of the module.
         buffers: Of the module.
+        has_sharded: Whether the module has submodules of ``fully_shard``.
         process_group: The ranks.
     """
 
@@ -39,6 +40,7 @@ class AlgorithmSwitch:
         reduced: Mapping[str, Parameter],
         config: ReplicateConfig,
         buffers: ReplicatedBuffers,
+        has_sharded: bool,
         process_group: dist.ProcessGroup,
     ) -> None:
         self._reducer = reducer
@@ -46,6 +48,7 @@ class AlgorithmSwitch:
         self._reduced = reduced
         self._config = config
         self._buffers = buffers
+        self._has_sharded = has_sharded
         self._process_group = process_group
         self._rank = process_group.rank()
 
@@ -66,7 +69,7 @@ class AlgorithmSwitch:
         algorithm = build_algorithm(algorithm_config, self._process_group)
         refuse_objection(algorithm.objection(self._reduced), self._rank)
         refuse_gradients(algorithm, self._gradients, self._rank)
-        refuse_what_waits(algorithm, self._config, self._buffers, self._process_group)
+        refuse_what_waits(algorithm, self._config, self._buffers, self._has_sharded, self._process_group)
         before = self._reducer.algorithm
         differ = self._process_group.size() > 1 and not before.sends_gradients
         if differ and algorithm.sends_gradients and optimizers is None:
@@ -75,14 +78,17 @@ class AlgorithmSwitch:
                 f" which the {algorithm.name} would not keep the ranks alike; pass all of them, whose states are"
                 " averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
             )
-        self._reducer.agree_on_algorithm(algorithm)
+        self._reducer.agree_on_algorithm(algorithm, always=True)
+        parameters = self._reducer.parameters
+        if differ and optimizers is not None:
+            compare_optimizers(optimizers, self._process_group, parameters[0].device)
         before.detach(together=True)
-        if differ and optimizers:
-            average_optimizer_states(optimizers, self._process_group, self._reducer.parameters[0].device)
         try:
-            algorithm.attach(self._reducer.parameters)
+            if differ and optimizers:
+                average_optimizer_states(optimizers, self._process_group)
+            algorithm.attach(parameters)
         except Exception:  # on every rank: the nodes are not known, for example
-            before.attach(self._reducer.parameters)
+            before.attach(parameters)
             raise
         self._reducer.set_algorithm(algorithm)
 
@@ -94,7 +100,11 @@ def refuse_objection(objection: str, rank: int) -> None:
 
 
 def refuse_what_waits(
-    algorithm: CommAlgorithm, config: ReplicateConfig, buffers: ReplicatedBuffers, process_group: dist.ProcessGroup
+    algorithm: CommAlgorithm,
+    config: ReplicateConfig,
+    buffers: ReplicatedBuffers,
+    has_sharded: bool,
+    process_group: dist.ProcessGroup,
 ) -> None:
     """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not.
 
@@ -105,10 +115,14 @@ def refuse_what_waits(
         return
     names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
     waits = [f"{name}=True" for name in names if getattr(config, name)]
+    if has_sharded:
+        waits.append("submodules of fully_shard")
+    if config.delayed.named:
+        waits.append("delay_all_reduce_named_params")
     if buffers.synchronised():
         waits.append("broadcast_buffers=True")
     if waits:
         raise ReplicationError(
             f"rank {process_group.rank()}: with the {algorithm.name} no rank waits for another in a step, and with"
-            f" {', '.join(waits)} they would; pass False, or another algorithm"
+            f" {', '.join(waits)} they would; leave that out, or pass another algorithm"
         )

@@ -294,6 +294,7 @@ class ReplicatedModule(nn.Module):
                 "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
                 " load before ddp_compile(module), or with assign=False"
             )
+        _state_of(self).reducer.algorithm.before_load()
         return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> nn.Module:

@@ -93,7 +93,7 @@ class ReplicateState:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         gradients = describe_gradients(module, reduced)
         refuse_gradients(algorithm, gradients, process_group.rank())
-        refuse_what_waits(algorithm, config, self.buffers, process_group)
+        refuse_what_waits(algorithm, config, self.buffers, bool(sharded), process_group)
         algorithm.attach(parameters)
         self.sharded.attach(broadcast=config.init_sync)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
@@ -107,7 +107,9 @@ class ReplicateState:
         self.delayed = DelayedAllReduce(config.delayed, process_group)
         self._compile_calls(module, compile_settings)
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
-        self.algorithms = AlgorithmSwitch(self.reducer, gradients, reduced, config, self.buffers, process_group)
+        self.algorithms = AlgorithmSwitch(
+            self.reducer, gradients, reduced, config, self.buffers, bool(sharded), process_group
+        )
         self.uneven_inputs = UnevenInputs(
             process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )

@@ -38,7 +38,7 @@ def reduction_failed(rank: int, what: str, error: RuntimeError) -> ReductionErro
     )
 
 
-def exchange_failed(rank: int, name: str, error: RuntimeError) -> ReductionError:
+def exchange_failed(rank: int, name: str, error: Exception) -> ReductionError:
     """Parameters did not come from where they were awaited."""
     return ReductionError(
         f"rank {rank}: the {name} failed. Another rank has raised, exited, or not come to the same step within the"

@@ -93,7 +93,8 @@ class IterationEnd:
         if self._queue.is_whole:
             self._queue.algorithm.after_backward()
         if not self._queue.is_shadow:
-            self._on_reduced()
+            with self._queue.algorithm.evaluation():
+                self._on_reduced()
 
     def tell_the_others(self) -> None:
         """The backward has ended: tell the other ranks what there is to say, if anything, unless they know.

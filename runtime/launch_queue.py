@@ -56,6 +56,7 @@ class LaunchQueue:
         self.divisor = self.world_size  #: what gradients are divided by
         self._num_launched = 0  # or passed over
         self.has_launched = False  #: whether a bucket has been launched in this iteration
+        self.is_exchange = False  #: whether the ranks come together in it although no bucket is launched
         self.is_whole = True  #: whether no bucket has been passed over in it, for the next iteration
         self.is_shadow = False  #: whether that is zeros, on a rank that has no input left
 
@@ -64,12 +65,6 @@ class LaunchQueue:
         """Whether anything is reduced."""
         algorithm = self.algorithm
         return algorithm.sends_gradients and (self.world_size > 1 or algorithm.traits.on_one_rank)
-
-    @property
-    def is_exchange(self) -> bool:
-        """Whether the ranks come together in this iteration although no bucket is launched: parameters are sent."""
-        algorithm = self.algorithm
-        return self.is_whole and self.world_size > 1 and not algorithm.sends_gradients and algorithm.traits.in_step
 
     @property
     def _plan(self) -> BucketPlan:
@@ -214,6 +209,7 @@ class LaunchQueue:
             failure = error_messages.reduction_failed(self._rank, self.not_launched[0].describe(), error)
             raise self._monitor.report_failure(failure) from error
         if self.all_launched and self._num_launched > before:
+            self.is_exchange = self.is_whole and self.world_size > 1 and self.algorithm.meets_others
             if self.is_exchange:
                 self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name)
             self.on_all_launched()
@@ -309,6 +305,7 @@ class LaunchQueue:
             bucket.begin_iteration()
         self._num_launched = 0
         self.has_launched = False
+        self.is_exchange = False
         self.is_whole = True
         self.is_shadow = False
 

@@ -11,12 +11,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReplicationError
+
 
 class OptimizerSteps:
-    """Calls back before and after each step of any ``torch.optim.Optimizer`` over some of the parameters.
+    """Calls back before and after the steps of any ``torch.optim.Optimizer`` over some of the parameters.
 
-    Of optimizers inside of others, ``PostLocalSGDOptimizer`` for example, the outermost step counts. The end of a step
-    that raises is not heard; see `forget`.
+    Of optimizers inside of others, ``PostLocalSGDOptimizer`` for example, the outermost step counts. Of several
+    optimizers side by side each is heard; `all_have_stepped` says when none is left. The end of a step that raises is
+    not heard; the next forward that is not inside of a step tells.
 
     Args:
         parameters: The parameters.
@@ -24,12 +28,13 @@ class OptimizerSteps:
         after: Called when it has ended.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], before: Callable[[], None] | None, after: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._parameters = list(parameters)
         self._numbers = {id(parameter) for parameter in parameters}
-        self._callbacks = {"before": before, "after": after}
+        self._before, self._after = before, after
         self._inside: list[weakref.ref[Optimizer]] = []
+        self._num_iterations_inside = 0
+        self._stepped: set[int] = set()
         alive = weakref.ref(self)
 
         def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -47,36 +52,64 @@ class OptimizerSteps:
         ]
         weakref.finalize(self, _remove, self._handles)
 
-    def forget(self) -> None:
-        """No step is under way: one that has begun and not ended has raised."""
-        self._inside = []
+    @property
+    def all_have_stepped(self) -> bool:
+        """Whether, since the last iteration, an optimizer of every parameter that has a gradient has stepped."""
+        return all(id(p) in self._stepped for p in self._parameters if p.grad is not None)
+
+    def forward_begins(self, algorithm: str) -> bool:
+        """A forward with gradients begins.
+
+        Args:
+            algorithm: Name of who asks.
+
+        Returns:
+            Whether it is inside of a step, in its closure.
+
+        Raises:
+            ReplicationError: It is the second iteration inside of one step.
+        """
+        if self._inside and not torch_internals.inside_optimizer_step():
+            self._inside = []  # it has raised
+        if not self._inside:
+            self._num_iterations_inside = 0
+            return False
+        if self._num_iterations_inside:
+            optimizer = type(self._inside[0]()).__name__
+            raise ReplicationError(
+                f"a step of {optimizer} calls its closure again, which with the {algorithm} would be another exchange"
+                " between the ranks, and on each rank as many as its own loss asks for. Use an optimizer that computes"
+                " gradients once in a step, or GradientAllReduce()"
+            )
+        return True
+
+    def iteration_ends(self) -> None:
+        """A backward that is reduced has ended."""
+        self._num_iterations_inside += bool(self._inside)
+        self._stepped = set()
 
     def stop(self) -> None:
         """Do not call back any more."""
         _remove(self._handles)
 
     def _begins(self, optimizer: Optimizer) -> None:
-        if not self._has_parameters_of(optimizer):
-            return
-        self._inside.append(weakref.ref(optimizer))
-        if len(self._inside) == 1:
-            self._call("before")
+        if not self._ids_of(optimizer).isdisjoint(self._numbers):
+            self._inside.append(weakref.ref(optimizer))
+            if len(self._inside) == 1:
+                self._num_iterations_inside = 0
+                self._before()
 
     def _ends(self, optimizer: Optimizer) -> None:
         inside = [other() for other in self._inside]
         if optimizer not in inside:
             return
         self._inside = self._inside[: inside.index(optimizer)]
+        self._stepped |= self._ids_of(optimizer)
         if not self._inside:
-            self._call("after")
+            self._after()
 
-    def _has_parameters_of(self, optimizer: Optimizer) -> bool:
-        return any(id(p) in self._numbers for group in optimizer.param_groups for p in group["params"])
-
-    def _call(self, name: str) -> None:
-        callback = self._callbacks[name]
-        if callback is not None:
-            callback()
+    def _ids_of(self, optimizer: Optimizer) -> set[int]:
+        return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _remove(handles: Sequence[Any]) -> None:

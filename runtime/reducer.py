@@ -104,8 +104,12 @@ class Reducer:
         """How the buckets are reduced."""
         return self._queue.algorithm
 
-    def agree_on_algorithm(self, algorithm: CommAlgorithm) -> None:
+    def agree_on_algorithm(self, algorithm: CommAlgorithm, always: bool = False) -> None:
         """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
+
+        Args:
+            algorithm: The other way.
+            always: Before the first backward as well, which otherwise compares by itself.
 
         Raises:
             RuntimeError: A backward has not been completed.
@@ -113,7 +117,7 @@ class Reducer:
         """
         if not self.is_between_steps:
             raise error_messages.algorithm_in_backward(self.rank, algorithm.name)
-        if self.buckets:
+        if self.buckets or always:
             self._monitor.agree_on_algorithm(algorithm.name)
 
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:

@@ -56,7 +56,7 @@ from ddp_compile.torch_internals.fully_shard import (
     remove_all_reduce_hook,
     state_of_fully_shard,
 )
-from ddp_compile.torch_internals.module_calls import active_ddp, is_module_call
+from ddp_compile.torch_internals.module_calls import active_ddp, inside_optimizer_step, is_module_call
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     broadcast_coalesced,
@@ -124,6 +124,7 @@ __all__ = [
     "inner_backend",
     "inputs_of_gradients",
     "inside_distributed_autograd",
+    "inside_optimizer_step",
     "is_inside_backward",
     "is_module_call",
     "is_plain_tensor",

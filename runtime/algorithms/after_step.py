@@ -12,10 +12,11 @@ from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 
 
 class AfterStep(CommAlgorithm):
-    """Communicates once for each iteration: behind the first optimizer step over the parameters that follows it.
+    """Communicates once for each iteration: when all parameters that have a gradient have been stepped since.
 
-    Where no optimizer steps, a GradScaler skips a step for example, it does so when the next forward begins: whether a
-    step follows is no matter of all ranks, and each of them communicates once for each iteration.
+    Where no optimizer steps, a GradScaler skips a step for example, it does so when the next forward begins, or a
+    checkpoint is taken: whether a step follows is no matter of all ranks, and each of them communicates once for each
+    iteration. So where a rank may skip a step by itself, nothing else may be sent between the ranks until then.
     """
 
     def __init__(self) -> None:
@@ -28,27 +29,37 @@ class AfterStep(CommAlgorithm):
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Hear of optimizers from now on."""
-        self._steps = OptimizerSteps(parameters, None, self._pay)
+        self._steps = OptimizerSteps(parameters, _nothing, self._step_ends)
 
     def detach(self, together: bool) -> None:
         """Hear of no optimizer any more; what is owed is communicated if all ranks are there."""
         if self._steps is not None:
             self._steps.stop()
         if together:
-            self._pay()
+            self.pay()
 
     def before_forward(self) -> None:
         """Communicate what is still owed."""
-        if self._steps is not None:
-            self._steps.forget()
-        self._pay()
+        if self._steps is not None and not self._steps.forward_begins(self.name):
+            self.pay()
 
     def after_backward(self) -> None:
         """An iteration has ended, whose step follows; of the one before nothing is owed any more."""
-        self._pay()  # a backward without a forward before it, in which nothing has stepped since
+        self.pay()  # a backward without a forward before it, in which nothing has stepped since
         self._owes = True
+        if self._steps is not None:
+            self._steps.iteration_ends()
 
-    def _pay(self) -> None:
+    def pay(self) -> None:
+        """Communicate now, if there is an iteration for which that has not been done; on every rank."""
         if self._owes:
             self._owes = False
             self.communicate()
+
+    def _step_ends(self) -> None:
+        if self._steps is not None and self._steps.all_have_stepped:
+            self.pay()
+
+
+def _nothing() -> None:
+    return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.errors import ReductionError
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError, ReplicationError
 from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime import error_messages
@@ -26,55 +30,71 @@ from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_o
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.process_groups import group_of
+from ddp_compile.runtime.rank_names import format_ranks
 
 
 class Gate:
     """Keeps what writes parameters apart from what uses them.
 
-    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation.
-    Another forward, or one that no backward follows, finds it inside already, and waits for nobody.
+    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation,
+    which other threads may be in as well. Another forward, or one that no backward follows, finds the trainer inside
+    already, and waits for nobody.
 
     Args:
-        device: Where the parameters are. On CUDA the host is far ahead of the device, so the two threads' streams wait
-            for each other as well.
+        device: Where the parameters are. On CUDA the host is far ahead of the device, so streams wait for each other as
+            well.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._changed = threading.Condition()
-        self._inside: set[str] = set()
+        self._inside: Counter[str] = Counter()
         self._is_cuda = device.type == "cuda"
         self._device = device
-        self._left: torch.cuda.Event | None = None
+        self._left: list[torch.cuda.Event] = []  # since the parameters were written
         self._written: torch.cuda.Event | None = None
 
     def enter(self, why: str) -> None:
-        """The training thread uses the parameters from now on; waits while they are being written."""
+        """A thread uses the parameters from now on; waits while they are being written."""
         with self._changed:
-            self._inside.add(why)
+            self._inside[why] += 1
             if self._written is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._written)
 
-    def leave(self, *why: str) -> None:
-        """It does not use them any more for these reasons."""
+    def enter_once(self, why: str) -> None:
+        """The same, of what needs no end before it begins again."""
         with self._changed:
-            self._inside.difference_update(why)
+            if not self._inside[why]:
+                self.enter(why)
+
+    def leave(self, why: str) -> None:
+        """It does not use them any more for this reason."""
+        with self._changed:
+            if self._inside[why]:
+                self._inside[why] -= 1
             if self._is_cuda:
-                self._left = torch.cuda.current_stream(self._device).record_event()
+                self._left.append(torch.cuda.current_stream(self._device).record_event())
             self._changed.notify_all()
 
-    def leave_for_good(self) -> None:
-        """It uses them for no reason any more: nothing is computed between two steps."""
-        self.leave(*self._inside)
+    def write(self, function: Callable[[], None], limit_s: float) -> bool:
+        """Call a function that writes the parameters as soon as nobody is inside.
 
-    def write(self, function: Callable[[], None]) -> None:
-        """Call a function that writes the parameters when the training thread is not inside."""
+        Args:
+            function: What writes them.
+            limit_s: Seconds to wait for that.
+
+        Returns:
+            Whether it was called.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._inside)
-            if self._left is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._left)
+            if not self._changed.wait_for(lambda: not self._inside.total(), limit_s):
+                return False
+            for event in self._left:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            self._left = []
             function()
             if self._is_cuda:
                 self._written = torch.cuda.current_stream(self._device).record_event()
+            return True
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):
@@ -107,6 +127,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._is_aborted = False
         self._averager: _Averager | None = None
         self.num_rounds = 0  #: how many averages this rank has taken so far
+        self._pending: tuple[list[Tensor], list[Tensor]] | None = None  # copies and totals, not applied yet
 
     @property
     def sends_gradients(self) -> bool:
@@ -128,7 +149,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         """See `CommAlgorithm.detach`."""
         self._steps.stop()
         if together:
-            self.abort()
+            self._stop()
         else:
             self._let_go()
 
@@ -143,9 +164,9 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
             ReductionError: Averaging has failed since.
         """
         self._raise_failure()
-        self._steps.forget()
-        self._gate.leave("step")  # one that has raised
-        self._gate.enter("backward")
+        if not self._steps.forward_begins(self.name):
+            self._gate.leave("step")  # one that has raised
+        self._gate.enter_once("backward")
 
     def before_local_forward(self) -> None:
         """As `before_forward`: of micro-batches, until the last one's backward has ended or a step was taken."""
@@ -158,9 +179,19 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
             ReductionError: Averaging has failed since.
         """
         self._num_steps += 1
+        self._steps.iteration_ends()
         self._gate.leave("backward")
         self._raise_failure()
         self._start()
+
+    def before_load(self) -> None:
+        """See `CommAlgorithm.before_load`."""
+        if self._averager is not None:
+            raise ReplicationError(
+                f"rank {self._process_group.rank()}: load_state_dict() while the {self.name} goes on, which would move"
+                " what is loaded by what was there before. On every rank: model.comm_algorithm.abort(), load,"
+                " model.comm_algorithm.resume()"
+            )
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -173,13 +204,13 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps. A checkpoint is best taken while averaging is aborted."""
-        return {"name": self.name, "num_steps": self._num_steps}
+        return {"algorithm": type(self).__name__, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`."""
         refuse_state_of_another(self, state)
+        self.before_load()
         self._num_steps = state["num_steps"]
-        self._start()
 
     # What users call.
 
@@ -190,16 +221,10 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         nothing. Steps that follow are this rank's own, until `resume`.
 
         Raises:
-            ReductionError: Averaging has failed.
+            ReductionError: Averaging has failed, or a rank has not called it within the process group's timeout.
         """
         self._is_aborted = True
-        averager, self._averager = self._averager, None
-        if averager is None:
-            return
-        self._gate.leave_for_good()
-        averager.stop()
-        self._raise_failure_of(averager)
-        average_over(self._group, self._parameters, self._failed)
+        self._stop()
 
     def resume(self) -> None:
         """Average again, from the end of the warm-up on; to be called on every rank. Further calls do nothing."""
@@ -220,42 +245,72 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
 
     def _start(self) -> None:
         if self._averager is None and not (self._is_aborted or self.sends_gradients or self._group.size() == 1):
-            self._averager = _Averager(self, self._group, self._device, self._interval_s)
+            limit_s = torch_internals.group_timeout(self._group, self._device).total_seconds()
+            self._averager = _Averager(self, self._group, self._device, self._interval_s, limit_s)
+
+    def _stop(self) -> None:
+        """With all ranks."""
+        averager, self._averager = self._averager, None
+        if averager is None:
+            return
+        self._gate = Gate(self._device)  # nothing is computed between two steps; who waits for the old one gives up
+        missing = averager.stop()
+        self._raise_failure_of(averager)
+        if missing:
+            raise ReductionError(
+                f"rank {self._process_group.rank()}: the {self.name} cannot end, as ranks {format_ranks(missing)} have"
+                " not called abort() within the process group's timeout. Call it on every rank behind its last step; or"
+                " look for the error of a rank that trains no more"
+            )
+        if self._pending is not None:
+            self._apply()
+        average_over(self._group, self._parameters, self._failed)
 
     def _let_go(self) -> None:
         """Take part in no further round; the other ranks' rounds will fail."""
-        self._is_aborted = True
         averager, self._averager = self._averager, None
         if averager is not None:
             averager.end_alone()
-        self._gate.leave_for_good()
 
     # What the thread calls.
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether a round waits for the trainer to leave the parameters."""
+        return self._pending is not None
+
     def round(self) -> None:
-        """Average once."""
+        """Add up the ranks' copies."""
         copies, totals = self._parameters.new(), self._parameters.new()
         self._parameters.read(copies)
         for copied, total in zip(copies, totals, strict=True):
             total.copy_(copied)
             dist.all_reduce(total, group=self._group)
-        self._gate.write(lambda: self._apply(copies, totals))
-        self.num_rounds += 1
+        self._pending = copies, totals
 
-    def _apply(self, copies: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    def apply_within(self, limit_s: float) -> None:
+        """Take the average as soon as the trainer lets the parameters be, or not yet."""
+        if self._pending is not None:
+            self._gate.write(self._apply, limit_s)
+
+    def _apply(self) -> None:
+        assert self._pending is not None
         flats = self._parameters.new()
         self._parameters.read(flats)
-        for flat, total, copied in zip(flats, totals, copies, strict=True):
+        for flat, copied, total in zip(flats, *self._pending, strict=True):
             average_into(flat, total, copied, self._group.size())
         self._parameters.write(flats)
+        self._pending = None
+        self.num_rounds += 1
 
     # What optimizers call.
 
     def _step_begins(self) -> None:
-        self._gate.enter("step")
+        self._gate.enter_once("step")
 
     def _step_ends(self) -> None:
-        self._gate.leave("step", "backward")
+        self._gate.leave("step")
+        self._gate.leave("backward")  # of micro-batches
 
     def _raise_failure(self) -> None:
         if self._averager is not None:
@@ -265,42 +320,79 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         if averager.failure is not None:
             raise self._failed(averager.failure) from averager.failure
 
-    def _failed(self, error: RuntimeError) -> ReductionError:
+    def _failed(self, error: Exception) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+
+
+#: How long the thread waits for the trainer to let the parameters be, before it tells the others that it waits.
+_PATIENCE_S = 0.2
+#: How long a process that ends by an error waits for its thread, which may not be in the middle of torch then.
+_LAST_WAIT_S = 5.0
 
 
 class _Averager:
     """The thread. It does not keep the algorithm alive while it waits or sleeps.
+
+    Before each round the ranks tell each other who wants to stop, and whether one still has to take the average before;
+    then there is no round, so that a rank that computes for long holds up the averages but fails no collective.
 
     Args:
         algorithm: Has what a round is.
         group: Nothing else is sent over it meanwhile.
         device: Of the parameters.
         interval_s: How long it sleeps between two rounds.
+        limit_s: How long `stop` waits for the other ranks.
     """
 
     def __init__(
-        self, algorithm: AsyncModelAverageAlgorithm, group: dist.ProcessGroup, device: torch.device, interval_s: float
+        self,
+        algorithm: AsyncModelAverageAlgorithm,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        interval_s: float,
+        limit_s: float,
     ) -> None:
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self._algorithm = weakref.ref(algorithm)
         self._group = group
         self._device = device
         self._interval_s = interval_s
-        self._stops = threading.Event()  # when all ranks have asked for it
+        self._limit_s = limit_s
+        self._stops = threading.Event()
         self._ends_alone = False
+        self._not_stopping = list(range(group.size()))  # ranks in the group
         self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
         self._thread.start()
+        # A thread that is still in torch when the interpreter goes ends the process by SIGABRT.
+        atexit.register(self._at_exit)
 
-    def stop(self) -> None:
-        """Ask for the end, and return when all ranks have."""
+    def stop(self) -> list[int]:
+        """Ask for the end, and return when all ranks have.
+
+        Returns:
+            The global ranks that have not asked for it in time; the thread ends then, and leaves the others alone.
+        """
         self._stops.set()
-        self._thread.join()
+        self._thread.join(self._limit_s)
+        atexit.unregister(self._at_exit)
+        if not self._thread.is_alive():
+            return []
+        self.end_alone()
+        return [dist.get_global_rank(self._group, rank) for rank in self._not_stopping]
 
     def end_alone(self) -> None:
         """Begin no further round."""
         self._ends_alone = True
         self._stops.set()
+
+    def _at_exit(self) -> None:
+        if (
+            getattr(sys, "last_value", None) is None
+        ):  # the script has ended without abort(): go on until the others' have
+            self._stops.set()
+            self._thread.join(self._limit_s)
+        self.end_alone()
+        self._thread.join(_LAST_WAIT_S)
 
     def _run(self) -> None:
         try:
@@ -311,22 +403,38 @@ class _Averager:
                         self._go_round()
                 else:
                     self._go_round()
-        except RuntimeError as error:
+        except Exception as error:  # raised where the trainer is
             self.failure = error
 
     def _go_round(self) -> None:
-        while not (self._ends_alone or self._all_stop()):
+        while not self._ends_alone:
             algorithm = self._algorithm()
             if algorithm is None:
                 return
-            algorithm.round()
+            is_waiting = algorithm.has_pending
             del algorithm
-            self._stops.wait(self._interval_s)
+            self._not_stopping, someone_waits = self._ask_all(is_waiting)
+            if not self._not_stopping:
+                return
+            algorithm = self._algorithm()
+            if algorithm is None:
+                return
+            if not someone_waits:
+                algorithm.round()
+            algorithm.apply_within(_PATIENCE_S)
+            has_averaged = not algorithm.has_pending
+            del algorithm
+            if has_averaged:
+                self._stops.wait(self._interval_s)
 
-    def _all_stop(self) -> bool:
-        flag = torch.tensor([self._stops.is_set()], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
-        return bool(flag.item())
+    def _ask_all(self, is_waiting: bool) -> tuple[list[int], bool]:
+        """Which ranks do not want to stop, and whether any has still to take an average."""
+        said = torch.zeros(self._group.size() + 1, dtype=torch.int32, device=self._device)
+        said[self._group.rank()] = self._stops.is_set()
+        said[-1] = is_waiting
+        dist.all_reduce(said, group=self._group)
+        *stops, waiting = said.tolist()
+        return [rank for rank, stop in enumerate(stops) if not stop], bool(waiting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,9 +457,11 @@ class AsyncModelAverage(AlgorithmConfig):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.sync_interval_ms, bool) or not self.sync_interval_ms > 0:
+        most = 1000 * threading.TIMEOUT_MAX
+        if isinstance(self.sync_interval_ms, bool) or not 0 < self.sync_interval_ms <= most:
             raise ValueError(
-                f"AsyncModelAverage(sync_interval_ms={self.sync_interval_ms!r}): pass milliseconds above 0"
+                f"AsyncModelAverage(sync_interval_ms={self.sync_interval_ms!r}): pass milliseconds above 0, at most"
+                f" {most:.0f}"
             )
         refuse_interval("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)
 

@@ -126,6 +126,11 @@ class CommAlgorithm(ABC):
         """
         return ""
 
+    @property
+    def meets_others(self) -> bool:
+        """Whether, in an iteration in which no bucket is launched, the ranks exchange something else."""
+        return not self.sends_gradients and self.traits.in_step
+
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.
 
@@ -161,8 +166,15 @@ class CommAlgorithm(ABC):
         """
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """What a forward without gradients runs in."""
+        """What a forward without gradients runs in, and optimizers that step inside of a backward."""
         return nullcontext()
+
+    def before_load(self) -> None:  # noqa: B027  # most have nothing to do
+        """``load_state_dict`` of the module is about to write its parameters, maybe on this rank alone.
+
+        Raises:
+            ReplicationError: Not now.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on from here, bit for bit, beside the states of module and optimizer.

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Traits
-from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, all_reduce, average_over
+from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, all_reduce, average_over
 from ddp_compile.runtime.algorithms.peers import (
     exchange,
     peer_of_shift_one,
@@ -21,10 +20,10 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
+from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.process_groups import NodeGroups, group_of
 
 PeerSelection = Literal["all", "shift_one"]
-FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class DecentralizedAlgorithm(CommAlgorithm):
@@ -72,6 +71,7 @@ class DecentralizedAlgorithm(CommAlgorithm):
         else:
             self._groups = NodeGroups.of_single_ranks(group_of(ranks, self._process_group, device))
         _refuse_odd(self._peer_selection, len(self._groups.sizes), "nodes")
+        self._steps = OptimizerSteps(parameters, _nothing, _nothing)
         self._parameters = FlatParameters(parameters)
         self._flats = self._parameters.new()
         exchanges = self._peer_selection == "shift_one" and self._groups.leaders is not None
@@ -79,17 +79,24 @@ class DecentralizedAlgorithm(CommAlgorithm):
 
     def detach(self, together: bool) -> None:
         """Average over all ranks, see `CommAlgorithm.detach`."""
+        self._steps.stop()
         if not together:
             return
+        self._send()  # one rank alone may have, at a forward that no backward has followed
         if self._under_way is not None:
             wait_for(self._under_way, self._failed)
             self._under_way = None
         average_over(self._process_group, self._parameters, self._failed)
 
+    @property
+    def meets_others(self) -> bool:
+        """Whether this step is one of the interval."""
+        return self._num_steps % self._interval == 0
+
     def before_forward(self) -> None:
         """Send the parameters, in each step that is one of the interval."""
-        if self._under_way is None and self._num_steps % self._interval == 0 and self._process_group.size() > 1:
-            self._start()
+        self._steps.forward_begins(self.name)
+        self._send()
 
     def after_backward(self) -> None:
         """Put the average in the place of the parameters, before the optimizer steps.
@@ -97,19 +104,24 @@ class DecentralizedAlgorithm(CommAlgorithm):
         Raises:
             ReductionError: The exchange failed, or parameters were written since the forward.
         """
-        self.before_forward()  # gradients may have come without one, by a method of the module
+        self._send()  # gradients may have come without a forward, by a method of the module
         if self._under_way is not None:
             self._finish()
         self._num_steps += 1
+        self._steps.iteration_ends()
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers of steps and exchanges."""
-        return {"name": self.name, "num_steps": self._num_steps, "num_exchanges": self._num_exchanges}
+        return {"algorithm": type(self).__name__, "num_steps": self._num_steps, "num_exchanges": self._num_exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`."""
         refuse_state_of_another(self, state)
         self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
+
+    def _send(self) -> None:
+        if self._under_way is None and self.meets_others and self._process_group.size() > 1:
+            self._start()
 
     def _start(self) -> None:
         self._versions = self._parameters.versions()
@@ -156,6 +168,10 @@ class DecentralizedAlgorithm(CommAlgorithm):
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _refuse_odd(peer_selection: str, count: int, of_what: str) -> None:

@@ -13,6 +13,8 @@ from ddp_compile.errors import ReductionError
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.runtime.algorithms.peers import wait_for
 
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 class FlatParameters:
     """Where each parameter lies in one flat buffer for each dtype and device.

@@ -1,4 +1,4 @@
-"""Local SGD: gradients are averaged at first, and then parameters now and then, by torch's own averager."""
+"""Local SGD: gradients are averaged at first, and then parameters now and then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
@@ -15,7 +14,7 @@ from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.after_step import AfterStep
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Pending, Traits
-from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, average_over
 from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_of_another
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.process_groups import group_of
@@ -29,37 +28,46 @@ class LocalSGDAlgorithm(AfterStep):
         period: See `LocalSGD`.
         warmup_steps: See `LocalSGD`.
 
-    Source: ``PeriodicModelAverager`` of torch 2.13, distributed/algorithms/model_averaging/averagers.py.
+    Source: the steps in which ``PeriodicModelAverager`` of torch 2.13 averages
+    (distributed/algorithms/model_averaging/averagers.py). It is not called: it leaves out parameters whose gradients
+    are gone, which may be others on each rank, and replaces the storages of the rest by views into one buffer, which
+    are contiguous and not aligned.
     """
 
-    traits = Traits(payload="both", takes_sparse=False)
+    traits = Traits(payload="both", takes_sparse=False, takes_dtypes=FLOATING)
 
     def __init__(self, process_group: dist.ProcessGroup, period: int, warmup_steps: int) -> None:
         super().__init__()
         self.name = f"local SGD (period {period} after {warmup_steps} steps)"
         self._process_group = process_group
         self._all_reduce = AllReduce(process_group)
-        self._averager = PeriodicModelAverager(period, warmup_steps, process_group)
-        self._num_steps = 0
+        self._period = period
         self._warmup_steps = warmup_steps
+        self._num_steps = 0
 
     @property
     def sends_gradients(self) -> bool:
         """Whether it is one of the first steps."""
         return self._num_steps < self._warmup_steps
 
+    @property
+    def meets_others(self) -> bool:
+        """Whether a period ends with this step."""
+        return not self.sends_gradients and (self._num_steps - self._warmup_steps) % self._period == 0
+
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take a process group of its own: what comes between two steps is not in one order on every rank."""
         super().attach(parameters)
         ranks = dist.get_process_group_ranks(self._process_group)
-        self._averager.process_group = group_of(ranks, self._process_group, parameters[0].device)
-        self._parameters = list(parameters)
+        self._group = group_of(ranks, self._process_group, parameters[0].device)
+        self._parameters = FlatParameters(parameters)
+        self._averages = False
 
     def detach(self, together: bool) -> None:
         """Average over all ranks, see `CommAlgorithm.detach`."""
         super().detach(together)
         if together:
-            average_over(self._process_group, FlatParameters(self._parameters), self._failed)
+            average_over(self._process_group, self._parameters, self._failed)
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`."""
@@ -68,28 +76,24 @@ class LocalSGDAlgorithm(AfterStep):
     def after_backward(self) -> None:
         """See `AfterStep.after_backward`."""
         super().after_backward()
+        self._averages = self.meets_others
         self._num_steps += 1
 
     def communicate(self) -> None:
-        """Count the step, and average where a period ends."""
-        try:
-            self._averager.average_parameters(iter(self._parameters))
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        """Average, where a period ends with the step that was done."""
+        if self._averages:
+            average_over(self._group, self._parameters, self._failed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps."""
-        return {
-            "name": self.name,
-            "num_steps": self._num_steps,
-            "averager_step": self._averager.step,
-            "owes": self._owes,
-        }
+        """The number of steps; to be called on every rank."""
+        self.pay()
+        return {"algorithm": type(self).__name__, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`."""
         refuse_state_of_another(self, state)
-        self._num_steps, self._averager.step, self._owes = state["num_steps"], state["averager_step"], state["owes"]
+        self._owes = False
+        self._num_steps = state["num_steps"]
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)

@@ -56,6 +56,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._hierarchical = hierarchical
         self._num_steps = 0
         self._num_exchanges = 0
+        self._exchanges = False  # when the step that is under way is done
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, and three copies of the parameters.
@@ -86,14 +87,20 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if together:
             average_over(self._process_group, self._parameters, self._failed)
 
+    @property
+    def meets_others(self) -> bool:
+        """Whether this step is one of the interval."""
+        return self._num_steps % self._interval == 0
+
     def after_backward(self) -> None:
         """See `AfterStep.after_backward`."""
         super().after_backward()
+        self._exchanges = self.meets_others
         self._num_steps += 1
 
     def communicate(self) -> None:
-        """One exchange, in each step that is one of the interval."""
-        if (self._num_steps - 1) % self._interval == 0 and self._process_group.size() > 1:
+        """One exchange, if the step that was done is one of the interval."""
+        if self._exchanges and self._process_group.size() > 1:
             self._exchange()
 
     @torch.no_grad()
@@ -129,26 +136,36 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         return minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL))
 
     def state_dict(self) -> dict[str, Any]:
-        """W, L and R, and the numbers of steps and exchanges."""
+        """W, L and R, and the numbers of steps and exchanges; to be called on every rank."""
+        self.pay()
         kept = {"own": self._own, "left": self._left, "right": self._right}
         return {
-            "name": self.name,
+            "algorithm": type(self).__name__,
+            "rank": self._process_group.rank(),
+            "world_size": self._process_group.size(),
             "num_steps": self._num_steps,
             "num_exchanges": self._num_exchanges,
-            "owes": self._owes,
             **{key: [flat.clone() for flat in flats] for key, flats in kept.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`."""
         refuse_state_of_another(self, state)
+        group = self._process_group
+        if (state["rank"], state["world_size"]) != (group.rank(), group.size()):
+            raise ValueError(
+                f"rank {group.rank()} of {group.size()}: the {self.name} was given the state of rank {state['rank']} of"
+                f" {state['world_size']}, whose neighbours are others; every rank loads its own, on as many ranks. To"
+                " begin anew from one checkpoint, load none: parameters are broadcast when ddp_compile is called"
+            )
         for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
             if [flat.shape for flat in flats] != [given.shape for given in state[key]]:
                 raise ValueError(f"the {self.name} was given the state of other parameters; build the same model")
+        for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
         self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
-        self._owes = state["owes"]
+        self._owes = False
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)

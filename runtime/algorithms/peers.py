@@ -59,11 +59,12 @@ def wait_for(works: Sequence[dist.Work | None], fail: Callable[[RuntimeError], R
 
 
 def refuse_state_of_another(algorithm: CommAlgorithm, state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless a state is of an algorithm of this name."""
-    if state.get("name") != algorithm.name:
+    """Raise a ValueError unless a state is of an algorithm of this class; its settings may be others."""
+    given = state.get("algorithm", "unknown algorithm")
+    if given != type(algorithm).__name__:
         raise ValueError(
-            f"the {algorithm.name} was given the state of the {state.get('name', 'unknown algorithm')}; load it into"
-            " the algorithm whose state_dict() it is, with the same settings"
+            f"the {algorithm.name} was given the state of {given}, and has that of {type(algorithm).__name__}; load it"
+            " into the algorithm whose state_dict() it is"
         )
 
 

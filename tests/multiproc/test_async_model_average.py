@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AsyncModelAverage, GradientAllReduce
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReductionError, ReplicationError
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 6
@@ -63,9 +66,10 @@ def round_that_meets_training() -> float:
     before = flat_of(model)
     expected = of_all_ranks(before).mean(0) + 10
     model(torch.randn(4, WIDTH))  # inside from now on
-    by_hand = threading.Thread(target=algorithm.round)
+    algorithm.round()
+    by_hand = threading.Thread(target=algorithm.apply_within, args=[30.0])
     by_hand.start()
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert torch.equal(flat_of(model), before)  # it waits
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,6 +94,9 @@ class AddsOneSlowly(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             before = [parameter.clone() for parameter in group["params"]]
             time.sleep(0.002)
@@ -97,14 +104,17 @@ class AddsOneSlowly(torch.optim.Optimizer):
                 parameter.copy_(was + 1)
 
 
-def steps_beside_averages(num_steps: int) -> tuple[float, int, bool]:
+def steps_beside_averages(num_steps: int, with_closure: bool) -> tuple[float, int, bool]:
     """How far the ranks' common end is from their begin plus the mean number of their steps; rounds; is it common."""
     model = make_model(OFTEN, backend="eager")
     begin, optimizer, rank = flat_of(model), AddsOneSlowly(model.parameters()), dist.get_rank()
     own_steps = num_steps * (rank + 1)
     for step in range(own_steps):
-        backward(model, step)
-        optimizer.step()
+        if with_closure:
+            optimizer.step(lambda step=step: backward(model, step))
+        else:
+            backward(model, step)
+            optimizer.step()
         model.zero_grad()
     model.comm_algorithm.abort()
     mean = num_steps * (dist.get_world_size() + 1) / 2
@@ -113,9 +123,10 @@ def steps_beside_averages(num_steps: int) -> tuple[float, int, bool]:
     return off, model.comm_algorithm.num_rounds, bool((everyone == everyone[0]).all())
 
 
-def test_no_step_is_lost_and_the_end_is_common(ranks: Ranks) -> None:
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_no_step_is_lost_and_the_end_is_common(with_closure: bool, ranks: Ranks) -> None:
     """Averages move nothing between the ranks but what they keep the sum of."""
-    for off, num_rounds, is_common in ranks(2).run(steps_beside_averages, 60):
+    for off, num_rounds, is_common in ranks(2).run(steps_beside_averages, 60, with_closure):
         assert off < 1e-3
         assert num_rounds > 10
         assert is_common
@@ -230,6 +241,97 @@ def test_another_algorithm_may_take_over_between_two_steps(ranks: Ranks) -> None
     assert all(ranks(2).run(switches))
 
 
+def loads() -> str:
+    model = make_model(OFTEN, backend="eager")
+    backward(model, 0)
+    loaded = {name: torch.full_like(value, 10.0) for name, value in model.state_dict().items()}
+    with pytest.raises(ReplicationError) as refused:
+        model.load_state_dict(loaded)
+    model.comm_algorithm.abort()
+    model.load_state_dict(loaded)
+    model.comm_algorithm.load_state_dict(model.comm_algorithm.state_dict())
+    model.comm_algorithm.resume()
+    time.sleep(0.05)
+    model.comm_algorithm.abort()
+    assert (flat_of(model) - 10.0).abs().max() < 1e-4
+    return str(refused.value)
+
+
+def test_what_is_loaded_stays(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(loads)):
+        assert said.startswith(f"rank {rank}: load_state_dict() while the asynchronous model average")
+
+
+def pauses_with_a_forward_open() -> bool:
+    """On one rank, for longer than collectives may take, while the other trains on."""
+    model = make_model(OFTEN, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(30):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        model(torch.randn(3, WIDTH))
+        time.sleep(3.0)
+    end = time.monotonic() + 3.0
+    while dist.get_rank() == 0 and time.monotonic() < end:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+    model.comm_algorithm.abort()
+    everyone = of_all_ranks(flat_of(model))
+    return bool((everyone == everyone[0]).all())
+
+
+def test_an_open_forward_and_a_pause_fail_no_collective(ranks: Ranks) -> None:
+    assert ranks(2).run(pauses_with_a_forward_open, timeout_s=2.0) == [True, True]
+
+
+def aborts_alone() -> str:
+    model = make_model(OFTEN, backend="eager")
+    backward(model, 0)
+    if dist.get_rank() == 1:
+        time.sleep(4.0)
+        return ""
+    with pytest.raises(ReductionError) as refused:
+        model.comm_algorithm.abort()
+    return str(refused.value)
+
+
+def test_an_abort_of_one_rank_ends_by_an_error_that_names_the_others(ranks: Ranks) -> None:
+    said, _ = ranks(2).run_expecting_failures(aborts_alone, timeout_s=2.0)
+    assert "cannot end, as ranks 1 have not called abort() within the process group's timeout" in said
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from ddp_compile import ddp_compile
+from ddp_compile.algorithms import AsyncModelAverage
+store, rank, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+model = ddp_compile(torch.nn.Linear(4, 4), algorithm=AsyncModelAverage(sync_interval_ms=0.1), backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(20 * (rank + 1)):
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if how == "raise" and rank == 0:
+    raise ValueError("on purpose")
+if how == "destroy":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["end", "destroy"])
+def test_a_script_that_forgets_to_abort_ends_well(how: str, tmp_path: Path) -> None:
+    for attempt in range(5):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / f"store_{attempt}")]
+        scripts = [subprocess.Popen([*command, str(rank), how]) for rank in range(2)]
+        assert [script.wait(60) for script in scripts] == [0, 0]
+
+
 def refusals() -> list[str]:
     said = []
     for module, settings in (
@@ -245,11 +347,11 @@ def refusals() -> list[str]:
 def test_settings_by_which_ranks_would_wait_are_refused(ranks: Ranks) -> None:
     for rank, (buffers, unused) in enumerate(ranks(2).run(refusals)):
         assert buffers.startswith(f"rank {rank}: with the asynchronous model average")
-        assert "with broadcast_buffers=True they would; pass False, or another algorithm" in buffers
+        assert "with broadcast_buffers=True they would; leave that out, or pass another algorithm" in buffers
         assert "with find_unused_parameters=True they would" in unused
 
 
-@pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("nan")}, {"warmup_steps": -1}])
+@pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("inf")}, {"warmup_steps": -1}])
 def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"AsyncModelAverage\({next(iter(setting))}="):
         AsyncModelAverage(**setting)

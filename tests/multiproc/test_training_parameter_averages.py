@@ -26,7 +26,7 @@ from ddp_compile.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
-from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError
 
 Ranks = Callable[[int], RankPool]
 PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
@@ -184,8 +184,8 @@ def compiled_and_fused_optimizers() -> list[float]:
                 optimizer.zero_grad()
                 loss_of(model(batch(dist.get_rank(), step, 0))).backward()
                 step_function()
-            assert model.comm_algorithm.state_dict()["num_exchanges"] == 2
-            assert not model.comm_algorithm.state_dict()["owes"]  # behind the step, not at the next forward
+            assert model.comm_algorithm._num_exchanges == 2
+            assert not model.comm_algorithm._owes  # behind the step, not at the next forward
             expected = flat_of(model) if expected is None else expected
             off.append((flat_of(model) - expected).abs().max().item())
     return off
@@ -194,6 +194,78 @@ def compiled_and_fused_optimizers() -> list[float]:
 def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard(ranks: Ranks) -> None:
     for off in ranks(2).run(compiled_and_fused_optimizers):
         assert max(off) < 1e-4
+
+
+class Many:
+    """Steps of several optimizers, one for each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self, closure: Any) -> None:
+        closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def steps_of_all_kinds() -> list[bool]:
+    """Whether the ranks are alike behind each step: of a closure, of many optimizers, after one that was skipped."""
+    alike = []
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1), Many):
+        torch.manual_seed(0)
+        model: Any = ddp_compile(Mlp(17, 4), algorithm=LocalSGD(period=1), backend="eager")
+        optimizer: Any = make(model.parameters())
+        strides = [parameter.stride() for parameter in model.parameters()]
+        storages = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
+        for step in range(4):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model(batch(dist.get_rank(), step, 0)))
+                loss.backward()
+                return loss
+
+            if step == 2 and dist.get_rank() == 1:
+                closure()  # and no step
+            else:
+                optimizer.step(closure)
+            optimizer.zero_grad()
+            if step != 2:  # there the other rank waits in its step until this one comes
+                everyone = of_all_ranks(flat_of(model))
+                alike.append(bool((everyone == everyone[0]).all()))
+        assert strides == [parameter.stride() for parameter in model.parameters()]
+        assert storages == [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
+    return alike
+
+
+def test_parameters_are_averaged_behind_steps_of_all_kinds_and_in_place(ranks: Ranks) -> None:
+    for alike in ranks(2).run(steps_of_all_kinds):
+        assert all(alike) and len(alike) == 6
+
+
+def closures_called_again(config: AlgorithmConfig) -> str:
+    model, _ = make_model(config, backend="eager")
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(0, 0, 0)))
+        loss.backward()
+        return loss
+
+    with pytest.raises(ReplicationError) as refused:
+        optimizer.step(closure)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
+def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig, ranks: Ranks) -> None:
+    for said in ranks(2).run(closures_called_again, config):
+        assert said.startswith("a step of LBFGS calls its closure again, which with the")
 
 
 # Bytes on the wire.
@@ -241,7 +313,7 @@ def things_that_go_wrong() -> list[str]:
     for attempt in (
         lambda: model.register_comm_hook(None, lambda state, bucket: None),
         lambda: model.join_hook(),
-        lambda: model.comm_algorithm.load_state_dict({"name": "another"}),
+        lambda: model.comm_algorithm.load_state_dict({"algorithm": "another"}),
         lambda: ddp_compile(nn.Linear(2, 2).to(torch.complex64), algorithm=Decentralized()),
         lambda: model.set_comm_algorithm("all-reduce"),
     ):
@@ -256,7 +328,7 @@ def test_what_goes_wrong_is_named(ranks: Ranks) -> None:
         assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
         assert "but the low-precision decentralized average (every 2) reduces the buckets" in hook
         assert "communicates parameters, and cannot go on inside a Join" in join
-        assert "was given the state of the another" in state
+        assert "was given the state of another, and has that of" in state
         assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
         assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config
 
@@ -327,6 +399,63 @@ def switches() -> bool:
 
 def test_every_algorithm_may_follow_every_other(ranks: Ranks) -> None:
     assert ranks(2).run(switches) == [True, True]
+
+
+def switches_with_counts_that_differ() -> bool:
+    """Adam's counts of steps become alike as well; and what cannot be made alike changes nothing."""
+    model, optimizer = make_model(LocalSGD(period=2), backend="eager")
+    for step in range(4):
+        train_step(model, optimizer, step)
+    for state in optimizer.state.values():
+        state["step"] += dist.get_rank()
+    with pytest.raises(TypeError, match="pass a list of"):
+        model.set_comm_algorithm(GradientAllReduce(), optimizers=optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    with pytest.raises(RanksDifferError, match="other states or settings on ranks 1"):
+        model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+    optimizer.param_groups[0]["lr"] = 0.01
+    train_step(model, optimizer, 4)
+    assert model.comm_algorithm.name.startswith("local SGD")
+    model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+    for step in range(5, 9):
+        train_step(model, optimizer, step)
+    everyone = of_all_ranks(flat_of(model))
+    return bool((everyone == everyone[0]).all())
+
+
+def test_optimizers_whose_counts_differ_are_made_alike(ranks: Ranks) -> None:
+    assert ranks(2).run(switches_with_counts_that_differ) == [True, True]
+
+
+def a_forward_on_one_rank_before_the_end() -> bool:
+    model, optimizer = make_model(Decentralized(peer_selection="shift_one"), backend="eager")
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 0:
+        model(batch(0, 1, 0))  # which has sent, and no other rank has
+    model.unwrap()
+    everyone = of_all_ranks(flat_of(model))
+    return bool((everyone == everyone[0]).all())
+
+
+def test_a_last_forward_on_one_rank_does_not_hold_up_the_end(ranks: Ranks) -> None:
+    assert ranks(2).run(a_forward_on_one_rank_before_the_end) == [True, True]
+
+
+def states_of_others() -> str:
+    model, _ = make_model(RING, backend="eager")
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, model.comm_algorithm.state_dict())
+    with pytest.raises(ValueError) as refused:
+        model.comm_algorithm.load_state_dict(states[1 - dist.get_rank()])
+    return str(refused.value)
+
+
+def test_the_state_of_another_rank_is_refused(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(states_of_others)):
+        assert said.startswith(
+            f"rank {rank} of 2: the low-precision decentralized average (every 2) was given the state"
+        )
+        assert f"of rank {1 - rank} of 2, whose neighbours are others" in said
 
 
 def out_of_step() -> str:

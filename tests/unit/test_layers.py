@@ -233,6 +233,8 @@ def test_the_bucket_alone_writes_gradients() -> None:
 
 # Names that are looked for before they are used, and the first torch that has them: docs/torch_facts.md.
 SINCE = {"torch._inductor.custom_graph_pass.get_custom_graph_passes": "2.13"}
+# And the first that has them no more.
+UNTIL = {"torch.fx._symbolic_trace._is_fx_tracing_flag": "2.14"}
 
 
 def exists(name: str) -> bool:
@@ -252,5 +254,7 @@ def exists(name: str) -> bool:
 def test_private_names_are_where_they_are_asked_for() -> None:
     names = {name for module in below(INTERNALS) for name in private_torch_names(TREES[module])}
     assert len(names) > 40 and "torch._C._current_graph_task_id" in names
-    later = {name for name, since in SINCE.items() if release_of(torch.__version__) < release_of(since)}
-    assert {name for name in names if not exists(name)} == later
+    release = release_of(torch.__version__)
+    missing = {name for name, since in SINCE.items() if release < release_of(since)}
+    missing |= {name for name, until in UNTIL.items() if release >= release_of(until)}
+    assert {name for name in names if not exists(name)} == missing
