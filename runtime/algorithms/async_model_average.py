@@ -52,10 +52,13 @@ class Gate:
         self._device = device
         self._left: list[torch.cuda.Event] = []  # since the parameters were written
         self._written: torch.cuda.Event | None = None
+        self._writer_waits = False
 
     def enter(self, why: str) -> None:
         """A thread uses the parameters from now on; waits while they are being written."""
         with self._changed:
+            if not self._inside.total():  # else a trainer that comes back at once would pass the writer for ever
+                self._changed.wait_for(lambda: not self._writer_waits)
             self._inside[why] += 1
             if self._written is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._written)
@@ -86,15 +89,20 @@ class Gate:
             Whether it was called.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._inside.total(), limit_s):
-                return False
-            for event in self._left:
-                torch.cuda.current_stream(self._device).wait_event(event)
-            self._left = []
-            function()
-            if self._is_cuda:
-                self._written = torch.cuda.current_stream(self._device).record_event()
-            return True
+            self._writer_waits = True
+            try:
+                if not self._changed.wait_for(lambda: not self._inside.total(), limit_s):
+                    return False
+                for event in self._left:
+                    torch.cuda.current_stream(self._device).wait_event(event)
+                self._left = []
+                function()
+                if self._is_cuda:
+                    self._written = torch.cuda.current_stream(self._device).record_event()
+                return True
+            finally:
+                self._writer_waits = False
+                self._changed.notify_all()
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):
