@@ -272,8 +272,8 @@ def pauses_with_a_forward_open() -> bool:
         optimizer.zero_grad()
     if dist.get_rank() == 1:
         model(torch.randn(3, WIDTH))
-        time.sleep(3.0)
-    end = time.monotonic() + 3.0
+        time.sleep(2.0)
+    end = time.monotonic() + 2.0
     while dist.get_rank() == 0 and time.monotonic() < end:
         backward(model, 0)
         optimizer.step()
@@ -285,14 +285,14 @@ def pauses_with_a_forward_open() -> bool:
 
 
 def test_an_open_forward_and_a_pause_fail_no_collective(ranks: Ranks) -> None:
-    assert ranks(2).run(pauses_with_a_forward_open, timeout_s=2.0) == [True, True]
+    assert ranks(2).run(pauses_with_a_forward_open, timeout_s=1.0) == [True, True]
 
 
 def aborts_alone() -> str:
     model = make_model(OFTEN, backend="eager")
     backward(model, 0)
     if dist.get_rank() == 1:
-        time.sleep(4.0)
+        time.sleep(2.5)
         return ""
     with pytest.raises(ReductionError) as refused:
         model.comm_algorithm.abort()
@@ -300,7 +300,7 @@ def aborts_alone() -> str:
 
 
 def test_an_abort_of_one_rank_ends_by_an_error_that_names_the_others(ranks: Ranks) -> None:
-    said, _ = ranks(2).run_expecting_failures(aborts_alone, timeout_s=2.0)
+    said, _ = ranks(2).run_expecting_failures(aborts_alone, timeout_s=1.0)
     assert "cannot end, as ranks 1 have not called abort() within the process group's timeout" in said
 
 
