@@ -71,8 +71,8 @@ class ShardedSubmodules:
 
     Note [Order of sharded submodules]
     If another replica left one of them out, each all-reduce behind it would add up gradients of two submodules. So the
-    ranks compare the order of their first backward, and each stays with it: a hook in another place is an error before
-    anything is sent.
+    ranks compare each hook of their first backward, and stay with that order: a hook in another place is an error
+    before anything is sent.
 
     Args:
         submodules: What `sharded_submodules` has found.
@@ -177,9 +177,11 @@ class ShardedSubmodules:
         if not self._called:
             torch_internals.queue_backward_callback(self._nearly_ended)
         self._called.append(name)
-        if self._order is not None and self._order[: len(self._called)] != self._called:
-            raise self._order_changed()
         group = self._replicas[name]
+        if self._order is None:
+            self._compare(group)
+        elif self._order[: len(self._called)] != self._called:
+            raise self._order_changed()
         reduced.mul_(1 / group.size())
         try:
             dist.all_reduce(reduced, group=group)
@@ -192,14 +194,13 @@ class ShardedSubmodules:
 
     def _ended(self) -> None:
         if self._order is None:
-            self._compare()
+            self._compare(next(iter(self._replicas.values())))
             self._order = self._called
         elif self._called != self._order:
             raise self._order_changed()
         self._called = []
 
-    def _compare(self) -> None:
-        group = next(iter(self._replicas.values()))
+    def _compare(self, group: dist.ProcessGroup) -> None:
         try:
             different = ranks_unlike_rank_0("\n".join(self._called).encode(), group, self._device)
         except RuntimeError as error:
@@ -208,8 +209,8 @@ class ShardedSubmodules:
             ranks = format_ranks([dist.get_global_rank(group, rank) for rank in different])
             first = dist.get_global_rank(group, 0)
             raise RanksDifferError(
-                f"rank {self._rank}: in the first backward, the submodules of fully_shard were reduced in another order"
-                f" on rank {ranks} than on rank {first}; here it was {', '.join(self._called)}. Every replica has to"
+                f"rank {self._rank}: in the first backward, the submodules of fully_shard are reduced in another order"
+                f" on rank {ranks} than on rank {first}; here it is {', '.join(self._called)}. Every replica has to"
                 f" use the same ones in the same order; or {_WAY_OUT}"
             )
 
