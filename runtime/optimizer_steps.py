@@ -28,7 +28,12 @@ class OptimizerSteps:
         after: Called when it has ended.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parameters = list(parameters)
         self._numbers = {id(parameter) for parameter in parameters}
         self._before, self._after = before, after

@@ -100,9 +100,10 @@ class NodeGroups:
         )
 
     @classmethod
-    def of_single_ranks(cls, process_group: dist.ProcessGroup) -> NodeGroups:
-        """Every rank of a process group by itself."""
-        return cls((1,) * process_group.size(), process_group.rank(), dist.get_rank(), None, process_group)
+    def of_single_ranks(cls, process_group: dist.ProcessGroup, device: torch.device) -> NodeGroups:
+        """Every rank by itself, in a group beside the process group; on all of its ranks at once."""
+        group = group_of(dist.get_process_group_ranks(process_group), process_group, device)
+        return cls((1,) * group.size(), group.rank(), dist.get_rank(), None, group)
 
     def reduce(self, flat: Tensor) -> dist.Work | None:
         """Start to add up what the node has, on its leader."""

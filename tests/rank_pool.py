@@ -120,6 +120,19 @@ class RankPool:
             return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
+def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function returns on ranks that have never had another mesh.
+
+    torch keeps what it has found out about DTensors by meshes that count as equal, with the names of their groups. Once
+    those are destroyed, a mesh like it leads to "could not resolve the process group".
+    """
+    pool.close()
+    try:
+        return pool.run(function, *args)
+    finally:
+        pool.close()
+
+
 def collect_process_groups() -> None:
     """Free the process groups of models that the garbage collector has yet to find, before there are many.
 

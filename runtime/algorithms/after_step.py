@@ -29,7 +29,7 @@ class AfterStep(CommAlgorithm):
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Hear of optimizers from now on."""
-        self._steps = OptimizerSteps(parameters, _nothing, self._step_ends)
+        self._steps = OptimizerSteps(parameters, after=self._step_ends)
 
     def detach(self, together: bool) -> None:
         """Hear of no optimizer any more; what is owed is communicated if all ranks are there."""
@@ -59,7 +59,3 @@ class AfterStep(CommAlgorithm):
     def _step_ends(self) -> None:
         if self._steps is not None and self._steps.all_have_stepped:
             self.pay()
-
-
-def _nothing() -> None:
-    return None

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -24,85 +19,15 @@ from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
+from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
 from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_of_another
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.rank_names import format_ranks
-
-
-class Gate:
-    """Keeps what writes parameters apart from what uses them.
-
-    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation,
-    which other threads may be in as well. Another forward, or one that no backward follows, finds the trainer inside
-    already, and waits for nobody.
-
-    Args:
-        device: Where the parameters are. On CUDA the host is far ahead of the device, so streams wait for each other as
-            well.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._changed = threading.Condition()
-        self._inside: Counter[str] = Counter()
-        self._is_cuda = device.type == "cuda"
-        self._device = device
-        self._left: list[torch.cuda.Event] = []  # since the parameters were written
-        self._written: torch.cuda.Event | None = None
-        self._writer_waits = False
-
-    def enter(self, why: str) -> None:
-        """A thread uses the parameters from now on; waits while they are being written."""
-        with self._changed:
-            if not self._inside.total():  # else a trainer that comes back at once would pass the writer for ever
-                self._changed.wait_for(lambda: not self._writer_waits)
-            self._inside[why] += 1
-            if self._written is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._written)
-
-    def enter_once(self, why: str) -> None:
-        """The same, of what needs no end before it begins again."""
-        with self._changed:
-            if not self._inside[why]:
-                self.enter(why)
-
-    def leave(self, why: str) -> None:
-        """It does not use them any more for this reason."""
-        with self._changed:
-            if self._inside[why]:
-                self._inside[why] -= 1
-            if self._is_cuda:
-                self._left.append(torch.cuda.current_stream(self._device).record_event())
-            self._changed.notify_all()
-
-    def write(self, function: Callable[[], None], limit_s: float) -> bool:
-        """Call a function that writes the parameters as soon as nobody is inside.
-
-        Args:
-            function: What writes them.
-            limit_s: Seconds to wait for that.
-
-        Returns:
-            Whether it was called.
-        """
-        with self._changed:
-            self._writer_waits = True
-            try:
-                if not self._changed.wait_for(lambda: not self._inside.total(), limit_s):
-                    return False
-                for event in self._left:
-                    torch.cuda.current_stream(self._device).wait_event(event)
-                self._left = []
-                function()
-                if self._is_cuda:
-                    self._written = torch.cuda.current_stream(self._device).record_event()
-                return True
-            finally:
-                self._writer_waits = False
-                self._changed.notify_all()
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):
@@ -133,7 +58,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._warmup_steps = warmup_steps
         self._num_steps = 0
         self._is_aborted = False
-        self._averager: _Averager | None = None
+        self._averager: AveragingThread | None = None
         self.num_rounds = 0  #: how many averages this rank has taken so far
         self._pending: tuple[list[Tensor], list[Tensor]] | None = None  # copies and totals, not applied yet
 
@@ -150,7 +75,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         ranks = dist.get_process_group_ranks(self._process_group)
         self._group = group_of(ranks, self._process_group, self._device)
         self._parameters = FlatParameters(parameters)
-        self._gate = Gate(self._device)
+        self._gate = ParameterGate(self._device)
         self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
 
     def detach(self, together: bool) -> None:
@@ -254,14 +179,16 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
     def _start(self) -> None:
         if self._averager is None and not (self._is_aborted or self.sends_gradients or self._group.size() == 1):
             limit_s = torch_internals.group_timeout(self._group, self._device).total_seconds()
-            self._averager = _Averager(self, self._group, self._device, self._interval_s, limit_s)
+            self._averager = AveragingThread(self, self._group, self._device, self._interval_s, limit_s)
 
     def _stop(self) -> None:
         """With all ranks."""
         averager, self._averager = self._averager, None
         if averager is None:
             return
-        self._gate = Gate(self._device)  # nothing is computed between two steps; who waits for the old one gives up
+        self._gate = ParameterGate(
+            self._device
+        )  # nothing is computed between two steps; who waits for the old one gives up
         missing = averager.stop()
         self._raise_failure_of(averager)
         if missing:
@@ -324,125 +251,12 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         if self._averager is not None:
             self._raise_failure_of(self._averager)
 
-    def _raise_failure_of(self, averager: _Averager) -> None:
+    def _raise_failure_of(self, averager: AveragingThread) -> None:
         if averager.failure is not None:
             raise self._failed(averager.failure) from averager.failure
 
     def _failed(self, error: Exception) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
-
-
-#: How long the thread waits for the trainer to let the parameters be, before it tells the others that it waits.
-_PATIENCE_S = 0.2
-#: How long a process that ends by an error waits for its thread, which may not be in the middle of torch then.
-_LAST_WAIT_S = 5.0
-
-
-class _Averager:
-    """The thread. It does not keep the algorithm alive while it waits or sleeps.
-
-    Before each round the ranks tell each other who wants to stop, and whether one still has to take the average before;
-    then there is no round, so that a rank that computes for long holds up the averages but fails no collective.
-
-    Args:
-        algorithm: Has what a round is.
-        group: Nothing else is sent over it meanwhile.
-        device: Of the parameters.
-        interval_s: How long it sleeps between two rounds.
-        limit_s: How long `stop` waits for the other ranks.
-    """
-
-    def __init__(
-        self,
-        algorithm: AsyncModelAverageAlgorithm,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        interval_s: float,
-        limit_s: float,
-    ) -> None:
-        self.failure: Exception | None = None
-        self._algorithm = weakref.ref(algorithm)
-        self._group = group
-        self._device = device
-        self._interval_s = interval_s
-        self._limit_s = limit_s
-        self._stops = threading.Event()
-        self._ends_alone = False
-        self._not_stopping = list(range(group.size()))  # ranks in the group
-        self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
-        self._thread.start()
-        # A thread that is still in torch when the interpreter goes ends the process by SIGABRT.
-        atexit.register(self._at_exit)
-
-    def stop(self) -> list[int]:
-        """Ask for the end, and return when all ranks have.
-
-        Returns:
-            The global ranks that have not asked for it in time; the thread ends then, and leaves the others alone.
-        """
-        self._stops.set()
-        self._thread.join(self._limit_s)
-        atexit.unregister(self._at_exit)
-        if not self._thread.is_alive():
-            return []
-        self.end_alone()
-        return [dist.get_global_rank(self._group, rank) for rank in self._not_stopping]
-
-    def end_alone(self) -> None:
-        """Begin no further round."""
-        self._ends_alone = True
-        self._stops.set()
-
-    def _at_exit(self) -> None:
-        if (
-            getattr(sys, "last_value", None) is None
-        ):  # the script has ended without abort(): go on until the others' have
-            self._stops.set()
-            self._thread.join(self._limit_s)
-        self.end_alone()
-        self._thread.join(_LAST_WAIT_S)
-
-    def _run(self) -> None:
-        try:
-            with torch.no_grad():
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)
-                    with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                        self._go_round()
-                else:
-                    self._go_round()
-        except Exception as error:  # raised where the trainer is
-            self.failure = error
-
-    def _go_round(self) -> None:
-        while not self._ends_alone:
-            algorithm = self._algorithm()
-            if algorithm is None:
-                return
-            is_waiting = algorithm.has_pending
-            del algorithm
-            self._not_stopping, someone_waits = self._ask_all(is_waiting)
-            if not self._not_stopping:
-                return
-            algorithm = self._algorithm()
-            if algorithm is None:
-                return
-            if not someone_waits:
-                algorithm.round()
-            algorithm.apply_within(_PATIENCE_S)
-            has_averaged = not algorithm.has_pending
-            del algorithm
-            if has_averaged:
-                self._stops.wait(self._interval_s)
-
-    def _ask_all(self, is_waiting: bool) -> tuple[list[int], bool]:
-        """Which ranks do not want to stop, and whether any has still to take an average."""
-        said = torch.zeros(self._group.size() + 1, dtype=torch.int32, device=self._device)
-        said[self._group.rank()] = self._stops.is_set()
-        said[-1] = is_waiting
-        dist.all_reduce(said, group=self._group)
-        *stops, waiting = said.tolist()
-        return [rank for rank, stop in enumerate(stops) if not stop], bool(waiting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

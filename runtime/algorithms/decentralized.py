@@ -21,7 +21,7 @@ from ddp_compile.runtime.algorithms.peers import (
     wait_for,
 )
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
-from ddp_compile.runtime.process_groups import NodeGroups, group_of
+from ddp_compile.runtime.process_groups import NodeGroups
 
 PeerSelection = Literal["all", "shift_one"]
 
@@ -65,13 +65,12 @@ class DecentralizedAlgorithm(CommAlgorithm):
             ValueError: On every rank, where a rank does not know its node, or the number of nodes is odd.
         """
         device = parameters[0].device
-        ranks = dist.get_process_group_ranks(self._process_group)
         if self._hierarchical:
             self._groups = NodeGroups.of(self._process_group, device, self.name)
         else:
-            self._groups = NodeGroups.of_single_ranks(group_of(ranks, self._process_group, device))
+            self._groups = NodeGroups.of_single_ranks(self._process_group, device)
         _refuse_odd(self._peer_selection, len(self._groups.sizes), "nodes")
-        self._steps = OptimizerSteps(parameters, _nothing, _nothing)
+        self._steps = OptimizerSteps(parameters)
         self._parameters = FlatParameters(parameters)
         self._flats = self._parameters.new()
         exchanges = self._peer_selection == "shift_one" and self._groups.leaders is not None
@@ -168,10 +167,6 @@ class DecentralizedAlgorithm(CommAlgorithm):
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _refuse_odd(peer_selection: str, count: int, of_what: str) -> None:

@@ -44,6 +44,7 @@ class LocalSGDAlgorithm(AfterStep):
         self._period = period
         self._warmup_steps = warmup_steps
         self._num_steps = 0
+        self._averages = False  # when the step that is under way is done
 
     @property
     def sends_gradients(self) -> bool:
@@ -61,7 +62,6 @@ class LocalSGDAlgorithm(AfterStep):
         ranks = dist.get_process_group_ranks(self._process_group)
         self._group = group_of(ranks, self._process_group, parameters[0].device)
         self._parameters = FlatParameters(parameters)
-        self._averages = False
 
     def detach(self, together: bool) -> None:
         """Average over all ranks, see `CommAlgorithm.detach`."""

@@ -24,7 +24,7 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
-from ddp_compile.runtime.process_groups import NodeGroups, group_of
+from ddp_compile.runtime.process_groups import NodeGroups
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
 CHUNK_NUMEL = 1 << 16
@@ -66,11 +66,10 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         """
         super().attach(parameters)
         device = parameters[0].device
-        ranks = dist.get_process_group_ranks(self._process_group)
         if self._hierarchical:
             self._groups = NodeGroups.of(self._process_group, device, self.name)
         else:
-            self._groups = NodeGroups.of_single_ranks(group_of(ranks, self._process_group, device))
+            self._groups = NodeGroups.of_single_ranks(self._process_group, device)
         if len(set(self._groups.sizes)) > 1:
             raise ValueError(
                 f"the {self.name} takes nodes of one size, since in its ring every node counts alike, and these have"

@@ -15,11 +15,9 @@ import torch.distributed as dist
 import torch.distributed.run
 from process_copies import Ended, run_in_copy
 
+from lm.algorithms import NAMES
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
-ALGORITHMS = (
-    *("all-reduce", "bfloat16", "byte-grad", "qadam"),
-    *("decentralized", "shift-one", "low-precision", "local-sgd", "async"),
-)
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
 SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
 RUN = ["--steps", "5", "--checkpoint-every", "3"]
@@ -98,7 +96,7 @@ def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", NAMES)
 def test_every_algorithm_trains_and_resumes(algorithm: str, tmp_path: Path) -> None:
     named = ["--algorithm", algorithm]
     run_ranks(tmp_path / "whole", *RUN, *named, "--checkpoint", tmp_path / "step{step}.pt")

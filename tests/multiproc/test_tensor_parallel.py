@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, run_in_new_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -146,20 +146,6 @@ def largest_difference(recipe: Recipe, mesh: DeviceMesh) -> float:
     return max(differences)
 
 
-def run_in_new_processes(ranks: Ranks, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function returns on four ranks that have never had another mesh.
-
-    torch keeps what it has found out about DTensors by meshes that count as equal, with the names of their groups. Once
-    those are destroyed, a mesh like it leads to "could not resolve the process group".
-    """
-    pool = ranks(4)
-    pool.close()
-    try:
-        return pool.run(function, *args)
-    finally:
-        pool.close()
-
-
 def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -177,7 +163,7 @@ RECIPES_IN_CI = ["backward", "sequence", "two sizes", "comm hook"]
 
 @pytest.mark.parametrize("names", only([RECIPES_IN_CI], [RECIPES_IN_CI, ["forward", "static graph"]]), ids=str)
 def test_gradients_are_averaged_over_replicas_only(names: list[str], ranks: Ranks) -> None:
-    for differences in run_in_new_processes(ranks, go_through_recipes, names):
+    for differences in run_in_new_processes(ranks(4), go_through_recipes, names):
         assert max(differences.values()) < 1e-5, differences
 
 
@@ -214,7 +200,7 @@ def delays_a_part(mesh: DeviceMesh) -> None:
 
 
 def test_meshes_that_do_not_fit_are_refused_on_every_rank_by_name(ranks: Ranks) -> None:
-    for rank, said in enumerate(run_in_new_processes(ranks, refusals)):
+    for rank, said in enumerate(run_in_new_processes(ranks(4), refusals)):
         row, column = divmod(rank, 2)
         parts, replicas = [2 * row, 2 * row + 1], [column, column + 2]
         way_out = "ddp_compile(model, device_mesh=mesh['dp'])"
@@ -255,7 +241,7 @@ def averages_without_gradients_somewhere() -> bool:
 
 
 def test_a_replica_that_has_not_used_a_layer(ranks: Ranks) -> None:
-    assert run_in_new_processes(ranks, averages_without_gradients_somewhere) == [True] * 4
+    assert run_in_new_processes(ranks(4), averages_without_gradients_somewhere) == [True] * 4
 
 
 def broadcasts_the_parts() -> list[float]:
@@ -273,7 +259,7 @@ def broadcasts_the_parts() -> list[float]:
 
 
 def test_the_first_replica_is_broadcast_part_by_part(ranks: Ranks) -> None:
-    assert all(max(differences) == 0 for differences in run_in_new_processes(ranks, broadcasts_the_parts))
+    assert all(max(differences) == 0 for differences in run_in_new_processes(ranks(4), broadcasts_the_parts))
 
 
 def left_by_ddp() -> tuple[int, int]:
@@ -287,5 +273,5 @@ def left_by_ddp() -> tuple[int, int]:
 
 def test_ddp_takes_the_parameters_out(ranks: Ranks) -> None:
     """Why the comparison is with the whole batch; if this fails, torch has mended it, and DDP can stand beside."""
-    for before, after in run_in_new_processes(ranks, left_by_ddp):
+    for before, after in run_in_new_processes(ranks(4), left_by_ddp):
         assert after < before

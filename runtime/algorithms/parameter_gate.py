@@ -1,0 +1,81 @@
+"""Keeps apart two threads that use and write the same parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+
+class ParameterGate:
+    """Keeps what writes parameters apart from what uses them.
+
+    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation,
+    which other threads may be in as well. Another forward, or one that no backward follows, finds the trainer inside
+    already, and waits for nobody.
+
+    Args:
+        device: Where the parameters are. On CUDA the host is far ahead of the device, so streams wait for each other as
+            well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._changed = threading.Condition()
+        self._inside: Counter[str] = Counter()
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._left: list[torch.cuda.Event] = []  # since the parameters were written
+        self._written: torch.cuda.Event | None = None
+        self._writer_waits = False
+
+    def enter(self, why: str) -> None:
+        """A thread uses the parameters from now on; waits while they are being written."""
+        with self._changed:
+            if not self._inside.total():  # else a trainer that comes back at once would pass the writer for ever
+                self._changed.wait_for(lambda: not self._writer_waits)
+            self._inside[why] += 1
+            if self._written is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._written)
+
+    def enter_once(self, why: str) -> None:
+        """The same, of what needs no end before it begins again."""
+        with self._changed:
+            if not self._inside[why]:
+                self.enter(why)
+
+    def leave(self, why: str) -> None:
+        """It does not use them any more for this reason."""
+        with self._changed:
+            if self._inside[why]:
+                self._inside[why] -= 1
+            if self._is_cuda:
+                self._left.append(torch.cuda.current_stream(self._device).record_event())
+            self._changed.notify_all()
+
+    def write(self, function: Callable[[], None], limit_s: float) -> bool:
+        """Call a function that writes the parameters as soon as nobody is inside.
+
+        Args:
+            function: What writes them.
+            limit_s: Seconds to wait for that.
+
+        Returns:
+            Whether it was called.
+        """
+        with self._changed:
+            self._writer_waits = True
+            try:
+                if not self._changed.wait_for(lambda: not self._inside.total(), limit_s):
+                    return False
+                for event in self._left:
+                    torch.cuda.current_stream(self._device).wait_event(event)
+                self._left = []
+                function()
+                if self._is_cuda:
+                    self._written = torch.cuda.current_stream(self._device).record_event()
+                return True
+            finally:
+                self._writer_waits = False
+                self._changed.notify_all()
