@@ -13,6 +13,7 @@ from ddp_compile.errors import (
     ReplicationError,
 )
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, plan_buckets
+from ddp_compile.sharded_optimizer import shard_optimizer
 
 __version__ = "0.1.0"
 
@@ -31,4 +32,5 @@ __all__ = [
     "ReplicationError",
     "ddp_compile",
     "plan_buckets",
+    "shard_optimizer",
 ]

@@ -53,6 +53,8 @@ class ReceivesBuckets(Protocol):
 
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None: ...
 
+    def await_parameters(self, param_indices: Sequence[int]) -> None: ...
+
 
 _receivers: weakref.WeakValueDictionary[int, ReceivesBuckets] = weakref.WeakValueDictionary()
 _ordinals = itertools.count()
@@ -69,6 +71,30 @@ def next_reducer_ordinal() -> int:
 def register_receiver(ordinal: int, receiver: ReceivesBuckets) -> None:
     """Let operators with this number call ``receiver``, for as long as somebody else keeps it alive."""
     _receivers[ordinal] = receiver
+
+
+def await_parameters(compiled: Callable[..., Any], param_indices: Sequence[int], reducer: int) -> Callable[..., Any]:
+    """Let a graph, or a part of one, wait for its parameters before it runs.
+
+    Args:
+        compiled: The compiled graph.
+        param_indices: Numbers of the reduced parameters that it reads.
+        reducer: Number of the receiver.
+
+    Returns:
+        What to call in its place.
+    """
+    if not param_indices:
+        return compiled
+    numbers = tuple(param_indices)
+
+    def run(*arguments: Any) -> Any:
+        receiver = _receivers.get(reducer)
+        if receiver is not None:
+            receiver.await_parameters(numbers)
+        return compiled(*arguments)
+
+    return run
 
 
 def watch_parameters(

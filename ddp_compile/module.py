@@ -24,6 +24,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicate_state import ReplicateState
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 from ddp_compile.uneven_inputs import JoinOne
 
 _STATE = "_ddp_compile_state"
@@ -41,7 +42,7 @@ class ReplicatedModule(nn.Module):
 
     @torch.compiler.disable(reason="ddp_compile arms its reducer before the compiled call")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _state_of(self).call(self, args, kwargs)
+        return state_of(self).call(self, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -49,7 +50,7 @@ class ReplicatedModule(nn.Module):
 
         The first backward of a forward made outside reduces everything accumulated until then.
         """
-        state = _state_of(self)
+        state = state_of(self)
         before, state.requires_sync = state.requires_sync, False
         try:
             yield
@@ -79,7 +80,7 @@ class ReplicatedModule(nn.Module):
         """
         return JoinOne(
             self,
-            _state_of(self).uneven_inputs,
+            state_of(self).uneven_inputs,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -91,7 +92,7 @@ class ReplicatedModule(nn.Module):
         Args:
             kwargs: ``divide_by_initial_world_size``, as in `join`; those of other Joinables are ignored.
         """
-        state = _state_of(self)
+        state = state_of(self)
         state.delayed.refuse_join()
         state.sharded.refuse_join()
         return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
@@ -99,20 +100,20 @@ class ReplicatedModule(nn.Module):
     @property
     def join_device(self) -> torch.device:
         """Where ``Join`` counts the ranks that still train."""
-        return _state_of(self).uneven_inputs.device
+        return state_of(self).uneven_inputs.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The ranks of ``Join``."""
-        return _state_of(self).process_group
+        return state_of(self).process_group
 
     @property
     def _join_config(self) -> Any:
-        return _state_of(self).uneven_inputs.config
+        return state_of(self).uneven_inputs.config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        _state_of(self).uneven_inputs.configure(config)
+        state_of(self).uneven_inputs.configure(config)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -120,11 +121,11 @@ class ReplicatedModule(nn.Module):
 
         For loops that set it: ``model.require_backward_grad_sync = micro_step == last``.
         """
-        return _state_of(self).requires_sync
+        return state_of(self).requires_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        _state_of(self).requires_sync = bool(value)
+        state_of(self).requires_sync = bool(value)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -135,11 +136,11 @@ class ReplicatedModule(nn.Module):
         parameters for example. The gradients are not to be touched meanwhile, nor used: an optimizer step over them
         takes this rank's own, which no error tells.
         """
-        return _state_of(self).reducer.finalizes_manually
+        return state_of(self).reducer.finalizes_manually
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
-        _state_of(self).reducer.require_manual_finalization(bool(required))
+        state_of(self).reducer.require_manual_finalization(bool(required))
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -157,7 +158,7 @@ class ReplicatedModule(nn.Module):
             ReductionError: A reduction failed or timed out.
             GradientArrivalError: A gradient came too late to be in the mean.
         """
-        _state_of(self).reducer.finalize_manually()
+        state_of(self).reducer.finalize_manually()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
@@ -181,10 +182,10 @@ class ReplicatedModule(nn.Module):
             RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
             RanksDifferError: After the first backward, another rank registered another hook, or none in time.
         """
-        reducer = _state_of(self).reducer
+        reducer = state_of(self).reducer
         if (builtin := builtin_hook(hook)) is not None:
-            hook, state = builtin, _state_of(self).process_group if state is None else state
-        _state_of(self).algorithms.register_comm_hook(CommHook(hook, state, reducer.rank))
+            hook, state = builtin, state_of(self).process_group if state is None else state
+        state_of(self).algorithms.register_comm_hook(CommHook(hook, state, reducer.rank))
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:
@@ -192,7 +193,7 @@ class ReplicatedModule(nn.Module):
 
         Its ``state_dict()`` belongs into this rank's checkpoint beside those of the module and the optimizer.
         """
-        return _state_of(self).reducer.algorithm
+        return state_of(self).reducer.algorithm
 
     def set_comm_algorithm(
         self, algorithm: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None = None
@@ -215,7 +216,46 @@ class ReplicatedModule(nn.Module):
             RanksDifferError: After the first backward, another rank sets another one, or none in time; or the states of
                 optimizers do not have the same parts on all ranks.
         """
-        _state_of(self).algorithms.set_algorithm(algorithm, optimizers)
+        state_of(self).algorithms.set_algorithm(algorithm, optimizers)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the module's own; with a sharded optimizer also the gradients of its pieces."""
+        algorithm = state_of(self).reducer.algorithm
+        if isinstance(algorithm, ShardedAlgorithm):
+            algorithm.zero_gradients(set_to_none)
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``, with a sharded optimizer too, on every rank.
+
+        Args:
+            max_norm: The largest norm there may be.
+            norm_type: Order of the norm, ``float("inf")`` for the largest value.
+            error_if_nonfinite: Raise a RuntimeError if the norm is infinite or NaN.
+
+        Returns:
+            The norm of all gradients before, of all ranks' parts, shape ().
+
+        Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called where nothing is sharded.
+        """
+        algorithm = state_of(self).reducer.algorithm
+        if isinstance(algorithm, ShardedAlgorithm) and algorithm.buckets:
+            return algorithm.clip_grad_norm_(max_norm, float(norm_type), error_if_nonfinite)
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The mean gradient of each parameter that has one, by name; with a sharded optimizer too, on every rank.
+
+        Returns:
+            New tensors of the parameters' shapes.
+        """
+        state = state_of(self)
+        algorithm = state.reducer.algorithm
+        if isinstance(algorithm, ShardedAlgorithm) and algorithm.buckets:
+            return algorithm.full_gradients()
+        return {name: p.grad.clone() for name, p in state.parameters.named.items() if p.grad is not None}
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
@@ -235,7 +275,7 @@ class ReplicatedModule(nn.Module):
             TypeError: The hook is not callable.
             ValueError: There is no such location.
         """
-        _state_of(self).buffers.register_hook(state, hook, comm_hook_location)
+        state_of(self).buffers.register_hook(state, hook, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step inside ``backward()``, as with DistributedDataParallel; gradients stay where they are.
@@ -249,17 +289,17 @@ class ReplicatedModule(nn.Module):
         Raises:
             ValueError: torch has no functional form of it, or the module does not reduce one of the parameters.
         """
-        _state_of(self).optimizers.register(optim, optim_params, args, kwargs)
+        state_of(self).optimizers.register(optim, optim_params, args, kwargs)
 
     @property
     def bucket_plan(self) -> BucketPlan:
         """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""
-        builder = _state_of(self).builder
+        builder = state_of(self).builder
         return builder.sealed or builder.propose()
 
     def explain(self) -> str:
         """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
-        state = _state_of(self)
+        state = state_of(self)
         failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
         reports = [_format_report(report) for report in state.backend.reports]
         return "\n".join([self.bucket_plan.format_table(), *reports, *_format_eager(self.bucket_plan), *failures])
@@ -272,7 +312,7 @@ class ReplicatedModule(nn.Module):
         of optimizers stay each rank's own. After a backward that raised in the middle of an iteration, gradients become
         None: some had been averaged, and others had not.
         """
-        state = _state_of(self)
+        state = state_of(self)
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
         state.sharded.detach()
@@ -294,7 +334,7 @@ class ReplicatedModule(nn.Module):
                 "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
                 " load before ddp_compile(module), or with assign=False"
             )
-        _state_of(self).reducer.algorithm.before_load()
+        state_of(self).reducer.algorithm.before_load()
         return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
@@ -340,7 +380,7 @@ def _replicated_class(original: Any) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_ddp_compile_original": original,
-        **attributes_for(original, _state_of),
+        **attributes_for(original, state_of),
     }
     return type(original.__name__, (ReplicatedModule, original), names)
 
@@ -349,7 +389,8 @@ def _original_class(replicated: Any) -> Any:
     return replicated._ddp_compile_original
 
 
-def _state_of(module: nn.Module) -> ReplicateState:
+def state_of(module: nn.Module) -> ReplicateState:
+    """What a replicated module carries."""
     return module.__dict__[_STATE]
 
 

@@ -29,6 +29,11 @@ class OptimizersInBackward:
         self._functional: list[tuple[Any, Collection[Parameter]]] = []
         self._stepped: list[Parameter] = []
 
+    @property
+    def are_registered(self) -> bool:
+        """Whether any step will be taken."""
+        return bool(self._functional) or any(hasattr(p, "_in_backward_optimizers") for p in self._parameters.values())
+
     def adopt(self) -> None:
         """Take over from the hooks that ``_apply_optimizer_in_backward`` has set, before the first backward."""
         self._stepped = [p for p in self._parameters.values() if getattr(p, "_in_backward_optimizers", None)]

@@ -156,7 +156,8 @@ class ReplicateState:
 
     def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings) -> None:
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
-        call = torch_internals.traced_call_of(type(module))
+        call = torch_internals.traced_call_of(type(module), _await_parameters_of(weakref.ref(self)))
+        self.backend.root = call
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
@@ -185,8 +186,7 @@ class ReplicateState:
         if self.requires_sync:
             self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
         num_graphs = self._num_graphs
-        call = self._call_training if module.training else self._call_evaluation
-        outputs = call(module, *args, **kwargs)
+        outputs = self._call_with_gradients(module, args, kwargs)
         if self._num_graphs != num_graphs:
             # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
             self._refuse_changes(module)
@@ -195,6 +195,20 @@ class ReplicateState:
             self.reducer.search_unused_parameters(outputs)
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
+        return outputs
+
+    def _call_with_gradients(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        algorithm, runs = self.reducer.algorithm, self.backend.runs
+        if not module.training:
+            algorithm.await_parameters()
+            return self._call_evaluation(module, *args, **kwargs)
+        number, number_whole = runs.number, runs.number_whole
+        is_one_graph = False
+        try:
+            outputs = self._call_training(module, *args, **kwargs)
+            is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
+        finally:
+            algorithm.after_forward(is_one_graph)
         return outputs
 
     def _refuse_distributed_autograd(self) -> None:
@@ -287,6 +301,15 @@ class ReplicateState:
                 plan.num_bytes / 2**20,
                 reasons,
             )
+
+
+def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
+    # Dynamo keeps the function that calls this for good.
+    def await_parameters() -> None:
+        if (alive := state()) is not None:
+            alive.reducer.algorithm.await_parameters()
+
+    return await_parameters
 
 
 def _nothing() -> None:

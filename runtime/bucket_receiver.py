@@ -94,6 +94,14 @@ class BucketReceiver:
             self._early.follow(bucket, decision, copies, can_be_replayed=False)
         return copies
 
+    def await_parameters(self, param_indices: Sequence[int]) -> None:
+        """Compiled code is about to read these parameters: return when they are complete.
+
+        Args:
+            param_indices: Their numbers.
+        """
+        self._queue.algorithm.await_parameters(param_indices)
+
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
         """Let these buckets wait for their hooks from now on, whatever graphs compute.
 

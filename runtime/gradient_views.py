@@ -46,7 +46,7 @@ class GradientViews:
 
     def __init__(self, places: Sequence[Tensor]) -> None:
         self._places = tuple(places)
-        self.tensors = [_with_own_storage(place) for place in places]
+        self.tensors = [with_own_storage(place) for place in places]
         self._look()
         # Of a tensor that nobody else holds; all have as many.
         self._own_references = max(torch_internals.num_references(self.tensors), default=0)
@@ -69,7 +69,7 @@ class GradientViews:
         if not self._places or self._places[0].data_ptr() == self._begin:
             return
         for tensor, place in zip(self.tensors, self._places, strict=True):
-            tensor.data = _with_own_storage(place)
+            tensor.data = with_own_storage(place)
         self._look()
 
     def are(self, gradients: Sequence[Tensor | None]) -> bool:
@@ -112,7 +112,7 @@ class GradientViews:
         return list(map(Tensor.data_ptr, self.tensors)) == self._addresses
 
     def _renew(self, position: int) -> None:
-        tensor = _with_own_storage(self._places[position])
+        tensor = with_own_storage(self._places[position])
         self.tensors[position] = tensor
         self._storages[position] = storage = tensor.untyped_storage()
         self._storage_keys[position] = torch_internals.key_of_storage(storage)
@@ -166,7 +166,8 @@ def _shares_memory(gradient: Tensor) -> bool:
     return uses > _TENSOR_AND_STORAGE_OBJECT or (gradient.device.type == "cpu" and gradient.is_shared())
 
 
-def _with_own_storage(place: Tensor) -> Tensor:
+def with_own_storage(place: Tensor) -> Tensor:
+    """A tensor on the same memory, of the same shape and strides, whose storage is as large as itself."""
     if not place.numel():
         return torch.empty_like(place)
     shared = torch.utils.dlpack.from_dlpack(place)

@@ -144,7 +144,7 @@ class Reducer:
             self._undefined.watch_all(self._hooks.with_hooks_of_others())
             if synchronize:
                 self._alone.forget()
-                if self.buckets and not self._lifecycle.phase.after_forward:
+                if self.buckets and not self._lifecycle.phase.after_forward and not self.algorithm.traits.keeps_buckets:
                     self._bucket_set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.

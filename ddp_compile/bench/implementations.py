@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import (
     AsyncModelAverage,
     ByteGrad,
@@ -42,11 +42,13 @@ class Implementation:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
         around_step: Context of a whole step.
+        prepare_optimizer: Called with the optimizer of the model's parameters; returns what steps.
     """
 
     forward: Callable[[Any], Any]
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+    prepare_optimizer: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda optimizer: optimizer
 
 
 def _local(model: nn.Module, case: Case) -> Implementation:
@@ -114,6 +116,11 @@ def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementatio
     return Implementation(forward=replicated, no_sync=replicated.no_sync)
 
 
+def _sharded(model: nn.Module, case: Case) -> Implementation:
+    ours = _ddp_compile(model, case)
+    return replace(ours, prepare_optimizer=partial(shard_optimizer, model=model))
+
+
 #: Computation without any communication: one of the bounds.
 LOCAL = "local"
 #: Communication without any computation: the other one. Not trained, so it has no entry below.
@@ -131,7 +138,7 @@ PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 OURS_PREFIX = "ddp_compile-"
 OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     f"{OURS_PREFIX}{split}": partial(_ddp_compile, split=split) for split in get_args(SplitMode)
-}
+} | {f"{OURS_PREFIX}sharded": _sharded}
 
 IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}
 #: Ours with other ways to communicate than the peers', whose results are others as well; so not among "all".

@@ -1,9 +1,11 @@
 """A process group of one process that pretends to be many ranks behind a link of limited rate.
 
 Note [What is simulated]
-The other ranks hold the same tensors as this one, so a sum is a product with the world size, and broadcasts and
-all-gathers move nothing. Each all-reduce occupies the link for ``alpha + bytes * 2 * (n - 1) / n / beta``, the time of
-a ring; one transfer at a time, in launch order. Everything else (broadcast, all-gather, barrier) takes no time.
+The other ranks hold the same tensors as this one, so a sum is a product with the world size. A transfer occupies the
+link for ``alpha + bytes sent / beta``, one at a time, in launch order, of all groups of the process: an all-reduce of b
+bytes sends ``2 (n - 1) / n * b``, the ring's; a reduce-scatter of them, an all-gather to them and an all-to-all send
+half of that; a message to one rank sends itself, and one from a rank comes in beside what is sent. What would come from
+the other ranks leaves the tensor as it is, but for sums. Broadcasts, all-gathers of lists and barriers take no time.
 
 What a real collective takes from the computation beside it is left out: the multiprocessors and the memory bandwidth of
 NCCL's kernels, or the cores that gloo copies with. So hidden communication costs less here than it does in truth.
@@ -37,21 +39,20 @@ _CALIBRATION_CYCLES = 50_000_000  # about 25 ms at 2 GHz
 _LEAST_CALIBRATIONS, _MOST_CALIBRATIONS = 8, 40
 _CALIBRATION_TOLERANCE = 0.02
 
-# Every collective that a process group of torch 2.11 or 2.13 has, but for the four below.
+# Every collective that a process group of torch 2.11 to 2.15 has, but for those below.
 # fmt: off
 _REFUSED = (
-    "_allgather_base", "_end_coalescing", "_reduce_scatter_base", "_start_coalescing", "all_gather_single",
-    "all_gather_single_coalesced", "all_to_all_single", "allgather_coalesced", "allgather_into_tensor_coalesced",
-    "allreduce_coalesced", "alltoall", "alltoall_base", "gather", "monitored_barrier", "recv", "recv_anysource",
-    "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced", "scatter", "send", "split_group",
+    "_end_coalescing", "_start_coalescing", "all_gather_single_coalesced", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "gather", "monitored_barrier",
+    "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
+    "scatter", "split_group",
 )
 # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """How long an all-reduce takes.
+    """How long a transfer takes.
 
     Args:
         world_size: Ranks that are pretended, at least 2.
@@ -75,8 +76,18 @@ class LinkModel:
 
     def all_reduce_s(self, num_bytes: int) -> float:
         """Seconds that an all-reduce of this many bytes on each rank occupies the link."""
-        num_sent = num_bytes * 2 * (self.world_size - 1) / self.world_size
-        return self.alpha_s + num_sent / self.bytes_per_second
+        return self.alpha_s + 2 * self._to_others(num_bytes) / self.bytes_per_second
+
+    def shards_s(self, num_bytes: int) -> float:
+        """Seconds of a reduce-scatter, all-gather or all-to-all of this many bytes, those of all shards together."""
+        return self.alpha_s + self._to_others(num_bytes) / self.bytes_per_second
+
+    def message_s(self, num_bytes: int) -> float:
+        """Seconds of this many bytes from one rank to another."""
+        return self.alpha_s + num_bytes / self.bytes_per_second
+
+    def _to_others(self, num_bytes: int) -> float:
+        return num_bytes * (self.world_size - 1) / self.world_size
 
     @classmethod
     def from_rate(cls, bits_per_second: float, world_size: int, alpha_s: float = 50e-6) -> LinkModel:
@@ -110,7 +121,7 @@ def init_simulated_process_group(model: LinkModel, device: torch.device) -> None
         store=dist.HashStore(),  # type: ignore[attr-defined]  # public, but not in the stub
         rank=0,
         world_size=model.world_size,
-        pg_options=partial(SimulatedProcessGroup, model, device),
+        pg_options=lambda: SimulatedProcessGroup(_Line(model, device), owns_line=True),
     )
 
 
@@ -125,18 +136,37 @@ def set_link_model(model: LinkModel) -> None:
         raise ValueError(f"the default process group {group} is not simulated; call init_simulated_process_group first")
     if model.world_size != group.size():
         raise ValueError(f"world_size={model.world_size} must stay {group.size()}; initialise another process group")
-    group.link_model = model
+    group.line.model = model
+
+
+class _Line:
+    """The link, and how fast it is now; all groups of the process send over one."""
+
+    def __init__(self, model: LinkModel, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.out: _CudaLink | _HostLink = _CudaLink(device) if device.type == "cuda" else _HostLink()
+        self.into: _CudaLink | _HostLink | None = None  # made when it is needed
+
+    def coming_in(self) -> _CudaLink | _HostLink:
+        if self.into is None:
+            self.into = _CudaLink(self.device) if self.device.type == "cuda" else _HostLink()
+        return self.into
+
+    def close(self) -> None:
+        self.out.close()
+        if self.into is not None:
+            self.into.close()
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
     """Rank 0 of ranks that are not there. Do not make one yourself: call `init_simulated_process_group`."""
 
-    def __init__(self, link_model: LinkModel, device: torch.device) -> None:
+    def __init__(self, line: _Line, owns_line: bool) -> None:
         # torch's stub has only the three-argument constructor, which makes a group that does not call into Python.
-        super().__init__(0, link_model.world_size)  # type: ignore[call-arg]
-        self.link_model = link_model
-        self._device = device
-        self._link = _CudaLink(device) if device.type == "cuda" else _HostLink()
+        super().__init__(0, line.model.world_size)  # type: ignore[call-arg]
+        self.line = line
+        self._owns_line = owns_line
 
     # Called by name from C++. The base class would keep the group's name in its backends, of which there are none.
 
@@ -156,15 +186,51 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._description
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
+        seconds = self.line.model.all_reduce_s(sum(tensor.nbytes for tensor in tensors))
+        return self._launch("all_reduce", tensors, factor, seconds)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        own = output.view(-1)[: input.numel()]
+        if own.data_ptr() != input.data_ptr():
+            own.data.copy_(input.detach().reshape(-1))
+        return self._launch("all_gather", [output], 1, self.line.model.shards_s(output.nbytes))
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        output.data.copy_(input.detach().reshape(-1)[: output.numel()].view_as(output))
+        factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
+        return self._launch("reduce_scatter", [output], factor, self.line.model.shards_s(input.nbytes))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> dist.Work:
+        return self._launch("all_to_all", [output], 1, self.line.model.shards_s(input.nbytes))
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:  # type: ignore[override]
+        return self._launch("send", tensors, 1, self.line.model.message_s(sum(tensor.nbytes for tensor in tensors)))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:  # type: ignore[override]
+        seconds = self.line.model.message_s(sum(tensor.nbytes for tensor in tensors))
+        return self._launch("recv", tensors, 1, seconds, self.line.coming_in())
+
+    def _launch(
+        self, name: str, tensors: list[Tensor], factor: int, seconds: float, link: _CudaLink | _HostLink | None = None
+    ) -> dist.Work:
         for tensor in tensors:
             if tensor.layout is not torch.strided:
-                raise NotImplementedError(f"all_reduce of a {tensor.layout} tensor is not simulated; pass a dense one")
-            if tensor.device != self._device:
-                raise ValueError(f"device={self._device} of the simulated link must be the tensor's, {tensor.device}")
-        factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
-        seconds = self.link_model.all_reduce_s(sum(tensor.nbytes for tensor in tensors))
-        with record_function("simulated::all_reduce"):  # what a profile counts; real groups have ranges of their own
-            return _SimulatedWork(self._link.launch(_Transfer(tensors, factor, seconds)))
+                raise NotImplementedError(f"{name} of a {tensor.layout} tensor is not simulated; pass a dense one")
+            if tensor.device != self.line.device:
+                raise ValueError(
+                    f"device={self.line.device} of the simulated link must be the tensor's, {tensor.device}"
+                )
+        with record_function(f"simulated::{name}"):  # what a profile counts; real groups have ranges of their own
+            return _SimulatedWork((link or self.line.out).launch(_Transfer(tensors, factor, seconds)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _completed(tensors)
@@ -181,11 +247,15 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return _completed([])
 
     def shutdown(self) -> None:
-        self._link.close()
+        if self._owns_line:
+            self.line.close()
 
 
 def _refuse(name: str, *_args: Any, **_kwargs: Any) -> Any:
-    raise NotImplementedError(f"{name} is not simulated; allreduce, broadcast, allgather and barrier are")
+    raise NotImplementedError(
+        f"{name} is not simulated; all_reduce, all_gather, reduce_scatter_tensor, all_to_all_single, send, recv,"
+        " broadcast and barrier are"
+    )
 
 
 for _name in _REFUSED:
@@ -193,10 +263,16 @@ for _name in _REFUSED:
     setattr(SimulatedProcessGroup, _name, partial(_refuse, _name))
 
 
-def _create_process_group(_common: Any, make: Callable[[], dist.ProcessGroup] | None) -> dist.ProcessGroup:
-    if make is None:
-        raise NotImplementedError("new_group is not simulated; pass the default group, or no group at all")
-    return make()
+def _create_process_group(common: Any, make: Callable[[], dist.ProcessGroup] | None) -> dist.ProcessGroup:
+    if make is not None:
+        return make()
+    default = dist.group.WORLD
+    assert isinstance(default, SimulatedProcessGroup)
+    if common.group_size != default.size():
+        raise NotImplementedError(
+            f"new_group of {common.group_size} ranks is not simulated, only of all {default.size()}; pass no ranks"
+        )
+    return SimulatedProcessGroup(default.line, owns_line=False)
 
 
 def _checked_device(device: torch.device) -> torch.device:
@@ -244,7 +320,7 @@ def _completed(tensors: list[Tensor]) -> dist.Work:
 
 
 class _Transfer(NamedTuple):
-    """One all-reduce on the link: what every element of some tensors is multiplied with after this many seconds."""
+    """One transfer on the link: what every element of some tensors is multiplied with after this many seconds."""
 
     tensors: list[Tensor]
     factor: int

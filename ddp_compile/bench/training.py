@@ -85,7 +85,7 @@ class Training:
         self.clock = Clock(torch.device(settings.device))
         generator = torch.Generator().manual_seed(1000 + rank)
         self.batches = [_moved(workload.make_batch(generator), settings.device) for _ in range(NUM_BATCHES)]
-        self.optimizer = make_optimizer(settings.optimizer, model)
+        self.optimizer = implementation.prepare_optimizer(make_optimizer(settings.optimizer, model))
         self.num_steps = 0
         self.loss: Tensor | None = None
 

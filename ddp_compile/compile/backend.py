@@ -20,7 +20,7 @@ from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.config import SplitMode
 from ddp_compile.errors import CompilationError
-from ddp_compile.graph_ops import watch_parameters
+from ddp_compile.graph_ops import await_parameters, watch_parameters
 from ddp_compile.kernels.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 from ddp_compile.passes.analysis.graph_nodes import requires_grad
@@ -56,6 +56,24 @@ class GraphReport(NamedTuple):
     not_cut: tuple[Declined, ...] = ()
 
 
+class GraphRuns:
+    """Counts the compiled graphs that have run."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.number_whole = 0  #: of those that are all of the module's forward
+
+    def counted(self, compiled: Callable[..., Any], is_whole: bool) -> Callable[..., Any]:
+        """What to call in a graph's place."""
+
+        def run(*arguments: Any) -> Any:
+            self.number += 1
+            self.number_whole += is_whole
+            return compiled(*arguments)
+
+        return run
+
+
 class TrainingBackend:
     """Compiles the training graphs of one module.
 
@@ -88,9 +106,15 @@ class TrainingBackend:
         self.reports: list[GraphReport] = []
         self.launches_in_backward = launches_in_backward
         self.moves_gradients = moves_gradients
+        self.runs = GraphRuns()
+        self.root: Callable[..., Any] | None = None  #: the function whose frame Dynamo starts from
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
+        is_whole = self.root is not None and torch_internals.is_whole_frame(gm, self.root)
+        return self.runs.counted(self._compile(gm, example_inputs), is_whole)
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ordinal = len(self.reports)
         name = f"graph {ordinal}"
         if torch_internals.loses_gradients_of_collectives(gm):
@@ -119,11 +143,15 @@ class TrainingBackend:
             return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table, result.declined)
         log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
+        reads = self._indices_in(result.gm, ctx)
         if num_partitions == 1:
-            return self.compiler.compile(result.gm, example_inputs, f"{name} {self._parameters_in(result.gm, ctx)}")
+            compiled = self.compiler.compile(result.gm, example_inputs, f"{name} ({self._named(reads)})")
+            return await_parameters(compiled, reads, self.reducer)
 
         def compile_partition(gm: fx.GraphModule, inputs: Sequence[Any], partition: str) -> Callable[..., Any]:
-            return self.compiler.compile(gm, inputs, f"{partition} of {name} {self._parameters_in(gm, ctx)}")
+            reads = self._indices_in(gm, ctx)
+            compiled = self.compiler.compile(gm, inputs, f"{partition} of {name} ({self._named(reads)})")
+            return await_parameters(compiled, reads, self.reducer)
 
         return compile_partitions(result.gm, example_inputs, compile_partition)
 
@@ -157,8 +185,9 @@ class TrainingBackend:
         log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
         edit = BackwardEdit(hand_buckets_over, _cache_key(ctx), compile_edited)
-        named = f"{ctx.graph_name} {self._named(ctx.parameter_of_input.values())}"
-        compiled = self.compiler.compile(gm, example_inputs, named, edit)
+        reads = tuple(ctx.parameter_of_input.values())
+        compiled = self.compiler.compile(gm, example_inputs, f"{ctx.graph_name} ({self._named(reads)})", edit)
+        compiled = await_parameters(compiled, reads, self.reducer)
         param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
         return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
 
@@ -175,12 +204,12 @@ class TrainingBackend:
             " split='forward'"
         )
 
-    def _parameters_in(self, gm: fx.GraphModule, ctx: PassContext) -> str:
-        return self._named(ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of)
+    def _indices_in(self, gm: fx.GraphModule, ctx: PassContext) -> list[int]:
+        return [ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of]
 
     def _named(self, parameters: Iterable[int]) -> str:
         names = [self.builder.gradients[index].fqn for index in parameters]
-        return f"({shorten_names(names) or 'no parameters'})"
+        return shorten_names(names) or "no parameters"
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
         """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""

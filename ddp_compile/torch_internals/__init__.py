@@ -40,6 +40,7 @@ from ddp_compile.torch_internals.dynamo import (
     has_isolated_recompiles,
     inner_backend,
     is_request_to_dynamo,
+    is_whole_frame,
     known_backends,
     known_modes,
     loses_gradients_of_collectives,
@@ -59,18 +60,22 @@ from ddp_compile.torch_internals.fully_shard import (
 from ddp_compile.torch_internals.module_calls import active_ddp, inside_optimizer_step, is_module_call
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
+    backend_name,
     broadcast_coalesced,
     disabled_join_config,
     group_timeout,
     groups_named,
     holds_server,
     preserved_versions,
+    reduce_scatter_single,
     shut_down_connection,
     started,
 )
 from ddp_compile.torch_internals.tensors import (
     SPARSE_FROM_PARTS,
+    UNSCALE,
     allows_same_attention_kernels,
+    as_plain_tensors,
     call_with_fakes,
     fake_like,
     fake_mode_of,
@@ -85,10 +90,12 @@ from ddp_compile.torch_internals.tensors import (
     storage_key,
     symbol_bound_by,
     to_fake,
+    wrapper_subclass_like,
 )
 
 __all__ = [
     "SPARSE_FROM_PARTS",
+    "UNSCALE",
     "AcceptFailure",
     "BackwardEdit",
     "BackwardPass",
@@ -101,6 +108,8 @@ __all__ = [
     "all_reduce_hook_of_fully_shard",
     "allows_same_attention_kernels",
     "are_going_to_run",
+    "as_plain_tensors",
+    "backend_name",
     "broadcast_coalesced",
     "call_with_fakes",
     "compile_isolated",
@@ -129,6 +138,7 @@ __all__ = [
     "is_module_call",
     "is_plain_tensor",
     "is_request_to_dynamo",
+    "is_whole_frame",
     "key_of_storage",
     "known_backends",
     "known_modes",
@@ -145,6 +155,7 @@ __all__ = [
     "profiled_range",
     "queue_backward_callback",
     "ranks_of_fully_shard",
+    "reduce_scatter_single",
     "register_own",
     "remove_all_reduce_hook",
     "repeats_random_numbers",
@@ -161,4 +172,5 @@ __all__ = [
     "traced_call_of",
     "watch_compilations",
     "with_hooks_of_others",
+    "wrapper_subclass_like",
 ]

@@ -65,21 +65,43 @@ def known_modes() -> list[str]:
     return sorted(list_mode_options())
 
 
-def traced_call_of(cls: type[torch.nn.Module]) -> Callable[..., Any]:
+def traced_call_of(
+    cls: type[torch.nn.Module], runs_eagerly: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
     """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
 
     It is the frame Dynamo starts from. Dynamo traces this file, so a root whose forward is torch's own, such as
     ``nn.Sequential``, is compiled like any other.
+
+    Args:
+        cls: The class of the module.
+        runs_eagerly: Called first in a call whose frame Dynamo leaves to Python.
     """
     # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
     call = torch.nn.Module._call_impl if cls.__call__ is torch.nn.Module.__call__ else cls.__call__
 
     def call_module(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # no part of what is compiled
+            runs_eagerly()
         return call(module, *args, **kwargs)
 
     # Dynamo keeps what it compiles with the code object, which all models would share.
     call_module.__code__ = call_module.__code__.replace()
     return call_module
+
+
+def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:
+    """Whether the graph that is being compiled is all of a function's frame: nothing of it is left to Python.
+
+    Args:
+        gm: What Dynamo gave to the backend, which calls this.
+        function: The function.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    translator = InstructionTranslator.current_tx()
+    return reason is not None and not reason.graph_break and translator.f_code is function.__code__
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

@@ -52,6 +52,23 @@ def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
     return started(gather(output, input, group=process_group, async_op=True))
 
 
+def reduce_scatter_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
+    """Start to add up ``input`` over the ranks, each of which gets its part in ``output``; returns the work.
+
+    ``torch.distributed.reduce_scatter_single`` goes by its old name before torch 2.13.
+    """
+    scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+    return started(scatter(output, input, group=process_group, async_op=True))
+
+
+def backend_name(process_group: Any, device: torch.device) -> str:
+    """What sends tensors on this device: "gloo", "nccl"; the group's own name where it is written in Python."""
+    try:
+        return str(process_group._get_backend(device).name())
+    except RuntimeError:  # a group without backends
+        return str(process_group.name())
+
+
 _making_groups = threading.Lock()
 
 

@@ -7,6 +7,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -153,3 +154,19 @@ def allows_same_attention_kernels(backends: Any) -> bool:
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     return set(backends) == set(_cur_sdpa_kernel_backends())
+
+
+def wrapper_subclass_like(cls: Any, tensor: Tensor) -> Any:
+    """A tensor of a subclass with the shape, strides, dtype and device of another one, and no memory."""
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def as_plain_tensors() -> AbstractContextManager[Any]:
+    """Inside, no ``__torch_function__`` of a subclass is called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+#: What a GradScaler calls with gradients, a flag that becomes 1 where one is not finite, and what to multiply by.
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_

@@ -10,7 +10,7 @@ module builds an algorithm of its own from it, since algorithms hold buffers, fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -46,6 +46,8 @@ class Traits:
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
         takes_dtypes: The dtypes that gradients may have; all if None.
+        keeps_buckets: The buckets of the first backward stay for good, as the algorithm keeps something for each of
+            them; otherwise those of parameters that no graph shows are packed anew behind it.
         in_step: The ranks come to the same iterations together. False where none waits for another; then nothing else
             may be sent between them in an iteration, such as buffers.
 
@@ -60,6 +62,7 @@ class Traits:
     on_one_rank: bool = False
     takes_sparse: bool = True
     takes_dtypes: tuple[torch.dtype, ...] | None = None
+    keeps_buckets: bool = False
     in_step: bool = True
 
     def __post_init__(self) -> None:
@@ -157,6 +160,31 @@ class CommAlgorithm(ABC):
 
     def before_local_forward(self) -> None:  # noqa: B027  # most have nothing to do
         """A forward inside ``no_sync`` begins, whose backward is no iteration."""
+
+    def await_parameters(self, indices: Sequence[int] | None = None) -> None:  # noqa: B027  # most have nothing to do
+        """Parameters are about to be read, by compiled code or by anybody: return when they are complete.
+
+        Args:
+            indices: Their numbers; all if None.
+        """
+
+    def after_forward(self, as_one_graph: bool) -> None:  # noqa: B027  # most have nothing to do
+        """A forward with gradients has ended.
+
+        Args:
+            as_one_graph: Whether it was the whole of one compiled graph, without any Python code of the module.
+        """
+
+    def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
+        """The buckets of an iteration have been reduced: let every ``.grad`` be the result.
+
+        Args:
+            buckets: All of the module, in plan order.
+            launched: Those that were launched, and have been waited for.
+            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+        """
+        for bucket in launched:
+            bucket.hand_over(untouched)
 
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
         """An iteration ends: every ``.grad`` is what it will be, reduced or this rank's own.

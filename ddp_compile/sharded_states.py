@@ -1,0 +1,178 @@
+"""The states of a sharded optimizer: cut into pieces, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_compile.errors import ReplicationError
+from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers
+from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
+
+
+class ShardedStates:
+    """Converts between states of whole parameters and states of this rank's pieces.
+
+    A state is a tensor of the parameter's shape, of which a piece has its elements, or a number, of which it has a
+    copy.
+
+    Args:
+        optimizer: Has the states.
+        numbers: Of the parameters that are sharded, by ``id``.
+        whole: The parameters of each group before it was sharded.
+        buckets: The buckets.
+        transfers: Sends shards.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        numbers: Mapping[int, int],
+        whole: Sequence[Sequence[Parameter]],
+        buckets: Sequence[ShardedBucket],
+        transfers: ShardTransfers,
+    ) -> None:
+        self._optimizer = optimizer
+        self._whole = [parameter for group in whole for parameter in group]
+        self._numbers = [numbers.get(id(parameter)) for parameter in self._whole]
+        self._sizes = [len(group) for group in whole]
+        self._buckets = buckets
+        self._transfers = transfers
+        self._pieces = {piece.index: (piece, bucket) for bucket in buckets for piece in bucket.pieces}
+
+    def cut(self) -> None:
+        """Let the pieces have their parts of the states that whole parameters have."""
+        states = self._optimizer.state
+        for parameter, index in zip(self._whole, self._numbers, strict=True):
+            if index is not None and (state := states.pop(parameter, None)) and index in self._pieces:
+                piece, _bucket = self._pieces[index]
+                states[piece.stepped] = self._cut(index, state)
+
+    def join(self) -> None:
+        """Let whole parameters have their states again; on every rank at once."""
+        states = self._optimizer.state
+        whole = self._gather()
+        for piece, _bucket in self._pieces.values():
+            states.pop(piece.stepped, None)
+        for parameter, index in zip(self._whole, self._numbers, strict=True):
+            if index is not None and index in whole:
+                states[parameter] = {
+                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in whole[index].items()
+                }
+
+    def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
+        """A state_dict with the states and numbers of whole parameters; on every rank at once.
+
+        Args:
+            state_dict: What the optimizer says of this rank's pieces.
+            names: What its groups call the parameters, if anything.
+        """
+        gathered = self._gather()
+        states = {}
+        for place, (parameter, index) in enumerate(zip(self._whole, self._numbers, strict=True)):
+            state = self._optimizer.state.get(parameter) if index is None else gathered.get(index)
+            if state:
+                states[place] = state
+        groups, first = [], 0
+        for group, size, of_group in zip(state_dict["param_groups"], self._sizes, names, strict=True):
+            of_names = {} if of_group is None else {"param_names": list(of_group)}
+            groups.append({**group, **of_names, "params": list(range(first, first + size))})
+            first += size
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def of_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state_dict of this rank's pieces from one of whole parameters; what does not fit is torch's to refuse."""
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != self._sizes:
+            raise ValueError(
+                f"the state_dict has groups of {[len(group['params']) for group in groups]} parameters, and the"
+                f" optimizer of {self._sizes}; load what state_dict() of an optimizer over the same parameters returned"
+            )
+        saved = [key for group in groups for key in group["params"]]
+        place_of = {id(parameter): place for place, parameter in enumerate(self._whole)}
+        for piece_place, (piece, bucket) in self._pieces.items():
+            whole = bucket.parameters[bucket.param_indices.index(piece_place)]
+            place_of[id(piece.stepped)] = place_of[id(whole)]
+        states, new_groups, number = {}, [], 0
+        for group, present in zip(groups, self._optimizer.param_groups, strict=True):
+            numbers = []
+            for parameter in present["params"]:
+                if (place := place_of.get(id(parameter))) is not None:
+                    index = self._numbers[place]
+                    state = state_dict["state"].get(saved[place])
+                    if state is not None:
+                        states[number] = state if index is None else self._cut(index, state)
+                numbers.append(number)
+                number += 1
+            names = {"param_names": present["param_names"]} if "param_names" in present else {}
+            new_groups.append({**group, **names, "params": numbers})
+        return {**state_dict, "state": states, "param_groups": new_groups}
+
+    def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        piece, bucket = self._pieces[index]
+        shape = bucket.parameters[bucket.param_indices.index(index)].shape
+        cut = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                if value.shape != shape:
+                    raise ValueError(
+                        f"state {key} of {bucket.name_of(index)} has the shape {list(value.shape)}, and the parameter"
+                        f" {list(shape)}: it cannot be cut into shards"
+                    )
+                cut[key] = bucket.cut(piece, value)
+            else:
+                cut[key] = value.clone() if isinstance(value, Tensor) else value
+        return cut
+
+    def _gather(self) -> dict[int, dict[str, Any]]:
+        """States of whole parameters by their numbers, tensors on the CPU."""
+        everyone = self._transfers.objects_of_all(self._describe())
+        described: dict[int, dict[str, Any]] = {}
+        for of_rank in everyone:
+            described.update(of_rank)
+        return {
+            index: state
+            for bucket in self._buckets
+            for index, state in self._gather_bucket(bucket, described).items()
+        }
+
+    def _gather_bucket(self, bucket: ShardedBucket, described: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+        states = {index: dict(described[index]) for index in bucket.param_indices if index in described}
+        kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
+        for key, dtype in sorted(kinds, key=repr):
+            shards = torch.zeros_like(bucket.flat, dtype=dtype)
+            own = shards[self._transfers.rank * bucket.shard_numel :][: bucket.shard_numel]
+            for piece in bucket.pieces:
+                value = self._optimizer.state.get(piece.stepped, {}).get(key)
+                if isinstance(value, Tensor) and value.dim():
+                    piece.of_shard(own).copy_(value)
+            self._transfers.all_gather(shards).wait()
+            for index, value in bucket.assemble(shards.cpu()).items():
+                if _is_cut(states.get(index, {}).get(key)):
+                    states[index][key] = value
+        return states
+
+    def _describe(self) -> dict[int, dict[str, Any]]:
+        """Of this rank's pieces: the dtype of what is cut, and whatever is not."""
+        described: dict[int, dict[str, Any]] = {}
+        for index, (piece, bucket) in self._pieces.items():
+            for key, value in self._optimizer.state.get(piece.stepped, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != piece.stepped.shape:
+                    raise ReplicationError(
+                        f"state {key} of the piece of {bucket.name_of(index)} has the shape {list(value.shape)}, and"
+                        f" the piece {list(piece.stepped.shape)}, so it cannot be put together with the other ranks'"
+                    )
+                is_cut = isinstance(value, Tensor) and value.dim()
+                whole = value.cpu().clone() if isinstance(value, Tensor) and not is_cut else value
+                described.setdefault(index, {})[key] = value.dtype if is_cut else whole
+        return described
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.dtype)

@@ -1,0 +1,366 @@
+"""Gradients are reduced to shards, and parameters are gathered from them behind the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.local_tensors import has_dtensors
+from ddp_compile.runtime.process_groups import group_of
+from ddp_compile.runtime.sharding.guarded_parameters import ParameterGuard
+from ddp_compile.runtime.sharding.shard_transfers import ReduceScatter, ShardTransfers
+from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
+from ddp_compile.runtime.sharding.sharded_gradients import GradientShard, HiddenGradient
+
+
+class StepsPieces(Protocol):
+    """The optimizer's side."""
+
+    def shard(self, buckets: Sequence[ShardedBucket]) -> None:
+        """Step the pieces from now on; called once, at the end of the first backward."""
+
+    def unshard(self) -> None:
+        """Step whole parameters again, on every rank at once."""
+
+
+class ShardedAlgorithm(CommAlgorithm):
+    """Each bucket is reduced to one shard for each rank, whose pieces of parameters the rank's optimizer steps.
+
+    Behind the step of a bucket it is gathered, and waited for where a forward reads it, see `await_parameters`, or
+    anybody else, see Note [Guarded parameters].
+
+    Args:
+        process_group: All ranks.
+        optimizer: What steps the pieces.
+        master_weights: Whether pieces of low precision are stepped in float32.
+
+    Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; the gathers behind the next forward are
+    those of Megatron-core's distributed optimizer.
+    """
+
+    name = "sharded optimizer"
+    traits = Traits(on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True)
+
+    def __init__(self, process_group: dist.ProcessGroup, optimizer: StepsPieces, master_weights: bool) -> None:
+        self._process_group = process_group
+        self._optimizer = optimizer
+        self._master_weights = master_weights
+        self._rank = process_group.rank()
+        self.buckets: tuple[ShardedBucket, ...] = ()  #: in plan order; none before the end of the first backward
+        #: Parameters without elements, of each dtype: with them a GradScaler finds gradients on every rank, and asks all.
+        self.witnesses: list[Parameter] = []
+        self._hidden: list[HiddenGradient] = []
+        self._hidden_now: set[int] = set()  # numbers of the parameters whose ``.grad`` that is, unless a user changes it
+        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind the last step, unless new ones came
+        self._is_stepping = False
+        self._overlaps_forward = False
+        self._num_steps = 0
+
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """See `CommAlgorithm.objection`."""
+        if has_dtensors(list(parameters.values())):
+            return (
+                "a sharded optimizer takes no DTensors, of which a rank has a part already; use fully_shard for these"
+                " modules, or leave the optimizer as it is"
+            )
+        return ""
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Take a process group of its own: steps come between what the ranks send in their backwards."""
+        ranks = dist.get_process_group_ranks(self._process_group)
+        device = parameters[0].device
+        group = group_of(ranks, self._process_group, device) if len(ranks) > 1 else self._process_group
+        self._parameters = list(parameters)
+        self.transfers = ShardTransfers(group, device)
+        self._guard = ParameterGuard(parameters, self._complete)
+
+    def detach(self, together: bool) -> None:
+        """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
+        self.await_parameters()
+        if together and self.buckets:
+            self._optimizer.unshard()
+        for bucket in self.buckets:
+            bucket.leave()
+        self._forget_gradients()
+        self.buckets = ()
+
+    # Gradients.
+
+    def launch(self, bucket: Bucket, is_last: bool) -> Pending:
+        """See `CommAlgorithm.launch`."""
+        return self.transfers.reduce_scatter(bucket.flat)
+
+    def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
+        """Let ``.grad`` of each piece be its part of the mean, or have it added, and hide those of the parameters."""
+        if not self.buckets:
+            self._shard(buckets)
+        shard_of = {}
+        for bucket in launched:
+            reduction = bucket.iteration.work
+            assert isinstance(reduction, ReduceScatter)
+            shard_of[bucket.param_indices] = reduction.shard
+        self._refuse_gradients_of_before(shard_of.keys(), untouched)
+        for sharded in self.buckets:
+            shard = shard_of.get(sharded.param_indices)
+            for piece in sharded.pieces if shard is not None else ():
+                if piece.index not in untouched:
+                    assert shard is not None
+                    self._accumulate(piece, piece.of_shard(shard))
+        for bucket in launched:
+            for position, index in enumerate(bucket.param_indices):
+                if index not in untouched:
+                    bucket.store(position, self._hidden[index])
+                    self._hidden_now.add(index)
+        for witness in self.witnesses:
+            witness.grad = GradientShard.of(torch.empty_like(witness), self.transfers.any_rank)
+        self._stepped_versions = {}
+
+    def _accumulate(self, piece: Piece, gradient: Tensor) -> None:
+        stepped = piece.stepped
+        if stepped.grad is None:
+            stepped.grad = GradientShard.of(gradient.to(stepped.dtype), self.transfers.any_rank)
+        else:
+            with torch.no_grad():
+                stepped.grad.add_(gradient)
+
+    def _shard(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)
+        names = {gradient.index: gradient.fqn for bucket in self.buckets for gradient in bucket.spec.gradients}
+        device = self._parameters[0].device
+        dtypes = {bucket.stepped_dtype for bucket in self.buckets}
+        self.witnesses = [Parameter(torch.empty(0, dtype=dtype, device=device)) for dtype in sorted(dtypes, key=str)]
+        self._hidden = [HiddenGradient(p, names[i], self._rank) for i, p in enumerate(self._parameters)]
+        self._optimizer.shard(self.buckets)
+
+    def _refuse_gradients_of_before(self, launched: Set[tuple[int, ...]], untouched: Set[int]) -> None:
+        """Of gradients that are still what they were behind a step, nobody can say whether the user has zeroed them."""
+        if not self._stepped_versions:
+            return
+        for bucket in self.buckets:
+            if bucket.param_indices in launched:
+                for piece in bucket.pieces:
+                    gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
+                    if piece.index not in untouched and gradient is not None and gradient._version == version:
+                        name = self._hidden[piece.index].fqn
+                        raise ReplicationError(
+                            f"rank {self._rank}: a backward ends and the gradient of {name} of before the last step has"
+                            " not been zeroed, or only by setting .grad of the model's parameters behind a forward."
+                            " Call optimizer.zero_grad() or model.zero_grad() for each step"
+                        )
+
+    def zero_gradients(self, set_to_none: bool = True) -> None:
+        """What ``zero_grad`` of model and optimizer do."""
+        for piece in self._pieces():
+            if set_to_none or piece.stepped.grad is None:
+                piece.stepped.grad = None
+            else:
+                piece.stepped.grad.zero_()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Let no parameter have a gradient that another one could not be added to."""
+        for index in self._hidden_now:
+            if self._parameters[index].grad is self._hidden[index]:
+                self._parameters[index].grad = None
+        self._hidden_now.clear()
+
+    def _adopt_edits_of_gradients(self) -> None:
+        """Where a user has set ``.grad`` of a parameter to None, its pieces have none either.
+
+        Raises:
+            ReplicationError: It was set to something else.
+        """
+        pieces = {piece.index: piece for piece in self._pieces()}
+        for index in self._hidden_now:
+            gradient = self._parameters[index].grad
+            if gradient is None and index in pieces:
+                pieces[index].stepped.grad = None
+            elif gradient is not None and gradient is not self._hidden[index]:
+                raise ReplicationError(
+                    f"rank {self._rank}: .grad of {self._hidden[index].fqn} has been set behind a backward that has"
+                    " reduced it to shards, where no step would see it. Change gradients before they are reduced, by"
+                    " hooks on the parameter, or scale those of optimizer.param_groups, which are this rank's parts"
+                )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """See ``ReplicatedModule.clip_grad_norm_``."""
+        gradients = [g.as_subclass(Tensor) for p in self._pieces() if (g := p.stepped.grad) is not None]
+        device = self._parameters[0].device
+        norms = torch._foreach_norm(gradients, norm_type) if gradients else []
+        own = torch.zeros((), device=device)
+        if norms:
+            own = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
+        if norm_type == float("inf"):
+            self.transfers.any_rank(own)
+            total = own
+        else:
+            own = own**norm_type
+            self.transfers.sum_over_ranks(own)
+            total = own ** (1.0 / norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"rank {self._rank}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
+                " cannot be clipped; look for what is not finite, or pass error_if_nonfinite=False"
+            )
+        if gradients:
+            torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """See ``ReplicatedModule.full_gradients``."""
+        gradients = {}
+        for bucket in self.buckets:
+            present = torch.zeros(len(self._parameters), dtype=torch.int64, device=bucket.flat.device)
+            shards = torch.zeros_like(bucket.flat)
+            own = shards[self._rank * bucket.shard_numel :][: bucket.shard_numel]
+            for piece in bucket.pieces:
+                if piece.stepped.grad is not None:
+                    present[piece.index] = 1
+                    piece.of_shard(own).copy_(piece.stepped.grad.as_subclass(Tensor))
+            self.transfers.any_rank(present)
+            self.transfers.all_gather(shards).wait()
+            for index, gradient in bucket.assemble(shards).items():
+                if present[index]:
+                    gradients[self._hidden[index].fqn] = gradient
+        return {hidden.fqn: gradients[hidden.fqn] for hidden in self._hidden if hidden.fqn in gradients}
+
+    # Steps.
+
+    def step_begins(self) -> None:
+        """The optimizer is about to step the pieces."""
+        self.await_parameters()  # of a step before, without a forward between
+        self._adopt_edits_of_gradients()
+        self._refuse_gradients_of_this_rank()
+        for bucket in self.buckets:
+            bucket.take_edits(self._rank)
+        self._is_stepping = True
+
+    def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
+        """Gather a bucket; on every rank in the same order."""
+        self._guard.raise_up()
+        try:
+            bucket.gather()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def step_ends(self) -> None:
+        """All buckets are being gathered."""
+        self._is_stepping = False
+        self._stepped_versions = {p.index: p.stepped.grad._version for p in self._pieces() if p.stepped.grad is not None}
+        self._num_steps += 1
+
+    def _refuse_gradients_of_this_rank(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and index not in self._hidden_now:
+                raise ReplicationError(
+                    f"rank {self._rank}: optimizer.step() and a gradient of this rank alone, of backwards inside of"
+                    " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
+                    " outside of it, or drop the gradients with model.zero_grad()"
+                )
+
+    def _pieces(self) -> Iterator[Piece]:
+        return (piece for bucket in self.buckets for piece in bucket.pieces)
+
+    # Parameters are read.
+
+    def await_parameters(self, indices: Sequence[int] | None = None) -> None:
+        """Return when parameters are complete, or will be before what comes next on the current CUDA stream.
+
+        Args:
+            indices: Their numbers; all that there are if None.
+
+        Raises:
+            ReductionError: A rank has not come to the same step.
+        """
+        if indices is None:
+            self._complete()
+            self._guard.take_down()
+        else:
+            wanted = set(indices)
+            for bucket in reversed(self.buckets):
+                if bucket.is_gathering and not wanted.isdisjoint(bucket.param_indices):
+                    self._wait_for(bucket)
+
+    def _complete(self) -> None:
+        for bucket in reversed(self.buckets):
+            self._wait_for(bucket)
+
+    def refuse_step_before_sharding(self) -> None:
+        """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced."""
+        self._refuse_gradients_of_this_rank()
+
+    def _wait_for(self, bucket: ShardedBucket) -> None:
+        if bucket.is_gathering:
+            try:
+                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
+                    bucket.wait()
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def before_forward(self) -> None:
+        """See `CommAlgorithm.before_forward`."""
+        if self._is_stepping and not torch_internals.inside_optimizer_step():
+            raise ReplicationError(
+                f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
+                " not alike any more; start again from a checkpoint"
+            )
+        self._prepare_to_read()
+        if self._hidden_now:
+            self._adopt_edits_of_gradients()
+            self._forget_gradients()
+
+    def before_local_forward(self) -> None:
+        """See `CommAlgorithm.before_local_forward`."""
+        self.before_forward()
+
+    def after_forward(self, as_one_graph: bool) -> None:
+        """See `CommAlgorithm.after_forward`."""
+        self.await_parameters()
+        self._stop_watching()
+        self._overlaps_forward = as_one_graph
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """See `CommAlgorithm.evaluation`."""
+        return self._complete_before()
+
+    @contextmanager
+    def _complete_before(self) -> Iterator[None]:
+        self.await_parameters()
+        yield
+
+    def before_load(self) -> None:
+        """See `CommAlgorithm.before_load`."""
+        self.await_parameters()
+
+    _stop_watching: Callable[[], Any] = staticmethod(lambda: None)
+
+    def _prepare_to_read(self) -> None:
+        """Leave gathers under way only where nothing but one compiled graph will read the parameters.
+
+        Otherwise Python code of the forward might. A compilation is the sign that another graph is to come.
+        """
+        if not self._overlaps_forward:
+            self.await_parameters()
+            return
+        self._guard.take_down()
+        self._stop_watching()
+        self._stop_watching = torch_internals.watch_compilations(lambda _number: self.await_parameters(), _nothing)
+
+    def _failed(self, error: RuntimeError) -> ReductionError:
+        return error_messages.exchange_failed(self._rank, f"gather of parameters behind step {self._num_steps}", error)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,139 @@
+"""Parameters whose values are still on their way: whoever reads one waits for them.
+
+Note [Guarded parameters]
+Between ``optimizer.step()`` and the next forward, parameters are being gathered. Users read them there: averages of
+weights, ``state_dict()``, a norm that is logged. So until they are complete, each parameter has a subclass of its own
+class, whose ``__torch_function__`` waits before it lets anything but a question about shape or dtype through. It is the
+same object before and after, and so is its class once all are complete: compiled code, which is guarded by the classes
+of its parameters, never meets the other one. What reads memory without torch's Python interface is not seen: a C++
+extension called by other means than ``torch.ops``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+
+# All whose parameters are incomplete now.
+_guards: weakref.WeakSet[ParameterGuard] = weakref.WeakSet()
+
+# What can be asked about a parameter without its values.
+_ATTRIBUTES = frozenset(
+    {
+        "_backward_hooks",
+        "_grad",
+        "_post_accumulate_grad_hooks",
+        "_version",
+        "device",
+        "dtype",
+        "grad",
+        "grad_dtype",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_mkldnn",
+        "is_nested",
+        "is_quantized",
+        "is_sparse",
+        "is_sparse_csr",
+        "itemsize",
+        "layout",
+        "name",
+        "names",
+        "nbytes",
+        "ndim",
+        "output_nr",
+        "requires_grad",
+        "retains_grad",
+        "shape",
+    }
+)
+_FUNCTIONS = frozenset(
+    {
+        "__hash__",
+        "__len__",
+        "dim",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "size",
+        "stride",
+    }
+)
+
+
+class ParameterGuard:
+    """Calls back when one of some parameters is about to be read.
+
+    Args:
+        parameters: The parameters.
+        complete: Returns when they are complete; may be called by any thread.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], complete: Callable[[], None]) -> None:
+        self._parameters = list(parameters)
+        self._complete = complete
+        self._lock = threading.RLock()
+        self._is_up = False
+
+    def raise_up(self) -> None:
+        """From now on, reading waits."""
+        with self._lock:
+            if not self._is_up:
+                for parameter in self._parameters:
+                    parameter.__class__ = _guarded_class(type(parameter))
+                self._is_up = True
+                _guards.add(self)
+
+    def take_down(self) -> None:
+        """The parameters are complete, or will be before compiled code reads them."""
+        with self._lock:
+            if self._is_up:
+                self._is_up = False
+                _guards.discard(self)
+                for parameter in self._parameters:
+                    parameter.__class__ = type(parameter).__mro__[1]
+
+    def complete(self) -> None:
+        """Wait, and let the parameters be what they were."""
+        with self._lock:  # another thread that comes meanwhile waits as well
+            if self._is_up:
+                self._complete()
+                self.take_down()
+
+
+@functools.cache
+def _guarded_class(cls: type[Parameter]) -> type[Parameter]:
+    def intercept(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _asks_for_metadata(func):
+            for guard in list(_guards):
+                guard.complete()
+        with torch_internals.as_plain_tensors():
+            return func(*args, **(kwargs or {}))
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**names, "__torch_function__": classmethod(intercept)})
+
+
+def _asks_for_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") in _ATTRIBUTES
+    return name in _FUNCTIONS

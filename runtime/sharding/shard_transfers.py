@@ -1,0 +1,167 @@
+"""How flat buffers are cut into one shard for each rank, and how shards travel.
+
+Note [Point to point on gloo]
+gloo's reduce-scatter moves as much as its all-reduce, and its all-gather takes three times as long as messages from
+rank to rank (23 MiB, two ranks, torch 2.13: 56 ms and 18 ms). So on gloo each rank sends every other one its part, and
+adds up what it gets in the order of the ranks; with two ranks that is bit for bit what an all-reduce gives. The other
+backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile import torch_internals
+
+
+class Transfer:
+    """Some works that belong together.
+
+    Args:
+        works: Of what was started.
+    """
+
+    def __init__(self, works: Sequence[dist.Work] = ()) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        """Return when all is there, or will be before what comes next on the current CUDA stream.
+
+        Raises:
+            RuntimeError: Something failed or timed out.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+class ReduceScatter:
+    """A bucket on its way to shards; what the reducer waits for.
+
+    Args:
+        transfer: What is under way.
+        parts: What the ranks contribute to this rank's shard, in their order; the first one may be written. One alone
+            is the sum already.
+        flat: The flat buffer, of whose other shards nobody can say what they hold.
+    """
+
+    def __init__(self, transfer: Transfer, parts: Sequence[Tensor], flat: Tensor) -> None:
+        self._transfer = transfer
+        self._parts = list(parts)
+        self._flat = flat
+        self._shard: Tensor | None = None
+
+    def wait(self) -> None:
+        """See `ddp_compile.runtime.algorithms.base.Pending`."""
+        if self._shard is not None:
+            return
+        self._transfer.wait()
+        first, *others = self._parts
+        if others:
+            first = first.add(others[0])  # not in place: it may lie in the flat buffer, which can be sent again
+            for part in others[1:]:
+                first.add_(part)
+        self._parts = []
+        self._shard = first
+
+    @property
+    def shard(self) -> Tensor:
+        """The sum over the ranks of this rank's shard, shape (n,), on memory of its own; to be asked after `wait`."""
+        assert self._shard is not None
+        return self._shard
+
+    def result(self) -> list[Tensor]:
+        """See `ddp_compile.runtime.algorithms.base.Pending`."""
+        return [self._flat]
+
+
+class ShardTransfers:
+    """Sends shards between the ranks of a process group that nobody else uses.
+
+    Args:
+        process_group: The ranks.
+        device: Where the buffers lie.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = process_group
+        self.rank = process_group.rank()
+        self.world_size = process_group.size()
+        self._from_rank_to_rank = torch_internals.backend_name(process_group, device) == "gloo"
+
+    def shard_numel(self, numel: int) -> int:
+        """Elements of each shard of a flat buffer; the last shards may be shorter, or empty."""
+        return -(-numel // self.world_size)
+
+    def reduce_scatter(self, flat: Tensor) -> ReduceScatter:
+        """Start to add up a flat buffer over the ranks, each of which gets the sum of its own shard.
+
+        Args:
+            flat: Shape (n,); not to be written before the result is there.
+        """
+        shards = self._shards(flat)
+        own = shards[self.rank]
+        if self.world_size == 1:
+            return ReduceScatter(Transfer(), [own.clone()], flat)
+        if not self._from_rank_to_rank:
+            return self._reduce_scatter_tensor(flat)
+        received = own.new_empty((self.world_size - 1, own.numel()))
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        into = dict(zip(others, received, strict=True))
+        works = self._exchange({rank: shards[rank] for rank in others}, into)
+        parts = [own if rank == self.rank else into[rank] for rank in range(self.world_size)]
+        return ReduceScatter(Transfer(works), parts, flat)
+
+    def all_gather(self, flat: Tensor) -> Transfer:
+        """Start to give every rank the shards of all others.
+
+        Args:
+            flat: Shape (n,), a multiple of the world size, with this rank's shard in its place.
+        """
+        shards = flat.chunk(self.world_size)
+        own = shards[self.rank]
+        if self.world_size == 1:
+            return Transfer()
+        if not self._from_rank_to_rank:
+            return Transfer([torch_internals.all_gather_single(flat, own, self._group)])
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return Transfer(self._exchange(dict.fromkeys(others, own), {rank: shards[rank] for rank in others}))
+
+    def any_rank(self, flag: Tensor) -> None:
+        """Let a number be the largest one of all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+
+    def sum_over_ranks(self, value: Tensor) -> None:
+        """Let a number be the sum over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(value, group=self._group)
+
+    def objects_of_all(self, own: object) -> list[object]:
+        """What every rank has, in their order."""
+        everyone: list[object] = [own] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, own, group=self._group)
+        return everyone
+
+    def _reduce_scatter_tensor(self, flat: Tensor) -> ReduceScatter:
+        size = self.shard_numel(flat.numel())
+        missing = size * self.world_size - flat.numel()
+        whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        shard = flat.new_empty(size)
+        return ReduceScatter(
+            Transfer([torch_internals.reduce_scatter_single(shard, whole, self._group)]), [shard], flat
+        )
+
+    def _shards(self, flat: Tensor) -> list[Tensor]:
+        size = self.shard_numel(flat.numel())
+        return [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
+
+    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> list[dist.Work]:
+        """Receive from each rank and send to each, what has elements."""
+        works = [self._group.recv([into], rank, 0) for rank, into in received.items() if into.numel()]
+        return works + [self._group.send([part], rank, 0) for rank, part in sent.items() if part.numel()]

@@ -1,0 +1,179 @@
+"""The parameters of one bucket in a flat buffer, of which each rank steps a shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile.kernels import FlattenPlan
+from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.gradient_views import with_own_storage
+from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers, Transfer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What of one parameter lies in this rank's shard; there is at most one.
+
+    Args:
+        index: Number of the parameter.
+        begin: Its first element, of the parameter's in the order of their memory.
+        end: Behind its last element.
+        place: Its first element in the shard.
+        stepped: What the optimizer steps in the parameter's place: shape (end - begin,), on the memory of the flat
+            buffer, or a copy of its own in float32.
+    """
+
+    index: int
+    begin: int
+    end: int
+    place: int
+    stepped: Parameter
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        """Its part of something of the shard's shape."""
+        return shard[self.place : self.place + self.end - self.begin]
+
+
+class ShardedBucket:
+    """The flat buffer that the parameters of a bucket lie in from now on, and this rank's shard of it.
+
+    Each parameter is the same object on other memory, with a storage of its own, so that compilers and ``torch.save``
+    see separate tensors. A gather writes that memory; what was computed from the parameters before is not touched.
+
+    Args:
+        bucket: The bucket, whose gradients are cut into the same shards.
+        transfers: Sends shards.
+        master_weights: Whether pieces of low precision are stepped in float32.
+    """
+
+    def __init__(self, bucket: Bucket, transfers: ShardTransfers, master_weights: bool) -> None:
+        self.spec = bucket.spec
+        self.parameters = bucket.parameters
+        self.param_indices = bucket.param_indices
+        self._transfers = transfers
+        self._gathering: Transfer | None = None
+        element_size = self.parameters[0].element_size()
+        self._numel = self.spec.num_bytes // element_size
+        self.shard_numel = transfers.shard_numel(self._numel)
+        self.offsets = [offset // element_size for offset in self.spec.byte_offsets]
+        with torch.no_grad(), torch.inference_mode(False):
+            first = self.parameters[0]
+            self.flat = torch.zeros(self.shard_numel * transfers.world_size, dtype=first.dtype, device=first.device)
+            self._layout = FlattenPlan.for_bucket(self.parameters, self.flat[: self._numel], self.offsets)
+            self._layout.flatten(self.parameters, 1.0)
+            for parameter, place in zip(self.parameters, self._layout.views, strict=True):
+                parameter.data = with_own_storage(place)
+            self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+            self._versions = self._current_versions()
+            is_low = first.dtype in (torch.bfloat16, torch.float16)
+            self.stepped_dtype = torch.float32 if master_weights and is_low else first.dtype  #: of the pieces
+            self.pieces = self._cut()
+
+    def _cut(self) -> list[Piece]:
+        begin_of_shard = self._transfers.rank * self.shard_numel
+        shard = self.shard
+        pieces = []
+        for index, parameter, offset in zip(self.param_indices, self.parameters, self.offsets, strict=True):
+            begin = max(0, begin_of_shard - offset)
+            end = min(parameter.numel(), begin_of_shard + self.shard_numel - offset)
+            if begin < end:
+                place = offset + begin - begin_of_shard
+                values = shard[place : place + end - begin]
+                stepped = values.to(self.stepped_dtype) if self.has_master_weights else with_own_storage(values)
+                pieces.append(Piece(index, begin, end, place, Parameter(stepped)))
+        return pieces
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the flat buffer, shape (shard_numel,)."""
+        return self.flat[self._transfers.rank * self.shard_numel :][: self.shard_numel]
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether pieces are copies of their own."""
+        return self.stepped_dtype != self.flat.dtype
+
+    def name_of(self, index: int) -> str:
+        """What the module calls the parameter of this number."""
+        return self.spec.gradients[self.param_indices.index(index)].fqn
+
+    # A step.
+
+    def take_edits(self, rank: int) -> None:
+        """Before a step: see that pieces are what users have made of the parameters.
+
+        A parameter that was given other memory (``.data = ...``) is copied into its place, and lies there again.
+
+        Raises:
+            ParametersChangedError: One has another dtype, device or number of elements.
+        """
+        moved = [i for i, parameter in enumerate(self.parameters) if parameter.data_ptr() != self._addresses[i]]
+        for i in moved:
+            parameter, place = self.parameters[i], self._layout.views[i]
+            if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
+                change = f"other memory, now {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
+                raise error_messages.parameters_changed(rank, [f"{change}: {self.spec.gradients[i].fqn}"])
+            with torch.no_grad():
+                place.copy_(parameter)
+                parameter.data = with_own_storage(place)
+                self._addresses[i] = parameter.data_ptr()
+        if (moved or self._current_versions() != self._versions) and self.has_master_weights:
+            with torch.no_grad():
+                for piece in self.pieces:
+                    piece.stepped.copy_(piece.of_shard(self.shard))
+        self._versions = self._current_versions()
+
+    def gather(self) -> None:
+        """Start to give all ranks what this one has stepped."""
+        with torch.no_grad():
+            for piece in self.pieces if self.has_master_weights else ():
+                piece.of_shard(self.shard).copy_(piece.stepped)
+        self._gathering = self._transfers.all_gather(self.flat)
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether parameters are incomplete."""
+        return self._gathering is not None
+
+    def wait(self) -> None:
+        """Return when the parameters are complete; raises RuntimeError if the gather failed or timed out."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.wait()
+
+    # Conversions.
+
+    def assemble(self, shards: Tensor) -> dict[int, Tensor]:
+        """What each parameter has of something that is cut into shards.
+
+        Args:
+            shards: All shards one behind the other, shape (n,), of any dtype.
+
+        Returns:
+            By number of the parameter, new tensors of its shape and strides.
+        """
+        assembled = {}
+        for index, place, offset in zip(self.param_indices, self._layout.views, self.offsets, strict=True):
+            values = shards[offset : offset + place.numel()].clone()
+            assembled[index] = values.as_strided(place.shape, place.stride())
+        return assembled
+
+    def cut(self, piece: Piece, value: Tensor) -> Tensor:
+        """A piece's elements of something of its parameter's shape, a new tensor of shape (n,)."""
+        place = self._layout.views[self.param_indices.index(piece.index)]
+        in_memory_order = torch.empty_like(place, dtype=value.dtype, device=value.device).copy_(value)
+        return in_memory_order.as_strided((place.numel(),), (1,))[piece.begin : piece.end].clone()
+
+    def leave(self) -> None:
+        """Give the parameters memory of their own again."""
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.data = parameter.data.clone()
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]

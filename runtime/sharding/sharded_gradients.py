@@ -1,0 +1,105 @@
+"""What ``.grad`` is where a gradient has been reduced to shards: of a parameter, and of the piece that is stepped.
+
+Note [Gradients in shards]
+Behind a backward no rank has a parameter's whole gradient, only the pieces in its own shards. A ``.grad`` of None would
+let ``clip_grad_norm_`` over the model's parameters clip nothing, without a word. So ``.grad`` of a parameter is a
+`HiddenGradient`, which has the gradient's shape and no values: whoever reads it is told where to look. ``.grad`` of a
+piece is a `GradientShard`, whose norm would be that of this rank alone, and so is refused; what a GradScaler asks of
+it, whether all is finite, is answered for all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReplicationError
+
+_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"})
+
+
+class HiddenGradient(Tensor):
+    """Stands for a gradient of which this rank has parts only; any use of its values raises a ReplicationError.
+
+    Args:
+        parameter: Has the shape, dtype and device.
+        fqn: Its name.
+        rank: This rank.
+    """
+
+    fqn: str
+    rank: int
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, fqn: str, rank: int) -> HiddenGradient:
+        hidden: HiddenGradient = torch_internals.wrapper_subclass_like(cls, parameter)
+        hidden.fqn, hidden.rank = fqn, rank
+        return hidden
+
+    def __init__(self, parameter: Tensor, fqn: str, rank: int) -> None:
+        """Nothing is left to do."""
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"HiddenGradient({self.fqn}, {list(self.shape)}, {self.dtype}: reduced to shards)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hidden = next(value for value in _flattened(args, kwargs or {}) if isinstance(value, HiddenGradient))
+        where = f"rank {hidden.rank}: {func} of the gradient of {hidden.fqn}, which is reduced to shards"
+        if func is torch.ops.aten.add_.Tensor:
+            raise ReplicationError(
+                f"{where}: a second backward behind one that has been reduced, without a forward of the module between."
+                " Call model(x) before each backward, or all forwards but the last one inside model.no_sync()"
+            )
+        raise ReplicationError(
+            f"{where}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
+            " model.full_gradients(), zero with optimizer.zero_grad() or model.zero_grad()"
+        )
+
+
+class GradientShard(Tensor):
+    """The part of a gradient that this rank steps by: an ordinary tensor but for norms and for GradScaler."""
+
+    #: Lets a tensor of one element be the largest of all ranks.
+    any_rank: Callable[[Tensor], None]
+
+    @classmethod
+    def of(cls, values: Tensor, any_rank: Callable[[Tensor], None]) -> GradientShard:
+        """The same values on the same memory.
+
+        Args:
+            values: Shape (n,).
+            any_rank: What makes a flag the same on all ranks.
+        """
+        shard: GradientShard = values.as_subclass(cls)
+        shard.any_rank = any_rank
+        return shard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _NORMS:
+            raise ReplicationError(
+                f"{name} of gradients that are reduced to shards is the norm of this rank's part alone; clip with"
+                " model.clip_grad_norm_(max_norm), which takes that of all ranks and returns it"
+            )
+        with torch_internals.as_plain_tensors():
+            result = func(*args, **(kwargs or {}))
+            if func is torch_internals.UNSCALE:
+                gradients, found_non_finite = args[:2]
+                gradients[0].any_rank(found_non_finite)
+        return result
+
+
+def _flattened(*values: Any) -> Any:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flattened(*value)
+        elif isinstance(value, dict):
+            yield from _flattened(*value.values())
+        else:
+            yield value
