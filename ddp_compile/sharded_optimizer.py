@@ -152,7 +152,7 @@ class _ShardedOptimizer:
             optimizer.register_state_dict_post_hook(self._whole_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._state_dict_of_pieces),
         ]
-        optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
+        vars(optimizer)["add_param_group"] = _refuse_group
 
     # What is stepped.
 
@@ -194,19 +194,12 @@ class _ShardedOptimizer:
         self._states.join()
         for handle in self._handles:
             handle.remove()
-        del self._optimizer.add_param_group
+        del vars(self._optimizer)["add_param_group"]
         self._buckets = ()
 
     def _show(self, params: Sequence[list[Parameter]]) -> None:
         for group, of_group in zip(self._optimizer.param_groups, params, strict=True):
             group["params"] = of_group
-
-    def _refuse_group(self, _group: Any) -> None:
-        raise ReplicationError(
-            "add_param_group of an optimizer that is sharded: the ranks have parts of the parameters that it was"
-            " sharded with. Add the group first, with all parameters that will be trained, and then call"
-            " ddp_compile and shard_optimizer"
-        )
 
     # A step.
 
@@ -246,6 +239,13 @@ class _ShardedOptimizer:
         if self._states is None or not self._buckets:
             return None
         return self._states.of_pieces(state_dict)
+
+
+def _refuse_group(_group: Any) -> None:
+    raise ReplicationError(
+        "add_param_group of an optimizer that is sharded: the ranks have parts of the parameters that it was sharded"
+        " with. Add the group first, with all parameters that will be trained, and then call shard_optimizer"
+    )
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -316,9 +316,7 @@ def _refuse_model(state: Any, rank: int) -> None:
         )
 
 
-def _refuse_parameters(
-    optimizer: Optimizer, names: Mapping[int, str], reduced: Sequence[Parameter], rank: int
-) -> None:
+def _refuse_parameters(optimizer: Optimizer, names: Mapping[int, str], reduced: Sequence[Parameter], rank: int) -> None:
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := len(present - names.keys()):
         raise ReplicationError(

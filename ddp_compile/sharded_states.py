@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ddp_compile.errors import ReplicationError
 from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers
-from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
+from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
 
 
 class ShardedStates:
@@ -57,8 +57,9 @@ class ShardedStates:
         """Let whole parameters have their states again; on every rank at once."""
         states = self._optimizer.state
         whole = self._gather()
-        for piece, _bucket in self._pieces.values():
-            states.pop(piece.stepped, None)
+        present = set(map(id, self._whole))
+        for parameter in [parameter for parameter in states if id(parameter) not in present]:
+            del states[parameter]  # of pieces
         for parameter, index in zip(self._whole, self._numbers, strict=True):
             if index is not None and index in whole:
                 states[parameter] = {
@@ -135,11 +136,9 @@ class ShardedStates:
         everyone = self._transfers.objects_of_all(self._describe())
         described: dict[int, dict[str, Any]] = {}
         for of_rank in everyone:
-            described.update(of_rank)
+            described |= of_rank
         return {
-            index: state
-            for bucket in self._buckets
-            for index, state in self._gather_bucket(bucket, described).items()
+            index: state for bucket in self._buckets for index, state in self._gather_bucket(bucket, described).items()
         }
 
     def _gather_bucket(self, bucket: ShardedBucket, described: Mapping[int, Any]) -> dict[int, dict[str, Any]]:

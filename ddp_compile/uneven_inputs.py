@@ -68,7 +68,7 @@ class UnevenInputs:
             ReplicationError: The module's algorithm communicates parameters, of which a shadow has none to give.
         """
         algorithm = self._reducer.algorithm
-        if algorithm.traits.payload != "gradients":
+        if algorithm.traits.payload != "gradients" or not algorithm.traits.takes_shadows:
             raise ReplicationError(
                 f"rank {self._process_group.rank()}: the {algorithm.name} communicates parameters, and cannot go on"
                 " inside a Join, where ranks that have no input left contribute zeros; train on as many batches on"

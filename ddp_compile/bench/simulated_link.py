@@ -196,26 +196,26 @@ class SimulatedProcessGroup(dist.ProcessGroup):
             own.data.copy_(input.detach().reshape(-1))
         return self._launch("all_gather", [output], 1, self.line.model.shards_s(output.nbytes))
 
-    _allgather_base = all_gather_single
+    _allgather_base = all_gather_single  # before torch 2.13
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         output.data.copy_(input.detach().reshape(-1)[: output.numel()].view_as(output))
         factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
         return self._launch("reduce_scatter", [output], factor, self.line.model.shards_s(input.nbytes))
 
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base: Any = reduce_scatter_single
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
         return self._launch("all_to_all", [output], 1, self.line.model.shards_s(input.nbytes))
 
-    alltoall_base = all_to_all_single
+    alltoall_base: Any = all_to_all_single
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:  # type: ignore[override]
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         return self._launch("send", tensors, 1, self.line.model.message_s(sum(tensor.nbytes for tensor in tensors)))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:  # type: ignore[override]
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         seconds = self.line.model.message_s(sum(tensor.nbytes for tensor in tensors))
         return self._launch("recv", tensors, 1, seconds, self.line.coming_in())
 

@@ -65,9 +65,7 @@ def known_modes() -> list[str]:
     return sorted(list_mode_options())
 
 
-def traced_call_of(
-    cls: type[torch.nn.Module], runs_eagerly: Callable[[], None] = lambda: None
-) -> Callable[..., Any]:
+def traced_call_of(cls: type[torch.nn.Module], runs_eagerly: Callable[[], None] = lambda: None) -> Callable[..., Any]:
     """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
 
     It is the frame Dynamo starts from. Dynamo traces this file, so a root whose forward is torch's own, such as

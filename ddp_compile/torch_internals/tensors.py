@@ -158,7 +158,7 @@ def allows_same_attention_kernels(backends: Any) -> bool:
 
 def wrapper_subclass_like(cls: Any, tensor: Tensor) -> Any:
     """A tensor of a subclass with the shape, strides, dtype and device of another one, and no memory."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 

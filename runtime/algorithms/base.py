@@ -48,6 +48,8 @@ class Traits:
         takes_dtypes: The dtypes that gradients may have; all if None.
         keeps_buckets: The buckets of the first backward stay for good, as the algorithm keeps something for each of
             them; otherwise those of parameters that no graph shows are packed anew behind it.
+        takes_shadows: A rank that has no input left may take part with zeros, inside ``Join``. Never where parameters
+            are communicated.
         in_step: The ranks come to the same iterations together. False where none waits for another; then nothing else
             may be sent between them in an iteration, such as buffers.
 
@@ -63,6 +65,7 @@ class Traits:
     takes_sparse: bool = True
     takes_dtypes: tuple[torch.dtype, ...] | None = None
     keeps_buckets: bool = False
+    takes_shadows: bool = True
     in_step: bool = True
 
     def __post_init__(self) -> None:

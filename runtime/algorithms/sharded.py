@@ -51,7 +51,9 @@ class ShardedAlgorithm(CommAlgorithm):
     """
 
     name = "sharded optimizer"
-    traits = Traits(on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True)
+    traits = Traits(
+        on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True, takes_shadows=False
+    )
 
     def __init__(self, process_group: dist.ProcessGroup, optimizer: StepsPieces, master_weights: bool) -> None:
         self._process_group = process_group
@@ -59,11 +61,11 @@ class ShardedAlgorithm(CommAlgorithm):
         self._master_weights = master_weights
         self._rank = process_group.rank()
         self.buckets: tuple[ShardedBucket, ...] = ()  #: in plan order; none before the end of the first backward
-        #: Parameters without elements, of each dtype: with them a GradScaler finds gradients on every rank, and asks all.
+        #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
         self.witnesses: list[Parameter] = []
         self._hidden: list[HiddenGradient] = []
-        self._hidden_now: set[int] = set()  # numbers of the parameters whose ``.grad`` that is, unless a user changes it
-        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind the last step, unless new ones came
+        self._hidden_now: set[int] = set()  # numbers of the parameters whose ``.grad`` was hidden
+        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind a step, until new ones come
         self._is_stepping = False
         self._overlaps_forward = False
         self._num_steps = 0
@@ -258,7 +260,8 @@ class ShardedAlgorithm(CommAlgorithm):
     def step_ends(self) -> None:
         """All buckets are being gathered."""
         self._is_stepping = False
-        self._stepped_versions = {p.index: p.stepped.grad._version for p in self._pieces() if p.stepped.grad is not None}
+        gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
+        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
         self._num_steps += 1
 
     def _refuse_gradients_of_this_rank(self) -> None:

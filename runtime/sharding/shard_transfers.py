@@ -10,6 +10,7 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,9 +142,9 @@ class ShardTransfers:
         if self.world_size > 1:
             dist.all_reduce(value, group=self._group)
 
-    def objects_of_all(self, own: object) -> list[object]:
+    def objects_of_all(self, own: Any) -> list[Any]:
         """What every rank has, in their order."""
-        everyone: list[object] = [own] * self.world_size
+        everyone: list[Any] = [own] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(everyone, own, group=self._group)
         return everyone

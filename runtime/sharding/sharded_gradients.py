@@ -47,7 +47,9 @@ class HiddenGradient(Tensor):
         return f"HiddenGradient({self.fqn}, {list(self.shape)}, {self.dtype}: reduced to shards)"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub says what a disabled one is
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         hidden = next(value for value in _flattened(args, kwargs or {}) if isinstance(value, HiddenGradient))
         where = f"rank {hidden.rank}: {func} of the gradient of {hidden.fqn}, which is reduced to shards"
         if func is torch.ops.aten.add_.Tensor:

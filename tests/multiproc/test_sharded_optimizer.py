@@ -153,7 +153,7 @@ def trained(
 
 
 def differences(one: Any, other: Any) -> float:
-    """The largest relative difference of parameters and of what the optimizers keep of them; groups have to be equal."""
+    """The largest relative difference of parameters and of what optimizers keep of them; groups have to be equal."""
     (params, state), (other_params, other_state) = one, other
     assert [{**g, "lr": float(g["lr"])} for g in state["param_groups"]] == [
         {**g, "lr": float(g["lr"])} for g in other_state["param_groups"]

@@ -1,0 +1,312 @@
+"""Parameters of a sharded optimizer: complete for whoever reads them, saved and loaded as if they were not sharded."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from test_sharded_optimizer import CAP_MB, OPTIMIZERS, WIDTH, batch, differences, groups_of, plain
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import GradientAllReduce
+
+Ranks = Callable[[int], RankPool]
+
+
+def make(
+    kind: str = "adamw", module: nn.Module | None = None, sharded: bool = True, **settings: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    module = Mlp(WIDTH, 4) if module is None else module
+    model = ddp_compile(module, bucket_cap_mb=CAP_MB, **{"backend": "eager", **settings})
+    optimizer = OPTIMIZERS[kind](groups_of(module))
+    return model, shard_optimizer(optimizer, model) if sharded else optimizer
+
+
+@contextmanager
+def late_rank(rank: int = 1) -> Iterator[None]:
+    """What this rank sends in its steps comes so late that others read before, if they do not wait."""
+    if dist.get_rank() == rank:
+        time.sleep(0.15)
+    yield
+
+
+def equal_on_all_ranks(values: Tensor) -> bool:
+    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, values.contiguous())
+    return all(torch.equal(every[0], each) for each in every)
+
+
+# Reading.
+
+READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
+    "held since before": lambda model, held: torch.cat([p.detach().flatten() for p in held]),
+    "data": lambda model, held: torch.cat([p.data.flatten() for p in held]),
+    "in a list": lambda model, held: torch.stack(torch._foreach_norm(held)),
+    "numpy": lambda model, held: torch.from_numpy(held[0].detach().numpy().copy()),
+    "list": lambda model, held: torch.tensor(held[-2].tolist()),
+    "operator": lambda model, held: torch.ops.aten.mul(held[0], 2.0).detach(),
+    "in place": lambda model, held: held[2].data.add_(0.0),
+    "state_dict": lambda model, held: torch.cat([v.flatten() for v in model.state_dict().values()]),
+    "copy": lambda model, held: torch.cat([p.detach().flatten() for p in copy.deepcopy(model).parameters()]),
+    "average": lambda model, held: torch.cat([p.detach().flatten() for p in averaged(model).parameters()]),
+    "submodule": lambda model, held: model.layers[0](torch.ones(1, WIDTH)).detach(),
+    "function": lambda model, held: F.linear(torch.ones(1, WIDTH), held[0]).detach(),
+    "without gradients": lambda model, held: evaluated(model),
+    "in evaluation mode": lambda model, held: model.eval()(torch.ones(2, WIDTH)).detach(),
+}
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    average = AveragedModel(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), avg_fn=lambda a, p, n: p.clone())
+    average.update_parameters(model.layers)
+    return average
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module) -> Tensor:
+    return model(torch.ones(2, WIDTH))
+
+
+def stale_readers() -> list[str]:
+    """What saw other values than other ranks right behind a step."""
+    model, optimizer = make()
+    held = list(model.parameters())
+    plain(model, optimizer, 0)
+    stale = []
+    for step, (name, read) in enumerate(READERS.items()):
+        loss_of(model.train()(batch(step))).backward()
+        with late_rank():
+            optimizer.step()
+        values = read(model, held)
+        assert all(type(p) is nn.Parameter for p in held)
+        optimizer.zero_grad()
+        if not equal_on_all_ranks(values):
+            stale.append(name)
+    return stale
+
+
+def test_whoever_reads_a_parameter_behind_a_step_sees_it_complete(ranks: Ranks) -> None:
+    assert ranks(2).run(stale_readers) == [[], []]
+
+
+class Broken(Mlp):
+    """Python code that reads a parameter between two graphs, and before any."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look()
+        x = self.layers[0](x)
+        self.look()
+        return self.layers[2](self.layers[1](x))
+
+    @torch.compiler.disable
+    def look(self) -> None:
+        self.seen.append(float(sum(layer.weight.detach().abs().sum() for layer in self.layers)))
+
+
+def trained_in_parts(sharded: bool, way: str) -> list[Tensor]:
+    torch.manual_seed(2)
+    module = Broken() if way == "graph breaks" else None
+    model, optimizer = make(module=module, sharded=sharded, backend="aot_eager", split="forward")
+    for step in range(4):
+        x = batch(step)
+        if way == "many shapes":  # beyond the limit of recompilations, where Dynamo runs the module eagerly
+            x = x[: step + 1]
+        stance = "force_eager" if way == "told to be eager" and step > 1 else "default"
+        with torch.compiler.set_stance(stance):
+            loss_of(model(x)).backward()
+        with late_rank():
+            optimizer.step()
+        optimizer.zero_grad()
+    seen = [torch.tensor(module.seen)] if isinstance(module, Broken) else []
+    return [*(p.detach().clone() for p in model.parameters()), *seen]
+
+
+def differing_ways() -> list[str]:
+    ways = ["graph breaks", "many shapes", "told to be eager"]
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+        return [w for w in ways if not all(map(torch.equal, trained_in_parts(True, w), trained_in_parts(False, w)))]
+
+
+def test_what_python_runs_of_a_forward_sees_complete_parameters(ranks: Ranks) -> None:
+    assert ranks(2).run(differing_ways) == [[], []]
+
+
+def under_way_in_forward() -> list[tuple[int, int]]:
+    """At each wait in a forward: how many buckets are being gathered before it, and after."""
+    model, optimizer = make(backend="aot_eager", split="forward")
+    for step in range(3):
+        plain(model, optimizer, step)
+    algorithm = model.comm_algorithm
+    found = []
+    wait = algorithm.await_parameters
+
+    def noted(indices: Any = None) -> None:
+        before = sum(bucket.is_gathering for bucket in algorithm.buckets)
+        wait(indices)
+        found.append((before, sum(bucket.is_gathering for bucket in algorithm.buckets)))
+
+    algorithm.await_parameters = noted
+    loss_of(model(batch(3))).backward()
+    return found
+
+
+def test_parts_of_a_forward_wait_for_what_they_read_only(ranks: Ranks) -> None:
+    for found in ranks(2).run(under_way_in_forward):
+        num_buckets = found[0][0]
+        assert num_buckets > 2
+        assert found[:num_buckets] == [(n, n - 1) for n in range(num_buckets, 0, -1)]
+
+
+# Checkpoints.
+
+
+def train(model: Any, optimizer: Any, begin: int, end: int, num_ranks: int | None = None) -> None:
+    """Steps with one batch for all ranks, however many there are."""
+    for step in range(begin, end):
+        torch.manual_seed(step)
+        x = torch.randn(12, WIDTH).chunk(dist.get_world_size())[dist.get_rank()]
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(path: str, sharded: bool) -> tuple[list[Tensor], Any]:
+    model, optimizer = make(sharded=sharded)
+    train(model, optimizer, 0, 3)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+    train(model, optimizer, 3, 6)
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
+
+
+def resume(path: str, sharded: bool, loads_late: bool) -> tuple[list[Tensor], Any]:
+    """By an optimizer that has no pieces yet, or has them."""
+    model, optimizer = make(sharded=sharded)
+    if loads_late:
+        train(model, optimizer, 7, 9)
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, 3, 6)
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
+
+
+def test_a_run_goes_on_bit_for_bit_and_unsharded_too(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.pt")
+    through = ranks(2).run(save, path, True)
+    for sharded, loads_late in ((True, False), (True, True), (False, True)):
+        for found, expected in zip(ranks(2).run(resume, path, sharded, loads_late), through, strict=True):
+            assert differences(found, expected) == 0.0
+    for found in ranks(3).run(resume, path, True, True):
+        assert differences(found, through[0]) < 1e-4  # another order of sums
+
+
+def test_an_unsharded_checkpoint_may_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.pt")
+    through = ranks(2).run(save, path, False)
+    for loads_late in (False, True):
+        for found, expected in zip(ranks(2).run(resume, path, True, loads_late), through, strict=True):
+            assert differences(found, expected) == 0.0
+
+
+def undone(way: str) -> tuple[float, list[str]]:
+    model, optimizer = make("sgd")
+    other, other_optimizer = make("sgd", sharded=False)
+    for step in range(6):
+        for each in ((model, optimizer), (other, other_optimizer)):
+            plain(*each, step)
+        if step == 2 and way == "unwrap":
+            model.unwrap()
+            model = ddp_compile(model, bucket_cap_mb=CAP_MB, backend="eager")
+        elif step == 2:
+            model.set_comm_algorithm(GradientAllReduce())
+        elif step == 4:
+            shard_optimizer(optimizer, model)
+    ours = [p.detach() for p in model.parameters()], optimizer.state_dict()
+    return differences(ours, ([p.detach() for p in other.parameters()], other_optimizer.state_dict())), [
+        type(p).__name__ for p in model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("way", ["unwrap", "another algorithm"])
+def test_it_may_be_undone_and_done_again(ranks: Ranks, way: str) -> None:
+    for worst, types in ranks(2).run(undone, way):
+        assert worst == 0.0
+        assert set(types) == {"Parameter"}
+
+
+# What it keeps, and in which precision.
+
+
+def bytes_of_states() -> tuple[int, int, int]:
+    """Of this rank, of one that is not sharded, and padding."""
+    model, optimizer = make()
+    other, other_optimizer = make(sharded=False)
+    for each in ((model, optimizer), (other, other_optimizer)):
+        plain(*each, 0)
+    shards, element = model.comm_algorithm.buckets, 4
+    padding = sum(b.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
+        p.numel() for p in model.parameters()
+    )
+    counts = [
+        sum(v.nbytes for s in each.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim())
+        for each in (optimizer, other_optimizer)
+    ]
+    return counts[0], counts[1], padding
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_states_are_divided_by_the_ranks(ranks: Ranks, world_size: int) -> None:
+    found = ranks(world_size).run(bytes_of_states)
+    whole, padding = found[0][1], found[0][2]
+    assert sum(own for own, _, _ in found) == whole
+    for own, _, _ in found:
+        assert own <= (whole + 2 * padding) / world_size
+
+
+def steps_of_a_thousandth(master_weights: bool) -> float:
+    """What fifty of them make of ones in bfloat16."""
+    model, optimizer = make(module=Mlp(WIDTH, 3).to(torch.bfloat16), sharded=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    shard_optimizer(optimizer, model, master_weights=master_weights)
+    for _ in range(50):
+        loss_of(model(torch.zeros(2, WIDTH, dtype=torch.bfloat16))).backward()
+        for piece in optimizer.param_groups[0]["params"]:
+            assert piece.dtype == (torch.float32 if master_weights else torch.bfloat16)
+            piece.grad.fill_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {float(value) for p in model.parameters() for value in p.detach().float().unique()}
+    with torch.no_grad():
+        next(model.parameters()).fill_(0.5)  # what a user writes is where it goes on from
+    optimizer.step()
+    assert (next(model.parameters()) == 0.5).all()
+    (value,) = values
+    return value
+
+
+def test_master_weights_keep_what_bfloat16_would_lose(ranks: Ranks) -> None:
+    assert ranks(2).run(steps_of_a_thousandth, True) == pytest.approx([0.95, 0.95], abs=0.002)
+    assert ranks(2).run(steps_of_a_thousandth, False) == [1.0, 1.0]

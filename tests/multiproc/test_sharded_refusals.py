@@ -1,0 +1,251 @@
+"""What a sharded optimizer does not do is an error by name, and never a step by other values than the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from test_sharded_optimizer import CAP_MB, WIDTH, batch
+from test_sharded_parameters import make
+from torch import nn
+
+from ddp_compile import ReductionError, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import ByteGrad
+
+Ranks = Callable[[int], RankPool]
+
+
+def said_by(attempt: Callable[[], Any], kinds: Any = (RuntimeError, ValueError, TypeError)) -> str:
+    with pytest.raises(kinds) as raised:
+        attempt()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.sub_(group["lr"] * (0.9 * momentum + 0.1 * parameter.grad).sign())
+                    momentum.lerp_(parameter.grad, 0.01)
+
+
+def refused_at_the_call() -> list[str]:
+    module = Mlp(WIDTH, 2)
+    model: Any = ddp_compile(module, bucket_cap_mb=CAP_MB, backend="eager")
+    parameters = list(model.parameters())
+
+    def shard(optimizer: Any, other: Any = model, **settings: Any) -> Callable[[], Any]:
+        return lambda: shard_optimizer(optimizer, other, **settings)
+
+    adamw = torch.optim.AdamW(parameters)
+    said = [
+        said_by(shard("adamw")),
+        said_by(shard(adamw, Mlp(WIDTH, 2))),
+        said_by(shard(torch.optim.AdamW(parameters[1:]))),
+        said_by(shard(torch.optim.AdamW([*parameters, nn.Parameter(torch.zeros(2))]))),
+        said_by(shard(torch.optim.LBFGS(parameters))),
+        said_by(shard(torch.optim.Adafactor(parameters))),
+        said_by(shard(Lion(parameters))),
+        said_by(shard(torch.optim.SGD(parameters, differentiable=True))),
+        said_by(shard(torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank())))),
+        said_by(shard(adamw, ddp_compile(Mlp(WIDTH, 2), backend="eager", algorithm=ByteGrad()))),
+    ]
+    loss_of(model(batch(0))).backward()
+    said.append(said_by(shard(adamw)))
+    model.zero_grad()
+    shard_optimizer(adamw, model)
+    return [
+        *said,
+        said_by(shard(adamw)),
+        said_by(shard(torch.optim.AdamW(parameters))),
+        said_by(lambda: adamw.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})),
+        said_by(lambda: model.register_comm_hook(None, lambda state, bucket: None)),
+        said_by(lambda: model.join_hook()),
+    ]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
+    expected = [
+        "TypeError: optimizer='adamw' is not a torch.optim.Optimizer",
+        "ReplicationError: shard_optimizer: model is a Mlp that is not replicated; call ddp_compile(model) first",
+        "the model reduces parameters that the optimizer does not have: layers.0.weight. Put all of them",
+        "the optimizer has 1 parameters that the model does not have",
+        "LBFGS cannot be sharded by elements, since it looks at all parameters at once",
+        "Adafactor cannot be sharded by elements, since it looks at rows and columns",
+        "Lion works element by element is not known; pass elementwise=True",
+        "a SGD with differentiable=True cannot be sharded",
+        "RanksDifferError: rank {rank}: the optimizers that are to be sharded have other settings",
+        "an optimizer cannot be sharded together with the ByteGrad",
+        "4 parameters have gradients, which are no shards; call shard_optimizer between two steps",
+        "this AdamW is sharded already",
+        "the model has a sharded optimizer already",
+        "add_param_group of an optimizer that is sharded",
+        "but the sharded optimizer reduces the buckets",
+        "the sharded optimizer communicates parameters, and cannot go on inside a Join",
+    ]
+    for rank, said in enumerate(ranks(2).run(refused_at_the_call)):
+        for text, part in zip(said, expected, strict=True):
+            assert part.format(rank=rank) in text
+
+
+def refused_behind_a_backward() -> list[str]:
+    model, optimizer = make()
+    first = next(model.parameters())
+    with model.no_sync():
+        loss_of(model(batch(0))).backward()
+    said = [said_by(optimizer.step)]
+    model.zero_grad()
+    for step in range(2):
+        loss_of(model(batch(step))).backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    said += [
+        said_by(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        said_by(lambda: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)),
+        said_by(lambda: first.grad.abs()),
+        said_by(lambda: print(first.grad * 2)),
+        said_by(lambda: first.square().sum().backward()),
+    ]
+    assert "reduced to shards" in repr(first.grad)
+    first.grad = torch.ones_like(first)
+    said.append(said_by(optimizer.step))
+    first.grad = None
+    before = first.detach().clone()
+    optimizer.step()
+    assert torch.equal(first.detach(), before)  # None is no gradient
+    loss = loss_of(model(batch(2)))
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [*said, said_by(loss.backward)]
+
+
+def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -> None:
+    expected = [
+        "optimizer.step() and a gradient of this rank alone, of backwards inside of model.no_sync()",
+        "model.clip_grad_norm_(max_norm)",
+        "the norm of this rank's part alone; clip with model.clip_grad_norm_(max_norm)",
+        "which is reduced to shards: no rank has all of it",
+        "read with model.full_gradients()",
+        "a second backward behind one that has been reduced, without a forward of the module between",
+        ".grad of layers.0.weight has been set behind a backward",
+        "has not been zeroed, or only by setting .grad of the model's parameters behind a forward",
+    ]
+    for said in ranks(2).run(refused_behind_a_backward):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
+
+
+def written_between() -> tuple[bool, bool, str]:
+    """Edits of parameters between two steps: in place, by ``.data``, and to another dtype."""
+    results = []
+    for write in (lambda p: p.data.mul_(2.0), lambda p: setattr(p, "data", p.data * 2)):
+        ends = []
+        for sharded in (True, False):
+            model, optimizer = make("sgd", sharded=sharded)
+            for step in range(4):
+                loss_of(model(batch(step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    for parameter in model.parameters():
+                        write(parameter)
+            ends.append([p.detach().clone() for p in model.parameters()])
+        results.append(all(map(torch.equal, *ends)))
+    model, optimizer = make("sgd")
+    loss_of(model(batch(0))).backward()
+    first = next(model.parameters())
+    first.data = first.data.double()
+    return results[0], results[1], said_by(optimizer.step)
+
+
+def test_what_users_write_into_parameters_is_stepped_from(ranks: Ranks) -> None:
+    for in_place, by_data, converted in ranks(2).run(written_between):
+        assert in_place and by_data
+        assert "ParametersChangedError" in converted and "layers.0.weight" in converted
+
+
+def steps_of_all_kinds() -> list[bool]:
+    """Without a backward before, twice in a row, and with a part frozen: as without shards."""
+    ends = []
+    for sharded in (True, False):
+        model, optimizer = make("adamw", sharded=sharded, find_unused_parameters=True)
+        optimizer.step()
+        for step in range(5):
+            loss_of(model(batch(step))).backward()
+            optimizer.step()
+            if step == 2:
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            if step == 3:
+                model.layers[1].requires_grad_(False)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    return list(map(torch.equal, *ends))
+
+
+def test_steps_without_gradients_and_twice_are_what_they_are_without_shards(ranks: Ranks) -> None:
+    for equal in ranks(2).run(steps_of_all_kinds):
+        assert all(equal)
+
+
+def custom_optimizer() -> bool:
+    ends = []
+    for sharded in (True, False):
+        torch.manual_seed(1)
+        model: Any = ddp_compile(Mlp(WIDTH, 3), bucket_cap_mb=CAP_MB, backend="eager")
+        optimizer = Lion(model.parameters())
+        if sharded:
+            shard_optimizer(optimizer, model, elementwise=True)
+        for step in range(4):
+            loss_of(model(batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    return all(map(torch.equal, *ends))
+
+
+def test_another_elementwise_optimizer_may_be_sharded(ranks: Ranks) -> None:
+    assert ranks(2).run(custom_optimizer) == [True, True]
+
+
+def a_rank_that_does_not_step() -> str:
+    model, optimizer = make()
+    for step in range(2):
+        loss_of(model(batch(step))).backward()
+        if step and dist.get_rank() == 1:
+            return ""
+        optimizer.step()
+        optimizer.zero_grad()
+    return said_by(lambda: model(batch(3)), ReductionError)
+
+
+def test_a_rank_that_does_not_step_is_an_error_of_the_others(ranks: Ranks) -> None:
+    said, nothing = ranks(2).run_expecting_failures(a_rank_that_does_not_step, timeout_s=2.0)
+    assert nothing == "" and "gather of parameters behind step 2 failed" in said
+
+
+def gradients_of_all() -> tuple[bool, bool]:
+    found = []
+    for sharded in (True, False):
+        model, _ = make(sharded=sharded, find_unused_parameters=True)
+        model.layers[3].requires_grad_(False)
+        loss_of(model(batch(0))).backward()
+        found.append(model.full_gradients())
+    ours, theirs = found
+    return list(ours) == list(theirs), all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_full_gradients_are_those_without_shards(ranks: Ranks) -> None:
+    assert ranks(2).run(gradients_of_all) == [(True, True), (True, True)]
