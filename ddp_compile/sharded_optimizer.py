@@ -103,20 +103,22 @@ def shard_optimizer(
             f" on ranks {format_ranks(different)} than on rank 0; make them alike on every rank"
         )
     sharded = _ShardedOptimizer(optimizer, reduced, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
-    state.algorithms.set_algorithm(_Sharded(sharded, master_weights), None)
+    names_of_reduced = [gradient.fqn for gradient in state.builder.gradients]
+    state.algorithms.set_algorithm(_Sharded(sharded, names_of_reduced, master_weights), None)
     return optimizer
 
 
 class _Sharded(AlgorithmConfig):
     """What `AlgorithmSwitch` builds the algorithm of."""
 
-    def __init__(self, optimizer: _ShardedOptimizer, master_weights: bool) -> None:
+    def __init__(self, optimizer: _ShardedOptimizer, names: Sequence[str], master_weights: bool) -> None:
         self._optimizer = optimizer
+        self._names = names
         self._master_weights = master_weights
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        algorithm = ShardedAlgorithm(process_group, self._optimizer, self._master_weights)
+        algorithm = ShardedAlgorithm(process_group, self._optimizer, self._names, self._master_weights)
         self._optimizer.algorithm = algorithm
         return algorithm
 
@@ -180,8 +182,9 @@ class _ShardedOptimizer:
             group = self._optimizer.param_groups[number]
             if (all_names := self._names[number]) is not None:
                 group["param_names"] = [all_names[place] for place in names]
-        self._params[0] += self.algorithm.witnesses
-        self._params_of_bucket[-1][0] += self.algorithm.witnesses
+        witnesses = [piece.stepped for piece in self.algorithm.witnesses]
+        self._params[0] += witnesses
+        self._params_of_bucket[-1][0] += witnesses
         self._show(self._params)
 
     def unshard(self) -> None:

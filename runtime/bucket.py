@@ -1,8 +1,8 @@
 """One bucket: its parameters, its flat buffer, and the ``.grad`` of its parameters.
 
 Note [Who writes gradients]
-``.grad`` of a reduced parameter is written here and nowhere else in the runtime: by `Bucket.store`, and where a whole
-bucket is pointed at its views or copied back.
+``.grad`` of a reduced parameter is written here, by `Bucket.store`, and where a whole bucket is pointed at its views or
+copied back; and in `ddp_compile.runtime.sharding`, where no rank has all of it. Nowhere else in the runtime.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
-        seconds = self.line.model.all_reduce_s(sum(tensor.nbytes for tensor in tensors))
+        seconds = self.line.model.all_reduce_s(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return self._launch("all_reduce", tensors, factor, seconds)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError
@@ -22,7 +24,7 @@ from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.sharding.guarded_parameters import ParameterGuard
 from ddp_compile.runtime.sharding.shard_transfers import ReduceScatter, ShardTransfers
 from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
-from ddp_compile.runtime.sharding.sharded_gradients import GradientShard, HiddenGradient
+from ddp_compile.runtime.sharding.sharded_gradients import HiddenGradients
 
 
 class StepsPieces(Protocol):
@@ -44,6 +46,7 @@ class ShardedAlgorithm(CommAlgorithm):
     Args:
         process_group: All ranks.
         optimizer: What steps the pieces.
+        names: Of the parameters that are reduced.
         master_weights: Whether pieces of low precision are stepped in float32.
 
     Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; the gathers behind the next forward are
@@ -55,16 +58,17 @@ class ShardedAlgorithm(CommAlgorithm):
         on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True, takes_shadows=False
     )
 
-    def __init__(self, process_group: dist.ProcessGroup, optimizer: StepsPieces, master_weights: bool) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, optimizer: StepsPieces, names: Sequence[str], master_weights: bool
+    ) -> None:
         self._process_group = process_group
         self._optimizer = optimizer
+        self._names = tuple(names)
         self._master_weights = master_weights
         self._rank = process_group.rank()
         self.buckets: tuple[ShardedBucket, ...] = ()  #: in plan order; none before the end of the first backward
         #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
-        self.witnesses: list[Parameter] = []
-        self._hidden: list[HiddenGradient] = []
-        self._hidden_now: set[int] = set()  # numbers of the parameters whose ``.grad`` was hidden
+        self.witnesses: list[Piece] = []
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind a step, until new ones come
         self._is_stepping = False
         self._overlaps_forward = False
@@ -85,6 +89,7 @@ class ShardedAlgorithm(CommAlgorithm):
         device = parameters[0].device
         group = group_of(ranks, self._process_group, device) if len(ranks) > 1 else self._process_group
         self._parameters = list(parameters)
+        self._hidden = HiddenGradients(self._parameters, self._names, self._rank)
         self.transfers = ShardTransfers(group, device)
         self._guard = ParameterGuard(parameters, self._complete)
 
@@ -95,7 +100,7 @@ class ShardedAlgorithm(CommAlgorithm):
             self._optimizer.unshard()
         for bucket in self.buckets:
             bucket.leave()
-        self._forget_gradients()
+        self._hidden.take_away()
         self.buckets = ()
 
     # Gradients.
@@ -108,121 +113,76 @@ class ShardedAlgorithm(CommAlgorithm):
         """Let ``.grad`` of each piece be its part of the mean, or have it added, and hide those of the parameters."""
         if not self.buckets:
             self._shard(buckets)
-        shard_of = {}
-        for bucket in launched:
-            reduction = bucket.iteration.work
-            assert isinstance(reduction, ReduceScatter)
-            shard_of[bucket.param_indices] = reduction.shard
-        self._refuse_gradients_of_before(shard_of.keys(), untouched)
-        for sharded in self.buckets:
-            shard = shard_of.get(sharded.param_indices)
-            for piece in sharded.pieces if shard is not None else ():
-                if piece.index not in untouched:
-                    assert shard is not None
-                    self._accumulate(piece, piece.of_shard(shard))
-        for bucket in launched:
-            for position, index in enumerate(bucket.param_indices):
-                if index not in untouched:
-                    bucket.store(position, self._hidden[index])
-                    self._hidden_now.add(index)
+        shards = {bucket.param_indices: _shard_of(bucket) for bucket in launched}
+        touched = [
+            (piece, shards[bucket.param_indices])
+            for bucket in self.buckets
+            if bucket.param_indices in shards
+            for piece in bucket.pieces
+            if piece.index not in untouched
+        ]
+        self._refuse_gradients_of_before(piece for piece, _ in touched)
+        for piece, shard in touched:
+            piece.accumulate(shard, self.transfers.any_rank)
         for witness in self.witnesses:
-            witness.grad = GradientShard.of(torch.empty_like(witness), self.transfers.any_rank)
+            witness.zero(set_to_none=True)
+            witness.accumulate(witness.stepped.detach(), self.transfers.any_rank)
+        self._hidden.hide(index for bucket in launched for index in bucket.param_indices if index not in untouched)
         self._stepped_versions = {}
-
-    def _accumulate(self, piece: Piece, gradient: Tensor) -> None:
-        stepped = piece.stepped
-        if stepped.grad is None:
-            stepped.grad = GradientShard.of(gradient.to(stepped.dtype), self.transfers.any_rank)
-        else:
-            with torch.no_grad():
-                stepped.grad.add_(gradient)
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)
-        names = {gradient.index: gradient.fqn for bucket in self.buckets for gradient in bucket.spec.gradients}
+        dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
         device = self._parameters[0].device
-        dtypes = {bucket.stepped_dtype for bucket in self.buckets}
-        self.witnesses = [Parameter(torch.empty(0, dtype=dtype, device=device)) for dtype in sorted(dtypes, key=str)]
-        self._hidden = [HiddenGradient(p, names[i], self._rank) for i, p in enumerate(self._parameters)]
+        self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
         self._optimizer.shard(self.buckets)
 
-    def _refuse_gradients_of_before(self, launched: Set[tuple[int, ...]], untouched: Set[int]) -> None:
+    def _refuse_gradients_of_before(self, pieces: Iterable[Piece]) -> None:
         """Of gradients that are still what they were behind a step, nobody can say whether the user has zeroed them."""
-        if not self._stepped_versions:
-            return
-        for bucket in self.buckets:
-            if bucket.param_indices in launched:
-                for piece in bucket.pieces:
-                    gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
-                    if piece.index not in untouched and gradient is not None and gradient._version == version:
-                        name = self._hidden[piece.index].fqn
-                        raise ReplicationError(
-                            f"rank {self._rank}: a backward ends and the gradient of {name} of before the last step has"
-                            " not been zeroed, or only by setting .grad of the model's parameters behind a forward."
-                            " Call optimizer.zero_grad() or model.zero_grad() for each step"
-                        )
+        for piece in pieces if self._stepped_versions else ():
+            gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
+            if gradient is not None and gradient._version == version:
+                raise ReplicationError(
+                    f"rank {self._rank}: a backward ends and the gradient of {self._names[piece.index]} of before the"
+                    " last step has not been zeroed, or only by setting .grad of the model's parameters behind a"
+                    " forward. Call optimizer.zero_grad() or model.zero_grad() for each step"
+                )
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
-        """What ``zero_grad`` of model and optimizer do."""
+        """What ``zero_grad`` of the model does."""
         for piece in self._pieces():
-            if set_to_none or piece.stepped.grad is None:
-                piece.stepped.grad = None
-            else:
-                piece.stepped.grad.zero_()
-        self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        """Let no parameter have a gradient that another one could not be added to."""
-        for index in self._hidden_now:
-            if self._parameters[index].grad is self._hidden[index]:
-                self._parameters[index].grad = None
-        self._hidden_now.clear()
+            piece.zero(set_to_none)
+        self._hidden.take_away()
 
     def _adopt_edits_of_gradients(self) -> None:
-        """Where a user has set ``.grad`` of a parameter to None, its pieces have none either.
-
-        Raises:
-            ReplicationError: It was set to something else.
-        """
-        pieces = {piece.index: piece for piece in self._pieces()}
-        for index in self._hidden_now:
-            gradient = self._parameters[index].grad
-            if gradient is None and index in pieces:
-                pieces[index].stepped.grad = None
-            elif gradient is not None and gradient is not self._hidden[index]:
-                raise ReplicationError(
-                    f"rank {self._rank}: .grad of {self._hidden[index].fqn} has been set behind a backward that has"
-                    " reduced it to shards, where no step would see it. Change gradients before they are reduced, by"
-                    " hooks on the parameter, or scale those of optimizer.param_groups, which are this rank's parts"
-                )
+        """Where a user has set ``.grad`` of a parameter to None, its pieces have none either."""
+        if edited := set(self._hidden.set_to_none()):
+            for piece in self._pieces():
+                if piece.index in edited:
+                    piece.zero(set_to_none=True)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See ``ReplicatedModule.clip_grad_norm_``."""
-        gradients = [g.as_subclass(Tensor) for p in self._pieces() if (g := p.stepped.grad) is not None]
-        device = self._parameters[0].device
-        norms = torch._foreach_norm(gradients, norm_type) if gradients else []
-        own = torch.zeros((), device=device)
-        if norms:
-            own = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
-        if norm_type == float("inf"):
-            self.transfers.any_rank(own)
-            total = own
+        pieces = [piece.stepped for piece in self._pieces()]
+        gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None]
+        total = get_total_norm(gradients, norm_type).to(self._parameters[0].device, torch.float32)
+        if math.isinf(norm_type):
+            self.transfers.any_rank(total)
         else:
-            own = own**norm_type
-            self.transfers.sum_over_ranks(own)
-            total = own ** (1.0 / norm_type)
+            total.pow_(norm_type)
+            self.transfers.sum_over_ranks(total)
+            total.pow_(1.0 / norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"rank {self._rank}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
                 " cannot be clipped; look for what is not finite, or pass error_if_nonfinite=False"
             )
-        if gradients:
-            torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        clip_grads_with_norm_(pieces, max_norm, total)
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:
         """See ``ReplicatedModule.full_gradients``."""
-        gradients = {}
+        gradients: dict[int, Tensor] = {}
         for bucket in self.buckets:
             present = torch.zeros(len(self._parameters), dtype=torch.int64, device=bucket.flat.device)
             shards = torch.zeros_like(bucket.flat)
@@ -233,10 +193,8 @@ class ShardedAlgorithm(CommAlgorithm):
                     piece.of_shard(own).copy_(piece.stepped.grad.as_subclass(Tensor))
             self.transfers.any_rank(present)
             self.transfers.all_gather(shards).wait()
-            for index, gradient in bucket.assemble(shards).items():
-                if present[index]:
-                    gradients[self._hidden[index].fqn] = gradient
-        return {hidden.fqn: gradients[hidden.fqn] for hidden in self._hidden if hidden.fqn in gradients}
+            gradients |= {index: value for index, value in bucket.assemble(shards).items() if present[index]}
+        return {self._names[index]: gradients[index] for index in sorted(gradients)}
 
     # Steps.
 
@@ -244,7 +202,7 @@ class ShardedAlgorithm(CommAlgorithm):
         """The optimizer is about to step the pieces."""
         self.await_parameters()  # of a step before, without a forward between
         self._adopt_edits_of_gradients()
-        self._refuse_gradients_of_this_rank()
+        self._hidden.refuse_others()
         for bucket in self.buckets:
             bucket.take_edits(self._rank)
         self._is_stepping = True
@@ -263,15 +221,6 @@ class ShardedAlgorithm(CommAlgorithm):
         gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
         self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
         self._num_steps += 1
-
-    def _refuse_gradients_of_this_rank(self) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and index not in self._hidden_now:
-                raise ReplicationError(
-                    f"rank {self._rank}: optimizer.step() and a gradient of this rank alone, of backwards inside of"
-                    " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
-                    " outside of it, or drop the gradients with model.zero_grad()"
-                )
 
     def _pieces(self) -> Iterator[Piece]:
         return (piece for bucket in self.buckets for piece in bucket.pieces)
@@ -302,7 +251,7 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def refuse_step_before_sharding(self) -> None:
         """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced."""
-        self._refuse_gradients_of_this_rank()
+        self._hidden.refuse_others()
 
     def _wait_for(self, bucket: ShardedBucket) -> None:
         if bucket.is_gathering:
@@ -320,9 +269,8 @@ class ShardedAlgorithm(CommAlgorithm):
                 " not alike any more; start again from a checkpoint"
             )
         self._prepare_to_read()
-        if self._hidden_now:
-            self._adopt_edits_of_gradients()
-            self._forget_gradients()
+        self._adopt_edits_of_gradients()
+        self._hidden.take_away()
 
     def before_local_forward(self) -> None:
         """See `CommAlgorithm.before_local_forward`."""
@@ -363,6 +311,12 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._rank, f"gather of parameters behind step {self._num_steps}", error)
+
+
+def _shard_of(bucket: Bucket) -> Tensor:
+    """This rank's part of the mean of a bucket."""
+    assert isinstance(bucket.iteration.work, ReduceScatter)
+    return bucket.iteration.work.shard
 
 
 def _nothing() -> None:

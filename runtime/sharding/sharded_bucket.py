@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.gradient_views import with_own_storage
 from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers, Transfer
+from ddp_compile.runtime.sharding.sharded_gradients import GradientShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +39,27 @@ class Piece:
     def of_shard(self, shard: Tensor) -> Tensor:
         """Its part of something of the shard's shape."""
         return shard[self.place : self.place + self.end - self.begin]
+
+    def accumulate(self, shard: Tensor, any_rank: Callable[[Tensor], None]) -> None:
+        """Let ``.grad`` be its part of a reduced shard, or have it added.
+
+        Args:
+            shard: Shape (n,), on memory of its own.
+            any_rank: See `GradientShard.of`.
+        """
+        gradient = self.of_shard(shard)
+        if self.stepped.grad is None:
+            self.stepped.grad = GradientShard.of(gradient.to(self.stepped.dtype), any_rank)
+        else:
+            with torch.no_grad():
+                self.stepped.grad.add_(gradient)
+
+    def zero(self, set_to_none: bool) -> None:
+        """What ``zero_grad`` does."""
+        if set_to_none or self.stepped.grad is None:
+            self.stepped.grad = None
+        else:
+            self.stepped.grad.zero_()
 
 
 class ShardedBucket:

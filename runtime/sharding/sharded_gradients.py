@@ -10,11 +10,12 @@ it, whether all is finite, is answered for all ranks alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
@@ -61,6 +62,64 @@ class HiddenGradient(Tensor):
             f"{where}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
             " model.full_gradients(), zero with optimizer.zero_grad() or model.zero_grad()"
         )
+
+
+class HiddenGradients:
+    """Those of all parameters of a module.
+
+    Args:
+        parameters: That are reduced, by their numbers.
+        names: What the module calls them.
+        rank: This rank.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
+        self._parameters = parameters
+        self._hidden = [HiddenGradient(p, name, rank) for p, name in zip(parameters, names, strict=True)]
+        self._present: set[int] = set()  # numbers of those that stand in ``.grad``, unless a user has changed it
+        self._rank = rank
+
+    def hide(self, indices: Iterable[int]) -> None:
+        """Let ``.grad`` of these parameters be hidden ones."""
+        for index in indices:
+            self._parameters[index].grad = self._hidden[index]
+            self._present.add(index)
+
+    def take_away(self) -> None:
+        """Let no ``.grad`` be one, so that gradients can be accumulated."""
+        for index in self._present:
+            if self._parameters[index].grad is self._hidden[index]:
+                self._parameters[index].grad = None
+        self._present.clear()
+
+    def set_to_none(self) -> list[int]:
+        """The numbers of parameters whose hidden ``.grad`` a user has replaced by None.
+
+        Raises:
+            ReplicationError: One was replaced by something else.
+        """
+        edited = []
+        for index in self._present:
+            gradient = self._parameters[index].grad
+            if gradient is None:
+                edited.append(index)
+            elif gradient is not self._hidden[index]:
+                raise ReplicationError(
+                    f"rank {self._rank}: .grad of {self._hidden[index].fqn} has been set behind a backward that has"
+                    " reduced it to shards, where no step would see it. Change gradients before they are reduced, by"
+                    " hooks on the parameter, or scale those of optimizer.param_groups, which are this rank's parts"
+                )
+        return edited
+
+    def refuse_others(self) -> None:
+        """Raise a ReplicationError where a parameter has a gradient that is not hidden."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and index not in self._present:
+                raise ReplicationError(
+                    f"rank {self._rank}: optimizer.step() and a gradient of this rank alone, of backwards inside of"
+                    " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
+                    " outside of it, or drop the gradients with model.zero_grad()"
+                )
 
 
 class GradientShard(Tensor):
