@@ -19,7 +19,15 @@ from cheap_compiles import make_compiles_cheap
 
 # What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
 # could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose.
-PRELOADED = ["torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch._inductor.compile_fx"]
+PRELOADED = [
+    "pytest",
+    "torch.distributed",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.distributed.optim",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+]
 
 
 def context_of_copies() -> ForkServerContext:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Before torch is imported: two threads a rank on two cores stall each other for milliseconds at every barrier.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor would start an interpreter in each process to see whether vector instructions work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

@@ -9,6 +9,7 @@ import time
 import bench_entries
 import pytest
 import torch
+from in_ci import only
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -127,7 +128,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
         make_optimizer("lion", nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("cap", [2.0, 5.0, 25.0])
+@pytest.mark.parametrize("cap", only([2.0, 25.0], [2.0, 5.0, 25.0]))
 def test_peers_and_bound_have_the_buckets_that_ours_has(cap: float) -> None:
     """Another first bucket would be launched earlier or later, and the comparison would be one of settings."""
     case = Case(implementation="ddp-eager", bucket_cap_mb=cap)

@@ -18,7 +18,7 @@ from process_copies import Ended, run_in_copy
 from lm.algorithms import NAMES
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
-TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
+TINY = "--layers 1 --heads 2 --width 32 --context 16 --batch-size 2 --accumulate 2 --bucket-cap-mb 0.02 --text-mb 0.2"
 SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-every", "2", "--warmup", "2"]
 RUN = ["--steps", "5", "--checkpoint-every", "3"]
 

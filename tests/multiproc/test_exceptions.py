@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, fx, nn
@@ -123,7 +124,8 @@ def press_ctrl_c(model: Any) -> None:
 
     def hook(_: Tensor) -> None:
         _thread.interrupt_main()
-        time.sleep(10)
+        for _ in range(1000):  # the signal is noticed between two of them, and would not end a long one
+            time.sleep(0.01)
 
     handle = model.b.weight.register_post_accumulate_grad_hook(hook)
     try:
@@ -184,14 +186,14 @@ class Scenario(NamedTuple):
 
 SCENARIOS = {
     "forward, before any graph": Scenario(raise_at("forward, first", USER), ValueError, GOES_ON),
-    "forward, between graphs": Scenario(raise_at("forward, middle", USER), ValueError, GOES_ON),
+    "forward, between graphs": Scenario(raise_at("forward, middle", USER), ValueError, GOES_ON, in_ci=False),
     "forward, after all graphs": Scenario(raise_at("forward, last", USER), ValueError, GOES_ON),
     "interrupt in forward": Scenario(raise_at("forward, middle", INTERRUPT), KeyboardInterrupt, GOES_ON),
     "out of memory in forward": Scenario(
         raise_at("forward, middle", OUT_OF_MEMORY), RuntimeError, GOES_ON, in_ci=False
     ),
     "forward, unused parameters sought": Scenario(
-        raise_at("forward, middle", USER), ValueError, GOES_ON, {"find_unused_parameters": True}
+        raise_at("forward, middle", USER), ValueError, GOES_ON, {"find_unused_parameters": True}, in_ci=False
     ),
     "forward, static graph": Scenario(
         raise_at("forward, middle", USER), ValueError, GOES_ON, {"static_graph": True}, in_ci=False
@@ -205,7 +207,9 @@ SCENARIOS = {
     "backward, unused parameters sought": Scenario(
         raise_at("backward, middle", USER), ValueError, REFUSES, {"find_unused_parameters": True}
     ),
-    "backward, static graph": Scenario(raise_at("backward, middle", USER), ValueError, REFUSES, {"static_graph": True}),
+    "backward, static graph": Scenario(
+        raise_at("backward, middle", USER), ValueError, REFUSES, {"static_graph": True}, in_ci=False
+    ),
     "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
     "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES, in_ci=False),
     "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
@@ -300,7 +304,7 @@ def fail_on_one_rank(place: str) -> float:
     return max(worst, *(train_one_step(model, step) for step in (1, 2)))
 
 
-@pytest.mark.parametrize("place", ["forward, middle", "backward, last"])
+@pytest.mark.parametrize("place", only(["backward, last"], ["forward, middle", "backward, last"]))
 def test_one_rank_may_do_a_step_over_before_its_first_gradient(place: str, ranks: Ranks) -> None:
     assert max(ranks(2).run(fail_on_one_rank, place)) < 1e-6
 

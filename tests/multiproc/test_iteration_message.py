@@ -52,11 +52,11 @@ def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
     ("settings", "messages"),
     [
         ({"split": "forward"}, [0] * NUM_STEPS),
-        ({"split": "backward"}, [1] * NUM_STEPS),
+        pytest.param({"split": "backward"}, [1] * NUM_STEPS, marks=pytest.mark.long),
         ({"split": "forward", "find_unused_parameters": True}, [1] * NUM_STEPS),
         ({"split": "backward", "find_unused_parameters": True}, [1] * NUM_STEPS),
         ({"split": "forward", "static_graph": True}, [1] + [0] * (NUM_STEPS - 1)),
-        ({"split": "backward", "static_graph": True}, [1] * NUM_STEPS),
+        pytest.param({"split": "backward", "static_graph": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
     ],
 )
 def test_there_is_one_message_in_an_iteration_whatever_is_on(

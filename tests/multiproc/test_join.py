@@ -117,7 +117,7 @@ TWO_RANKS, THREE_RANKS = [3, 6], [6, 3, 4]  # how many batches each has
 @pytest.mark.parametrize(
     ("counts", "settings", "arguments"),
     only(
-        [*((TWO_RANKS, *way) for way in WAYS), *((THREE_RANKS, *way) for way in WAYS[1:3])],
+        [*((TWO_RANKS, *way) for way in WAYS[:-2]), (THREE_RANKS, *WAYS[2])],
         [(counts, *way) for counts in (TWO_RANKS, THREE_RANKS) for way in WAYS],
     ),
     ids=str,
@@ -129,7 +129,7 @@ def test_uneven_inputs_train_as_with_ddp(
         assert max(differences) < 1e-6, differences
 
 
-@pytest.mark.parametrize("counts", [[0, 3], [3, 0, 2]], ids=str)
+@pytest.mark.parametrize("counts", only([[3, 0, 2]], [[0, 3], [3, 0, 2]]), ids=str)
 def test_a_rank_may_have_no_input_at_all(counts: list[int], split: str, ranks: Ranks) -> None:
     for differences in ranks(len(counts)).run(train_both, counts, {"split": split}, {}):
         assert max(differences) < 1e-6, differences

@@ -81,9 +81,8 @@ def work_in_between(split: str, find_unused_parameters: bool) -> bool:
 
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, ranks: Ranks) -> None:
-    for split in ("forward", "backward"):
-        assert all(ranks(2).run(work_in_between, split, find_unused_parameters))
+def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, split: str, ranks: Ranks) -> None:
+    assert all(ranks(2).run(work_in_between, split, find_unused_parameters))
 
 
 def fail_at_the_end() -> list[str]:
@@ -155,11 +154,10 @@ def regularise_before_finalizing(split: str) -> tuple[str, str]:
     return late, afterwards
 
 
-def test_a_gradient_that_comes_before_it_is_an_error(ranks: Ranks) -> None:
-    for split in ("forward", "backward"):
-        for rank, (late, afterwards) in enumerate(ranks(2).run(regularise_before_finalizing, split)):
-            assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
-            assert "the last backward, or its finalization, has raised" in afterwards
+def test_a_gradient_that_comes_before_it_is_an_error(split: str, ranks: Ranks) -> None:
+    for rank, (late, afterwards) in enumerate(ranks(2).run(regularise_before_finalizing, split)):
+        assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
+        assert "the last backward, or its finalization, has raised" in afterwards
 
 
 def send_in_between() -> tuple[int, int, float]:

@@ -204,7 +204,6 @@ IN_CI = [
     ("all in intervals", 4),
     ("shift_one in intervals", 4),
     ("low precision in intervals", 4),
-    ("low precision", 3),
     ("local SGD", 3),
 ]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -85,7 +86,7 @@ def train(order: tuple[int, ...] | None, set_to_none: bool, options: dict[str, b
     }
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", only([True], [True, False]))
 @pytest.mark.parametrize("as_view", [True, False])
 def test_the_tail_follows_the_gradients_once(set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
     results = ranks(2).run(train, (2, 0, 3, 1), set_to_none, {"gradient_as_bucket_view": as_view})
@@ -96,7 +97,7 @@ def test_the_tail_follows_the_gradients_once(set_to_none: bool, as_view: bool, r
         assert result["difference"] < 1e-6
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", only([3], [2, 3]))
 def test_ranks_whose_gradients_come_in_other_orders_follow_rank_0(world_size: int, ranks: Ranks) -> None:
     results = ranks(world_size).run(train, None, True, {})
     assert {result["digest"] for result in results} == {results[0]["digest"]}

@@ -121,7 +121,7 @@ def resumes(name: str) -> bool:
     return torch.equal(flat_of(whole), flat_of(again))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
 def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str, ranks: Ranks) -> None:
     assert ranks(2).run(resumes, name) == [True, True]
 
@@ -158,7 +158,7 @@ def train_in_all_ways(name: str, split: str) -> float:
     return ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
 
 
-@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
+@pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
 def test_a_skipped_step_a_raising_forward_and_clipping_keep_the_ranks_together(
     name: str, split: str, ranks: Ranks
 ) -> None:

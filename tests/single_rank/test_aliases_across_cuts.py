@@ -100,7 +100,7 @@ def test_views_of_a_value_may_be_used_behind_cuts_and_returned(
     assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)
 
 
-@pytest.mark.parametrize("seed", only(range(3), range(6)))
+@pytest.mark.parametrize("seed", only([2], range(6)))
 def test_values_of_random_models_are_those_of_torch_compile(seed: int, single_rank_group: None) -> None:
     assert_as_right_as_torch_compile(random_recipe(seed), "forward", "aot_eager")
 

@@ -147,15 +147,10 @@ LEFT_TO_THE_FUZZER = {
     "custom_function",
     "graph_breaks",
 }
-FORWARD_CASES_IN_CI = CASES.keys() - LEFT_TO_THE_FUZZER
 # Where the backward split has to do with what is in the graph; the others are cut by the forward split alone.
-BACKWARD_CASES_IN_CI = {
-    "checkpointed_whole",
-    "conv_net",
-    "data_dependent_shape",
-    "function_transforms",
-    "hook_on_a_gradient",
-}
+BACKWARD_CASES_IN_CI = {"checkpointed_whole", "function_transforms", "hook_on_a_gradient"}
+# Channels last say what the net says; transforms are in the backward split's.
+FORWARD_CASES_IN_CI = CASES.keys() - LEFT_TO_THE_FUZZER - {"conv_net", "function_transforms"}
 
 
 def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -195,12 +190,9 @@ INDUCTOR_CASES = [
 ]
 
 
-# The rest is left to aot_eager in CI.
-INDUCTOR_CASES_IN_CI = {("forward", "no_grad_inside")}
-
-
+# In CI these are left to aot_eager, and inductor to `test_gradient_parity`.
 @pytest.mark.inductor
-@both_splits(INDUCTOR_CASES, INDUCTOR_CASES_IN_CI)
+@both_splits(INDUCTOR_CASES, [])
 def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str, single_rank_group: None) -> None:
     make, inputs, _ = CASES[name]
     torch.manual_seed(0)
