@@ -1,11 +1,13 @@
 """What a test process does so that its many small compilations take less time.
 
-It changes nothing of what they make, but that inductor's C++ kernels are not written with vector instructions.
+It changes nothing of what they make, but that inductor's C++ kernels are not written with vector instructions, unless
+``VECTOR_KERNELS=1`` is in the environment, as in ``make test-long``.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 from traceback import StackSummary
 from typing import Any
 
@@ -48,4 +50,5 @@ def make_compiles_cheap() -> None:
     for module in traced:
         module.get_stack_above_dynamo = StackSummary
 
-    inductor_config.cpp.simdlen = 1
+    if os.environ.get("VECTOR_KERNELS") != "1":
+        inductor_config.cpp.simdlen = 1
