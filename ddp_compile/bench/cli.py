@@ -27,7 +27,7 @@ from ddp_compile.bench.implementations import (
     implementation_named,
 )
 from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
-from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink
+from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink, SimulatedRate
 from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
 from ddp_compile.bench.results import summarize
@@ -90,7 +90,8 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
         default=[Rate.parse("1gbit"), Rate.parse("none")],
         metavar="RATE,...",
         help="rates such as 1gbit, or none for an unshaped link; real ones between CPU ranks (needs root and iproute2),"
-        " simulated ones on one CUDA device (default: 1gbit,none)",
+        " simulated ones on one CUDA device; simulated:1gbit for one CPU rank on a link that only takes time (default:"
+        " 1gbit,none)",
     )
     parser.add_argument("--ranks", type=_positive, help="number of ranks (default: 2; 1 on CUDA)")
     parser.add_argument(
@@ -253,6 +254,8 @@ def _link_and_world(
 ) -> tuple[Link, WorldSettings]:
     if arguments.device == "cuda":
         return _link_of_one_device(arguments, workload)
+    if any(isinstance(rate, SimulatedRate) for rate in arguments.link):
+        return _simulated_link_on_the_cpu(arguments, workload)
     ranks = arguments.ranks or 2
     cores = len(os.sched_getaffinity(0))
     if ranks > cores:
@@ -278,6 +281,23 @@ def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSetting
         raise ValueError(f"--ranks {ranks} --link {rates[0]}: a simulated link has one real rank; pass --link none")
     if len(rates) < len(arguments.link):
         print("a simulated link has a rate: 'none' is left out; measure it with --link none", file=sys.stderr)
+    return _simulated_link(rates, arguments, workload)
+
+
+def _simulated_link_on_the_cpu(arguments: argparse.Namespace, workload: WorkloadSettings) -> tuple[Link, WorldSettings]:
+    if not all(isinstance(rate, SimulatedRate) for rate in arguments.link):
+        raise ValueError("--link has simulated rates and others; a run has links of one kind, so measure them apart")
+    if (arguments.ranks or 1) > 1:
+        raise ValueError(
+            f"--ranks {arguments.ranks} --link simulated:...: a simulated link has one real rank; say with"
+            " --simulated-ranks how many it pretends"
+        )
+    return _simulated_link(arguments.link, arguments, workload)
+
+
+def _simulated_link(
+    rates: list[Rate], arguments: argparse.Namespace, workload: WorkloadSettings
+) -> tuple[Link, WorldSettings]:
     return SimulatedLink(rates), WorldSettings(
         world_size=1,
         workload=workload,
@@ -311,8 +331,17 @@ def _capacities(text: str) -> list[float]:
     return values
 
 
+def _rate(word: str) -> Rate:
+    rate = word.removeprefix("simulated:")
+    if rate == word:
+        return Rate.parse(word)
+    if Rate.parse(rate).bits_per_second is None:
+        raise ValueError(f"{word}: a simulated link has a rate; pass for example simulated:1gbit")
+    return SimulatedRate.parse(rate)
+
+
 def _rates(text: str) -> list[Any]:
     try:
-        return [Rate.parse(word) for word in _words(text)]
+        return [_rate(word) for word in _words(text)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

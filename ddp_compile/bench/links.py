@@ -45,6 +45,10 @@ class FixedLink:
         return None
 
 
+class SimulatedRate(Rate):
+    """The rate of a link that is only pretended, on a CPU too."""
+
+
 class SimulatedLink:
     """Rates of a link that is only pretended, see `ddp_compile.bench.simulated_link`."""
 
