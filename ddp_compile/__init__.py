@@ -13,6 +13,7 @@ from ddp_compile.errors import (
     ReplicationError,
 )
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, plan_buckets
+from ddp_compile.sharded_checkpoints import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from ddp_compile.sharded_optimizer import shard_optimizer
 
 __version__ = "0.1.0"
@@ -31,6 +32,8 @@ __all__ = [
     "ReductionError",
     "ReplicationError",
     "ddp_compile",
+    "load_sharded_optimizer_state_dict",
     "plan_buckets",
     "shard_optimizer",
+    "sharded_optimizer_state_dict",
 ]

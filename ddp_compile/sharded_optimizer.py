@@ -20,6 +20,7 @@ from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 from ddp_compile.runtime.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.rank_names import format_ranks
 from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
+from ddp_compile.sharded_checkpoints import register, unregister
 from ddp_compile.sharded_states import ShardedStates
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -102,7 +103,7 @@ def shard_optimizer(
             f"rank {rank}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0; make them alike on every rank"
         )
-    sharded = _ShardedOptimizer(optimizer, reduced, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
+    sharded = _ShardedOptimizer(optimizer, reduced, names, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
     names_of_reduced = [gradient.fqn for gradient in state.builder.gradients]
     state.algorithms.set_algorithm(_Sharded(sharded, names_of_reduced, master_weights), None)
     return optimizer
@@ -132,16 +133,20 @@ class _ShardedOptimizer:
     Args:
         optimizer: The optimizer.
         numbers: Of the reduced parameters, by ``id``.
+        names: Of all parameters, by ``id``.
         is_stepped_by_bucket: Whether its step may be called for some of its parameters after others.
     """
 
     algorithm: ShardedAlgorithm
 
-    def __init__(self, optimizer: Optimizer, numbers: Mapping[int, int], is_stepped_by_bucket: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, numbers: Mapping[int, int], names: Mapping[int, str], is_stepped_by_bucket: bool
+    ) -> None:
         self._optimizer = optimizer
         self._numbers = numbers
         self._is_stepped_by_bucket = is_stepped_by_bucket
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
         self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
         self._buckets: Sequence[ShardedBucket] = ()  # in the order in which they are stepped
         self._params: list[list[Parameter]] = []  # of each group
@@ -186,6 +191,7 @@ class _ShardedOptimizer:
         self._params[0] += witnesses
         self._params_of_bucket[-1][0] += witnesses
         self._show(self._params)
+        register(self._optimizer, self)
 
     def unshard(self) -> None:
         """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
@@ -198,6 +204,7 @@ class _ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         del vars(self._optimizer)["add_param_group"]
+        unregister(self._optimizer)
         self._buckets = ()
 
     def _show(self, params: Sequence[list[Parameter]]) -> None:
@@ -237,6 +244,16 @@ class _ShardedOptimizer:
             return None
         self.algorithm.await_parameters()
         return self._states.whole(state_dict, self._names)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """See `ddp_compile.sharded_checkpoints.sharded_optimizer_state_dict`."""
+        assert self._states is not None
+        return self._states.parts(self._fqns)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `ddp_compile.sharded_checkpoints.load_sharded_optimizer_state_dict`."""
+        assert self._states is not None
+        self._states.load_parts(state_dict, self._fqns)
 
     def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None or not self._buckets:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ddp_compile.errors import ReplicationError
 from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers
 from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
+from ddp_compile.sharded_checkpoints import PartOfTensor
 
 
 class ShardedStates:
@@ -115,6 +116,53 @@ class ShardedStates:
             new_groups.append({**group, **names, "params": numbers})
         return {**state_dict, "state": states, "param_groups": new_groups}
 
+    def parts(self, names: Sequence[str]) -> dict[str, Any]:
+        """States by names, of which tensors are represented by this rank's part; on every rank at once.
+
+        Args:
+            names: Of all whole parameters, in the order of the groups.
+        """
+        described = self._described()
+        states = {}
+        for name, parameter, index in zip(names, self._whole, self._numbers, strict=True):
+            state = self._optimizer.state.get(parameter) if index is None else self._parts_of(index, described)
+            if state:
+                states[name] = state
+        groups, first = [], 0
+        for group, size in zip(self._optimizer.param_groups, self._sizes, strict=True):
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**settings, "params": list(names[first : first + size])})
+            first += size
+        return {"state": states, "param_groups": groups}
+
+    def load_parts(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Take over what is no part of a tensor from what `parts` has returned; parts lie in the states themselves."""
+        for name, index in zip(names, self._numbers, strict=True):
+            if index in self._pieces and name in state_dict["state"]:
+                piece, _bucket = self._pieces[index]
+                for key, value in state_dict["state"][name].items():
+                    if not isinstance(value, PartOfTensor):
+                        self._optimizer.state[piece.stepped][key] = value
+        for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in loaded.items() if key not in ("params", "param_names")})
+
+    def _parts_of(self, index: int, described: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        bucket = next(bucket for bucket in self._buckets if index in bucket.param_indices)
+        piece = self._pieces[index][0] if index in self._pieces else None
+        state = {} if piece is None else self._optimizer.state.get(piece.stepped, {})
+        begin, whole = 0 if piece is None else piece.begin, bucket.place_of(index)
+        return {
+            key: PartOfTensor(state.get(key), begin, whole, value) if _is_cut(value) else value
+            for key, value in described.get(index, {}).items()
+        }
+
+    def _described(self) -> dict[int, dict[str, Any]]:
+        """What `_describe` says of all pieces."""
+        described: dict[int, dict[str, Any]] = {}
+        for of_rank in self._transfers.objects_of_all(self._describe()):
+            described |= of_rank
+        return described
+
     def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
         piece, bucket = self._pieces[index]
         shape = bucket.parameters[bucket.param_indices.index(index)].shape
@@ -133,10 +181,7 @@ class ShardedStates:
 
     def _gather(self) -> dict[int, dict[str, Any]]:
         """States of whole parameters by their numbers, tensors on the CPU."""
-        everyone = self._transfers.objects_of_all(self._describe())
-        described: dict[int, dict[str, Any]] = {}
-        for of_rank in everyone:
-            described |= of_rank
+        described = self._described()
         return {
             index: state for bucket in self._buckets for index, state in self._gather_bucket(bucket, described).items()
         }

@@ -90,7 +90,7 @@ from ddp_compile.torch_internals.tensors import (
     storage_key,
     symbol_bound_by,
     to_fake,
-    wrapper_subclass_like,
+    wrapper_subclass,
 )
 
 __all__ = [
@@ -172,5 +172,5 @@ __all__ = [
     "traced_call_of",
     "watch_compilations",
     "with_hooks_of_others",
-    "wrapper_subclass_like",
+    "wrapper_subclass",
 ]

@@ -156,11 +156,11 @@ def allows_same_attention_kernels(backends: Any) -> bool:
     return set(backends) == set(_cur_sdpa_kernel_backends())
 
 
-def wrapper_subclass_like(cls: Any, tensor: Tensor) -> Any:
-    """A tensor of a subclass with the shape, strides, dtype and device of another one, and no memory."""
-    return Tensor._make_wrapper_subclass(
-        cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+def wrapper_subclass(
+    cls: Any, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of a subclass, without memory."""
+    return Tensor._make_wrapper_subclass(cls, tuple(shape), strides=tuple(strides), dtype=dtype, device=device)
 
 
 def as_plain_tensors() -> AbstractContextManager[Any]:

@@ -188,9 +188,13 @@ class ShardedBucket:
 
     def cut(self, piece: Piece, value: Tensor) -> Tensor:
         """A piece's elements of something of its parameter's shape, a new tensor of shape (n,)."""
-        place = self._layout.views[self.param_indices.index(piece.index)]
+        place = self.place_of(piece.index)
         in_memory_order = torch.empty_like(place, dtype=value.dtype, device=value.device).copy_(value)
         return in_memory_order.as_strided((place.numel(),), (1,))[piece.begin : piece.end].clone()
+
+    def place_of(self, index: int) -> Tensor:
+        """Where a parameter lies: a view of the flat buffer of its shape."""
+        return self._layout.views[self.param_indices.index(index)]
 
     def leave(self) -> None:
         """Give the parameters memory of their own again."""

@@ -37,7 +37,9 @@ class HiddenGradient(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, fqn: str, rank: int) -> HiddenGradient:
-        hidden: HiddenGradient = torch_internals.wrapper_subclass_like(cls, parameter)
+        hidden: HiddenGradient = torch_internals.wrapper_subclass(
+            cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+        )
         hidden.fqn, hidden.rank = fqn, rank
         return hidden
 

@@ -1,0 +1,109 @@
+"""`torch.distributed.checkpoint` of sharded optimizers: each rank saves its part, any number of ranks loads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+from test_sharded_optimizer import WIDTH, differences
+from test_sharded_parameters import make, train
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
+from ddp_compile.sharded_checkpoints import PartOfTensor
+
+Ranks = Callable[[int], RankPool]
+
+
+def state_of(model: Any, optimizer: Any, sharded: bool) -> dict[str, Any]:
+    of_optimizer = sharded_optimizer_state_dict(optimizer) if sharded else get_optimizer_state_dict(model, optimizer)
+    return {"model": get_model_state_dict(model), "optimizer": of_optimizer}
+
+
+def bytes_of_parts(state: Any) -> int:
+    return sum(
+        box.nbytes
+        for values in state["state"].values()
+        for value in values.values()
+        if isinstance(value, PartOfTensor)
+        for box in value._boxes.values()
+    )
+
+
+def save(path: str, sharded: bool) -> tuple[Any, int]:
+    model, optimizer = make(sharded=sharded)
+    if sharded:
+        with pytest.raises(ReplicationError, match="has no pieces: it is not sharded, or no backward"):
+            sharded_optimizer_state_dict(optimizer)
+    train(model, optimizer, 0, 3)
+    state = state_of(model, optimizer, sharded)
+    dcp.save(state, checkpoint_id=path)
+    train(model, optimizer, 3, 6)
+    return ([p.detach().clone() for p in model.parameters()], optimizer.state_dict()), bytes_of_parts(
+        state["optimizer"]
+    )
+
+
+def load(path: str, sharded: bool) -> Any:
+    model, optimizer = make(sharded=sharded)
+    train(model, optimizer, 7, 9)
+    state = state_of(model, optimizer, sharded)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    if sharded:
+        load_sharded_optimizer_state_dict(optimizer, state["optimizer"])
+    else:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, 3, 6)
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
+
+
+def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp_path: Path) -> None:
+    paths = {sharded: str(tmp_path / str(sharded)) for sharded in (True, False)}
+    saved = {sharded: ranks(2).run(save, path, sharded) for sharded, path in paths.items()}
+    (through, own_bytes), (_, other_bytes) = saved[True]
+    num_elements = 4 * (WIDTH * WIDTH + WIDTH)
+    assert own_bytes + other_bytes == 2 * 4 * num_elements  # each element of both moments once
+    for loaded in (True, False):
+        for sharded in (True, False):
+            for found in ranks(2).run(load, paths[loaded], sharded):
+                assert differences(found, through) == 0.0
+    for found in ranks(3).run(load, paths[True], True):
+        assert differences(found, through) < 1e-4
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_are_the_elements_of_a_range(shape: list[int], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    begin = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(begin, numel))
+    order = data.draw(st.permutations(range(len(shape))))
+    whole = torch.arange(float(numel)).view([shape[dim] for dim in order])
+    whole = whole.permute([list(order).index(dim) for dim in range(len(shape))]) if shape else whole
+    part = PartOfTensor(torch.arange(float(begin), float(end)), begin, whole, torch.float32)
+    seen: list[Tensor] = []
+    for chunk, item in zip(part.__create_chunk_list__(), part.__create_write_items__("x", part), strict=True):
+        slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        box = part.__get_tensor_shard__(item.index)
+        assert torch.equal(box, whole[slices])
+        seen.append(box.flatten())
+    assert len(seen) <= max(1, 2 * len(shape) - 1)
+    assert sorted(torch.cat(seen).tolist() if seen else []) == list(range(begin, end))
+    if seen:
+        with pytest.raises(ReplicationError, match=r"torch\.distributed\.checkpoint alone can"):
+            part + 1
