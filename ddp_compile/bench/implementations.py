@@ -32,6 +32,7 @@ from ddp_compile.bench.functional_replicate import FunctionalReplicate
 from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.settings import Case
 from ddp_compile.config import SplitMode
+from ddp_compile.optim import QAdam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,13 @@ def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementatio
     return Implementation(forward=replicated, no_sync=replicated.no_sync)
 
 
+def _qadam(model: nn.Module, case: Case) -> Implementation:
+    """With a warm-up that has ended before anything is timed, and settings of its own in place of ``--optimizer``."""
+    optimizer = QAdam(model.parameters(), lr=1e-4, warmup_steps=2)
+    ours = _ddp_compile(model, case, algorithm=optimizer.algorithm())
+    return replace(ours, prepare_optimizer=lambda _: optimizer)
+
+
 def _sharded(model: nn.Module, case: Case) -> Implementation:
     ours = _ddp_compile(model, case)
     return replace(ours, prepare_optimizer=partial(shard_optimizer, model=model))
@@ -154,7 +162,7 @@ ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
         "local-sgd": LocalSGD(period=4),
         "async": AsyncModelAverage(),
     }.items()
-}
+} | {f"{OURS_PREFIX}qadam": _qadam}
 
 #: These do not compile, so a mode makes no difference to them.
 EAGER = {"ddp-eager", COMMUNICATION}

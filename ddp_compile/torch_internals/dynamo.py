@@ -98,8 +98,9 @@ def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     reason = getattr(gm, "compile_subgraph_reason", None)
-    translator = InstructionTranslator.current_tx()
-    return reason is not None and not reason.graph_break and translator.f_code is function.__code__
+    if reason is None or reason.graph_break:  # None: not called by Dynamo
+        return False
+    return InstructionTranslator.current_tx().f_code is function.__code__
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

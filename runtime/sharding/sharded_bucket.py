@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ddp_compile.kernels import FlattenPlan
@@ -157,6 +158,10 @@ class ShardedBucket:
             for piece in self.pieces if self.has_master_weights else ():
                 piece.of_shard(self.shard).copy_(piece.stepped)
         self._gathering = self._transfers.all_gather(self.flat)
+        # Pieces have version counters of their own: without this, a backward that saved parameters before the step
+        # would not notice that they have changed.
+        increment_version(self.parameters)
+        self._versions = self._current_versions()
 
     @property
     def is_gathering(self) -> bool:

@@ -44,6 +44,7 @@ def bytes_of_parts(state: Any) -> int:
     )
 
 
+@torch.compiler.set_stance("force_eager")
 def save(path: str, sharded: bool) -> tuple[Any, int]:
     model, optimizer = make(sharded=sharded)
     if sharded:
@@ -58,6 +59,7 @@ def save(path: str, sharded: bool) -> tuple[Any, int]:
     )
 
 
+@torch.compiler.set_stance("force_eager")
 def load(path: str, sharded: bool) -> Any:
     model, optimizer = make(sharded=sharded)
     train(model, optimizer, 7, 9)

@@ -123,7 +123,7 @@ class Broken(Mlp):
 def trained_in_parts(sharded: bool, way: str) -> list[Tensor]:
     torch.manual_seed(2)
     module = Broken() if way == "graph breaks" else None
-    model, optimizer = make(module=module, sharded=sharded, backend="aot_eager", split="forward")
+    model, optimizer = make(module=module, sharded=sharded, split="forward")
     for step in range(4):
         x = batch(step)
         if way == "many shapes":  # beyond the limit of recompilations, where Dynamo runs the module eagerly
@@ -187,6 +187,7 @@ def train(model: Any, optimizer: Any, begin: int, end: int, num_ranks: int | Non
         optimizer.zero_grad()
 
 
+@torch.compiler.set_stance("force_eager")
 def save(path: str, sharded: bool) -> tuple[list[Tensor], Any]:
     model, optimizer = make(sharded=sharded)
     train(model, optimizer, 0, 3)
@@ -198,6 +199,7 @@ def save(path: str, sharded: bool) -> tuple[list[Tensor], Any]:
     return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
 
 
+@torch.compiler.set_stance("force_eager")
 def resume(path: str, sharded: bool, loads_late: bool) -> tuple[list[Tensor], Any]:
     """By an optimizer that has no pieces yet, or has them."""
     model, optimizer = make(sharded=sharded)
@@ -228,6 +230,7 @@ def test_an_unsharded_checkpoint_may_be_loaded(ranks: Ranks, tmp_path: Path) -> 
             assert differences(found, expected) == 0.0
 
 
+@torch.compiler.set_stance("force_eager")
 def undone(way: str) -> tuple[float, list[str]]:
     model, optimizer = make("sgd")
     other, other_optimizer = make("sgd", sharded=False)
@@ -257,6 +260,7 @@ def test_it_may_be_undone_and_done_again(ranks: Ranks, way: str) -> None:
 # What it keeps, and in which precision.
 
 
+@torch.compiler.set_stance("force_eager")
 def bytes_of_states() -> tuple[int, int, int]:
     """Of this rank, of one that is not sharded, and padding."""
     model, optimizer = make()
@@ -283,6 +287,7 @@ def test_states_are_divided_by_the_ranks(ranks: Ranks, world_size: int) -> None:
         assert own <= (whole + 2 * padding) / world_size
 
 
+@torch.compiler.set_stance("force_eager")
 def steps_of_a_thousandth(master_weights: bool) -> float:
     """What fifty of them make of ones in bfloat16."""
     model, optimizer = make(module=Mlp(WIDTH, 3).to(torch.bfloat16), sharded=False)

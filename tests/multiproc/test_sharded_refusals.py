@@ -125,7 +125,18 @@ def refused_behind_a_backward() -> list[str]:
     before = first.detach().clone()
     optimizer.step()
     assert torch.equal(first.detach(), before)  # None is no gradient
-    loss = loss_of(model(batch(2)))
+    optimizer.zero_grad()
+    kept = loss_of(model(batch(2)))
+    kept.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    said.append(said_by(kept.backward))
+    model, optimizer = make()
+    for step in range(2):
+        loss = loss_of(model(batch(step)))
+        if step == 0:
+            loss.backward()
+            optimizer.step()
     for parameter in model.parameters():
         parameter.grad = None
     return [*said, said_by(loss.backward)]
@@ -140,6 +151,7 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
         "read with model.full_gradients()",
         "a second backward behind one that has been reduced, without a forward of the module between",
         ".grad of layers.0.weight has been set behind a backward",
+        "has been modified by an inplace operation",
         "has not been zeroed, or only by setting .grad of the model's parameters behind a forward",
     ]
     for said in ranks(2).run(refused_behind_a_backward):
