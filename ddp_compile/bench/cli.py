@@ -133,6 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings, workload = _checked(arguments)
         if arguments.device == "cuda":
             _link_of_one_device(arguments, workload)
+        elif _is_simulated(arguments):
+            _simulated_link_on_the_cpu(arguments, workload)
         check_folders(directory)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -254,7 +256,7 @@ def _link_and_world(
 ) -> tuple[Link, WorldSettings]:
     if arguments.device == "cuda":
         return _link_of_one_device(arguments, workload)
-    if any(isinstance(rate, SimulatedRate) for rate in arguments.link):
+    if _is_simulated(arguments):
         return _simulated_link_on_the_cpu(arguments, workload)
     ranks = arguments.ranks or 2
     cores = len(os.sched_getaffinity(0))
@@ -282,6 +284,10 @@ def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSetting
     if len(rates) < len(arguments.link):
         print("a simulated link has a rate: 'none' is left out; measure it with --link none", file=sys.stderr)
     return _simulated_link(rates, arguments, workload)
+
+
+def _is_simulated(arguments: argparse.Namespace) -> bool:
+    return any(isinstance(rate, SimulatedRate) for rate in arguments.link)
 
 
 def _simulated_link_on_the_cpu(arguments: argparse.Namespace, workload: WorkloadSettings) -> tuple[Link, WorldSettings]:

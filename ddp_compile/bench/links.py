@@ -46,14 +46,17 @@ class FixedLink:
 
 
 class SimulatedRate(Rate):
-    """The rate of a link that is only pretended, on a CPU too."""
+    """The rate of a link that is only pretended, on a CPU too: "simulated:1gbit"."""
+
+    def __str__(self) -> str:
+        return f"simulated:{super().__str__()}"
 
 
 class SimulatedLink:
     """Rates of a link that is only pretended, see `ddp_compile.bench.simulated_link`."""
 
     def __init__(self, rates: Sequence[Rate]) -> None:
-        self.rates = {f"simulated {rate}": rate for rate in rates}
+        self.rates = {f"simulated {Rate(rate.bits_per_second)}": rate for rate in rates}
 
     def names(self) -> list[str]:
         return list(self.rates)

@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 
+from ddp_compile.__main__ import main
 from ddp_compile.bench.cli import add_arguments, command_line
 
 
@@ -45,6 +46,7 @@ def test_help_says_what_a_function_of_your_own_returns(help_of: dict[str, str], 
     [
         [],
         ["--only-steps", "--algorithms", "--output", "a folder", "--model", "my.module:model", "--depth", "3"],
+        ["--link", "simulated:1gbit,simulated:2.5gbit", "--simulated-ranks", "2"],
         ["--link", "2.5gbit,none", "--bucket-cap-mb", "0.1,25", "--implementations", "all", "--ranks", "4"],
     ],
 )
@@ -54,3 +56,21 @@ def test_a_command_can_be_asked_for_again(parser: argparse.ArgumentParser, argum
     assert words[:4] == ["python", "-m", "ddp_compile", "bench"]
     assert {"--rounds", "--link"} <= set(words)  # defaults too: they may be others one day
     assert parser.parse_args(words[4:]) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--link simulated:none", "simulated:none: a simulated link has a rate"),
+        ("--link simulated:1gbit,none", "--link has simulated rates and others"),
+        ("--link simulated:1gbit --ranks 2", "a simulated link has one real rank; say with --simulated-ranks"),
+    ],
+)
+def test_simulated_links_of_the_cpu_are_asked_for_alone(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    try:
+        assert main(["bench", *arguments.split()]) != 0
+    except SystemExit as ended:
+        assert ended.code
+    assert message in capsys.readouterr().err
