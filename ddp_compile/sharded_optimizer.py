@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError, ReplicationError
 from ddp_compile.module import ReplicatedModule, state_of
 from ddp_compile.plan.spec import shorten_names
@@ -19,9 +19,7 @@ from ddp_compile.runtime.algorithms.base import AlgorithmConfig
 from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 from ddp_compile.runtime.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.rank_names import format_ranks
-from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
-from ddp_compile.sharded_checkpoints import register, unregister
-from ddp_compile.sharded_states import ShardedStates
+from ddp_compile.stepped_pieces import SteppedPieces
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -103,16 +101,16 @@ def shard_optimizer(
             f"rank {rank}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0; make them alike on every rank"
         )
-    sharded = _ShardedOptimizer(optimizer, reduced, names, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
+    pieces = SteppedPieces(optimizer, reduced, names, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
     names_of_reduced = [gradient.fqn for gradient in state.builder.gradients]
-    state.algorithms.set_algorithm(_Sharded(sharded, names_of_reduced, master_weights), None)
+    state.algorithms.set_algorithm(_Sharded(pieces, names_of_reduced, master_weights), None)
     return optimizer
 
 
 class _Sharded(AlgorithmConfig):
     """What `AlgorithmSwitch` builds the algorithm of."""
 
-    def __init__(self, optimizer: _ShardedOptimizer, names: Sequence[str], master_weights: bool) -> None:
+    def __init__(self, optimizer: SteppedPieces, names: Sequence[str], master_weights: bool) -> None:
         self._optimizer = optimizer
         self._names = names
         self._master_weights = master_weights
@@ -122,164 +120,6 @@ class _Sharded(AlgorithmConfig):
         algorithm = ShardedAlgorithm(process_group, self._optimizer, self._names, self._master_weights)
         self._optimizer.algorithm = algorithm
         return algorithm
-
-
-class _ShardedOptimizer:
-    """Lets an optimizer step this rank's pieces, bucket by bucket, and speak of whole parameters in its state_dict.
-
-    Hooks do it, so that whoever calls ``optimizer.step()``, a scheduler's wrapper or a GradScaler, comes by here. What
-    comes before the hooked step are the steps of all buckets but the last, without their hooks.
-
-    Args:
-        optimizer: The optimizer.
-        numbers: Of the reduced parameters, by ``id``.
-        names: Of all parameters, by ``id``.
-        is_stepped_by_bucket: Whether its step may be called for some of its parameters after others.
-    """
-
-    algorithm: ShardedAlgorithm
-
-    def __init__(
-        self, optimizer: Optimizer, numbers: Mapping[int, int], names: Mapping[int, str], is_stepped_by_bucket: bool
-    ) -> None:
-        self._optimizer = optimizer
-        self._numbers = numbers
-        self._is_stepped_by_bucket = is_stepped_by_bucket
-        self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
-        self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
-        self._buckets: Sequence[ShardedBucket] = ()  # in the order in which they are stepped
-        self._params: list[list[Parameter]] = []  # of each group
-        self._params_of_bucket: list[list[list[Parameter]]] = []
-        self._states: ShardedStates | None = None
-        never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
-        self._handles = [
-            optimizer.register_step_pre_hook(never_traced(self._step_begins)),
-            optimizer.register_step_post_hook(never_traced(self._step_ends)),
-            optimizer.register_state_dict_post_hook(self._whole_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._state_dict_of_pieces),
-        ]
-        vars(optimizer)["add_param_group"] = _refuse_group
-
-    # What is stepped.
-
-    def shard(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
-        self._buckets = tuple(reversed(buckets))  # about the order in which a forward reads them
-        pieces = {piece.index: piece for bucket in buckets for piece in bucket.pieces}
-        transfers = self.algorithm.transfers
-        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, buckets, transfers)
-        self._states.cut()
-        of_bucket = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.param_indices}
-        everyone = range(len(self._buckets))
-        self._params, self._params_of_bucket = [], [[[] for _ in self._whole] for _ in everyone]
-        for number, whole in enumerate(self._whole):
-            stepped, names = [], []
-            for place, parameter in enumerate(whole):
-                index = self._numbers.get(id(parameter))
-                mine = parameter if index is None else pieces[index].stepped if index in pieces else None
-                if mine is not None:
-                    stepped.append(mine)
-                    names.append(place)
-                    bucket = len(self._buckets) - 1 if index is None else of_bucket[index]
-                    self._params_of_bucket[bucket][number].append(mine)
-            self._params.append(stepped)
-            group = self._optimizer.param_groups[number]
-            if (all_names := self._names[number]) is not None:
-                group["param_names"] = [all_names[place] for place in names]
-        witnesses = [piece.stepped for piece in self.algorithm.witnesses]
-        self._params[0] += witnesses
-        self._params_of_bucket[-1][0] += witnesses
-        self._show(self._params)
-        register(self._optimizer, self)
-
-    def unshard(self) -> None:
-        """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
-        assert self._states is not None
-        self._show(self._whole)
-        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
-            if names is not None:
-                group["param_names"] = names
-        self._states.join()
-        for handle in self._handles:
-            handle.remove()
-        del vars(self._optimizer)["add_param_group"]
-        unregister(self._optimizer)
-        self._buckets = ()
-
-    def _show(self, params: Sequence[list[Parameter]]) -> None:
-        for group, of_group in zip(self._optimizer.param_groups, params, strict=True):
-            group["params"] = of_group
-
-    # A step.
-
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = _with_loss(args, kwargs)
-        if not self._buckets:
-            self.algorithm.refuse_step_before_sharding()
-            return args, kwargs
-        self._show(self._params)  # a step before may have raised
-        self.algorithm.step_begins()
-        if self._is_stepped_by_bucket:
-            step = type(optimizer).step
-            step_without_hooks = getattr(step, "__wrapped__", step)
-            for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
-                self._show(params)
-                step_without_hooks(optimizer)
-                self.algorithm.bucket_is_stepped(bucket)
-            self._show(self._params_of_bucket[-1])
-        return args, kwargs
-
-    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._buckets:
-            self._show(self._params)
-            for bucket in self._buckets[-1:] if self._is_stepped_by_bucket else self._buckets:
-                self.algorithm.bucket_is_stepped(bucket)
-            self.algorithm.step_ends()
-
-    # Checkpoints.
-
-    def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._states is None or not self._buckets:
-            return None
-        self.algorithm.await_parameters()
-        return self._states.whole(state_dict, self._names)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """See `ddp_compile.sharded_checkpoints.sharded_optimizer_state_dict`."""
-        assert self._states is not None
-        return self._states.parts(self._fqns)
-
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `ddp_compile.sharded_checkpoints.load_sharded_optimizer_state_dict`."""
-        assert self._states is not None
-        self._states.load_parts(state_dict, self._fqns)
-
-    def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._states is None or not self._buckets:
-            return None
-        return self._states.of_pieces(state_dict)
-
-
-def _refuse_group(_group: Any) -> None:
-    raise ReplicationError(
-        "add_param_group of an optimizer that is sharded: the ranks have parts of the parameters that it was sharded"
-        " with. Add the group first, with all parameters that will be trained, and then call shard_optimizer"
-    )
-
-
-def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with its closure, if there is one, called and replaced by what it has returned."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-
-    def known() -> Any:
-        return loss
-
-    return ((args[0], known, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": known})
 
 
 def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
@@ -328,6 +168,15 @@ def _refuse_model(state: Any, rank: int) -> None:
         raise ReplicationError(
             f"rank {rank}: an optimizer cannot be sharded together with {', '.join(conflicts)}; leave out one or the"
             " other"
+        )
+    storages: dict[int | None, list[str]] = {}
+    for parameter, gradient in zip(state.reducer.parameters, state.builder.gradients, strict=True):
+        if parameter.numel():
+            storages.setdefault(torch_internals.storage_key(parameter), []).append(gradient.fqn)
+    if shared := [names for names in storages.values() if len(names) > 1]:
+        raise ReplicationError(
+            f"rank {rank}: parameters lie in one storage, and would not any more: {'; '.join(map(', '.join, shared))}."
+            " Register one Parameter in both places, or give each memory of its own: p.data = p.data.clone()"
         )
     if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:
         raise ReplicationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,18 @@ class ShardedStates:
         self._transfers = transfers
         self._pieces = {piece.index: (piece, bucket) for bucket in buckets for piece in bucket.pieces}
 
-    def cut(self) -> None:
-        """Let the pieces have their parts of the states that whole parameters have."""
+    def cut(self, loaded: Mapping[str, Any] | None) -> None:
+        """Let the pieces have their parts of the states that whole parameters have.
+
+        Args:
+            loaded: The state_dict that the states are from, in whatever dtype they have there; None if there is none.
+        """
         states = self._optimizer.state
+        if loaded is not None:
+            saved = [key for group in loaded["param_groups"] for key in group["params"]]
+            for parameter, key in zip(self._whole, saved, strict=True):
+                if key in loaded["state"] and all(_is_as_loaded(states[parameter], loaded["state"][key])):
+                    states[parameter] = loaded["state"][key]
         for parameter, index in zip(self._whole, self._numbers, strict=True):
             if index is not None and (state := states.pop(parameter, None)) and index in self._pieces:
                 piece, _bucket = self._pieces[index]
@@ -63,8 +72,11 @@ class ShardedStates:
             del states[parameter]  # of pieces
         for parameter, index in zip(self._whole, self._numbers, strict=True):
             if index is not None and index in whole:
+                stepped = next(b for b in self._buckets if index in b.param_indices).stepped_dtype
                 states[parameter] = {
-                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                    key: value.to(parameter.device, parameter.dtype if value.dtype == stepped else None)
+                    if isinstance(value, Tensor) and value.dim()
+                    else value
                     for key, value in whole[index].items()
                 }
 
@@ -174,7 +186,8 @@ class ShardedStates:
                         f"state {key} of {bucket.name_of(index)} has the shape {list(value.shape)}, and the parameter"
                         f" {list(shape)}: it cannot be cut into shards"
                     )
-                cut[key] = bucket.cut(piece, value)
+                dtype = piece.stepped.dtype if value.is_floating_point() else value.dtype
+                cut[key] = bucket.cut(piece, value).to(piece.stepped.device, dtype)
             else:
                 cut[key] = value.clone() if isinstance(value, Tensor) else value
         return cut
@@ -198,7 +211,7 @@ class ShardedStates:
                     piece.of_shard(own).copy_(value)
             self._transfers.all_gather(shards).wait()
             for index, value in bucket.assemble(shards.cpu()).items():
-                if _is_cut(states.get(index, {}).get(key)):
+                if states.get(index, {}).get(key) == dtype:
                     states[index][key] = value
         return states
 
@@ -216,6 +229,14 @@ class ShardedStates:
                 whole = value.cpu().clone() if isinstance(value, Tensor) and not is_cut else value
                 described.setdefault(index, {})[key] = value.dtype if is_cut else whole
         return described
+
+
+def _is_as_loaded(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[bool]:
+    """Whether a state is what was loaded but for its dtype, for each of its parts: no step has come since."""
+    yield state.keys() == loaded.keys()
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield isinstance(loaded.get(key), Tensor) and torch.equal(value, loaded[key].to(value.device, value.dtype))
 
 
 def _is_cut(value: Any) -> bool:

@@ -124,7 +124,8 @@ class TrainingBackend:
         if not order or not _has_backward(gm):
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
-            return self.compiler.compile(gm, example_inputs, name)
+            compiled = self.compiler.compile(gm, example_inputs, name)
+            return await_parameters(compiled, list(parameter_of.values()), self.reducer)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
         table = format_graph_buckets(buckets, [entry.parameter for entry in order])
         launches_in_backward = self._launches_in_backward(name)
@@ -185,7 +186,7 @@ class TrainingBackend:
         log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
         edit = BackwardEdit(hand_buckets_over, _cache_key(ctx), compile_edited)
-        reads = tuple(ctx.parameter_of_input.values())
+        reads = list(parameter_of.values())
         compiled = self.compiler.compile(gm, example_inputs, f"{ctx.graph_name} ({self._named(reads)})", edit)
         compiled = await_parameters(compiled, reads, self.reducer)
         param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]

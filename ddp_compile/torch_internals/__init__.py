@@ -72,6 +72,7 @@ from ddp_compile.torch_internals.process_groups import (
     started,
 )
 from ddp_compile.torch_internals.tensors import (
+    NO_TORCH_FUNCTION,
     SPARSE_FROM_PARTS,
     UNSCALE,
     allows_same_attention_kernels,
@@ -94,6 +95,7 @@ from ddp_compile.torch_internals.tensors import (
 )
 
 __all__ = [
+    "NO_TORCH_FUNCTION",
     "SPARSE_FROM_PARTS",
     "UNSCALE",
     "AcceptFailure",

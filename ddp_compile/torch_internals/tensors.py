@@ -168,5 +168,8 @@ def as_plain_tensors() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+#: ``__torch_function__`` of classes that have none, Parameter among them.
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+
 #: What a GradScaler calls with gradients, a flag that becomes 1 where one is not finite, and what to multiply by.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
@@ -26,15 +29,20 @@ from ddp_compile.runtime.sharding.shard_transfers import ReduceScatter, ShardTra
 from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharding.sharded_gradients import HiddenGradients
 
+_LONGEST_AT_EXIT = timedelta(seconds=10)
+
 
 class StepsPieces(Protocol):
     """The optimizer's side."""
 
+    def attach(self) -> None:
+        """Tell of steps from now on."""
+
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
         """Step the pieces from now on; called once, at the end of the first backward."""
 
-    def unshard(self) -> None:
-        """Step whole parameters again, on every rank at once."""
+    def detach(self, together: bool) -> None:
+        """Step whole parameters again; where not all ranks are there, do nothing any more."""
 
 
 class ShardedAlgorithm(CommAlgorithm):
@@ -70,6 +78,7 @@ class ShardedAlgorithm(CommAlgorithm):
         #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
         self.witnesses: list[Piece] = []
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind a step, until new ones come
+        self._stepped: set[int] = set()  # numbers of the parameters that the step under way may change
         self._is_stepping = False
         self._overlaps_forward = False
         self._num_steps = 0
@@ -84,20 +93,25 @@ class ShardedAlgorithm(CommAlgorithm):
         return ""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Take a process group of its own: steps come between what the ranks send in their backwards."""
+        """Take process groups of its own, for gathers and for gradients; hear of the optimizer from now on."""
         ranks = dist.get_process_group_ranks(self._process_group)
-        device = parameters[0].device
-        group = group_of(ranks, self._process_group, device) if len(ranks) > 1 else self._process_group
+        self._device = parameters[0].device
+        gathers = gradients = self._process_group
+        if len(ranks) > 1:
+            gathers, gradients = (group_of(ranks, self._process_group, self._device) for _ in range(2))
         self._parameters = list(parameters)
         self._hidden = HiddenGradients(self._parameters, self._names, self._rank)
-        self.transfers = ShardTransfers(group, device)
-        self._guard = ParameterGuard(parameters, self._complete)
+        self.transfers = ShardTransfers(gathers, gradients, self._device)
+        self._guard = ParameterGuard(parameters, self._complete_for_everybody)
+        self._optimizer.attach()
+        _at_exit(weakref.WeakMethod(self._finish))
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
-        self.await_parameters()
-        if together and self.buckets:
-            self._optimizer.unshard()
+        try:
+            self.await_parameters()
+        finally:
+            self._optimizer.detach(together)
         for bucket in self.buckets:
             bucket.leave()
         self._hidden.take_away()
@@ -123,10 +137,10 @@ class ShardedAlgorithm(CommAlgorithm):
         ]
         self._refuse_gradients_of_before(piece for piece, _ in touched)
         for piece, shard in touched:
-            piece.accumulate(shard, self.transfers.any_rank)
+            piece.accumulate(shard, self._unscaled)
         for witness in self.witnesses:
             witness.zero(set_to_none=True)
-            witness.accumulate(witness.stepped.detach(), self.transfers.any_rank)
+            witness.accumulate(witness.stepped.detach(), self._unscaled)
         self._hidden.hide(index for bucket in launched for index in bucket.param_indices if index not in untouched)
         self._stepped_versions = {}
 
@@ -137,6 +151,16 @@ class ShardedAlgorithm(CommAlgorithm):
         self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
         self._optimizer.shard(self.buckets)
 
+    def _unscaled(self, found_non_finite: Tensor) -> None:
+        """A GradScaler has looked at gradients: they are to be stepped, or left out by every rank."""
+        with self.on_every_rank("GradScaler's question whether gradients are finite"):
+            self.transfers.any_rank(found_non_finite)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
+        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
+
     def _refuse_gradients_of_before(self, pieces: Iterable[Piece]) -> None:
         """Of gradients that are still what they were behind a step, nobody can say whether the user has zeroed them."""
         for piece in pieces if self._stepped_versions else ():
@@ -144,15 +168,16 @@ class ShardedAlgorithm(CommAlgorithm):
             if gradient is not None and gradient._version == version:
                 raise ReplicationError(
                     f"rank {self._rank}: a backward ends and the gradient of {self._names[piece.index]} of before the"
-                    " last step has not been zeroed, or only by setting .grad of the model's parameters behind a"
-                    " forward. Call optimizer.zero_grad() or model.zero_grad() for each step"
+                    " last step, taken or skipped, has not been zeroed, or only by setting .grad of the model's"
+                    " parameters behind a forward. Call optimizer.zero_grad() or model.zero_grad() for each step"
                 )
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
-        """What ``zero_grad`` of the model does."""
+        """What ``zero_grad`` of model and optimizer do: pieces' gradients, and what has not been reduced."""
         for piece in self._pieces():
             piece.zero(set_to_none)
         self._hidden.take_away()
+        self._hidden.zero_others(set_to_none)
 
     def _adopt_edits_of_gradients(self) -> None:
         """Where a user has set ``.grad`` of a parameter to None, its pieces have none either."""
@@ -166,12 +191,13 @@ class ShardedAlgorithm(CommAlgorithm):
         pieces = [piece.stepped for piece in self._pieces()]
         gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None]
         total = get_total_norm(gradients, norm_type).to(self._parameters[0].device, torch.float32)
-        if math.isinf(norm_type):
-            self.transfers.any_rank(total)
-        else:
-            total.pow_(norm_type)
-            self.transfers.sum_over_ranks(total)
-            total.pow_(1.0 / norm_type)
+        with self.on_every_rank("model.clip_grad_norm_()"):
+            if math.isinf(norm_type):
+                self.transfers.any_rank(total)
+            else:
+                total.pow_(norm_type)
+                self.transfers.sum_over_ranks(total)
+                total.pow_(1.0 / norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"rank {self._rank}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
@@ -191,8 +217,9 @@ class ShardedAlgorithm(CommAlgorithm):
                 if piece.stepped.grad is not None:
                     present[piece.index] = 1
                     piece.of_shard(own).copy_(piece.stepped.grad.as_subclass(Tensor))
-            self.transfers.any_rank(present)
-            self.transfers.all_gather(shards).wait()
+            with self.on_every_rank("model.full_gradients()"):
+                self.transfers.any_rank(present)
+                self.transfers.all_gather(shards).wait()
             gradients |= {index: value for index, value in bucket.assemble(shards).items() if present[index]}
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
 
@@ -200,27 +227,35 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_begins(self) -> None:
         """The optimizer is about to step the pieces."""
+        self._refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
         self._adopt_edits_of_gradients()
         self._hidden.refuse_others()
         for bucket in self.buckets:
             bucket.take_edits(self._rank)
+        self._stepped = set(self._hidden.present)
         self._is_stepping = True
 
     def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
         """Gather a bucket; on every rank in the same order."""
         self._guard.raise_up()
         try:
-            bucket.gather()
+            bucket.gather(self._stepped, tag=self._num_steps % 2**15)
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def step_ends(self) -> None:
         """All buckets are being gathered."""
         self._is_stepping = False
-        gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
-        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
+        self._note_versions()
         self._num_steps += 1
+
+    def _refuse_half_a_step(self) -> None:
+        if self._is_stepping:
+            raise ReplicationError(
+                f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
+                " not alike any more; start again from a checkpoint"
+            )
 
     def _pieces(self) -> Iterator[Piece]:
         return (piece for bucket in self.buckets for piece in bucket.pieces)
@@ -249,6 +284,17 @@ class ShardedAlgorithm(CommAlgorithm):
         for bucket in reversed(self.buckets):
             self._wait_for(bucket)
 
+    def _complete_for_everybody(self) -> None:
+        """For a reader: on CUDA the host waits, since nobody knows which streams others will read on."""
+        self._complete()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _finish(self) -> None:
+        """The process ends: let other ranks have what this one has stepped, if they come for it."""
+        for bucket in reversed(self.buckets):
+            bucket.wait(_LONGEST_AT_EXIT)
+
     def refuse_step_before_sharding(self) -> None:
         """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced."""
         self._hidden.refuse_others()
@@ -263,11 +309,8 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def before_forward(self) -> None:
         """See `CommAlgorithm.before_forward`."""
-        if self._is_stepping and not torch_internals.inside_optimizer_step():
-            raise ReplicationError(
-                f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
-                " not alike any more; start again from a checkpoint"
-            )
+        if not torch_internals.inside_optimizer_step():
+            self._refuse_half_a_step()
         self._prepare_to_read()
         self._adopt_edits_of_gradients()
         self._hidden.take_away()
@@ -309,6 +352,23 @@ class ShardedAlgorithm(CommAlgorithm):
         self._stop_watching()
         self._stop_watching = torch_internals.watch_compilations(lambda _number: self.await_parameters(), _nothing)
 
+    @contextmanager
+    def on_every_rank(self, what: str) -> Iterator[None]:
+        """What is inside waits for all ranks.
+
+        Args:
+            what: What the user has called.
+
+        Raises:
+            ReductionError: One has not come.
+        """
+        try:
+            yield
+        except DDPCompileError:
+            raise
+        except RuntimeError as error:
+            raise error_messages.exchange_failed(self._rank, f"{what}, to be called on every rank,", error) from error
+
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._rank, f"gather of parameters behind step {self._num_steps}", error)
 
@@ -317,6 +377,15 @@ def _shard_of(bucket: Bucket) -> Tensor:
     """This rank's part of the mean of a bucket."""
     assert isinstance(bucket.iteration.work, ReduceScatter)
     return bucket.iteration.work.shard
+
+
+def _at_exit(finish: weakref.WeakMethod[Callable[[], None]]) -> None:
+    def run() -> None:
+        if (alive := finish()) is not None:
+            with suppress(RuntimeError):  # other ranks are gone, and so is whoever wanted to know
+                alive()
+
+    atexit.register(run)
 
 
 def _nothing() -> None:

@@ -11,9 +11,9 @@ extension called by other means than ``torch.ops``.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 
-# All whose parameters are incomplete now.
-_guards: weakref.WeakSet[ParameterGuard] = weakref.WeakSet()
+# Name of the attribute in which an incomplete parameter has its guard.
+_GUARD = "_ddp_compile_guard"
 
 # What can be asked about a parameter without its values.
 _ATTRIBUTES = frozenset(
@@ -98,18 +98,18 @@ class ParameterGuard:
         with self._lock:
             if not self._is_up:
                 for parameter in self._parameters:
+                    vars(parameter)[_GUARD] = self
                     parameter.__class__ = _guarded_class(type(parameter))
                 self._is_up = True
-                _guards.add(self)
 
     def take_down(self) -> None:
         """The parameters are complete, or will be before compiled code reads them."""
         with self._lock:
             if self._is_up:
                 self._is_up = False
-                _guards.discard(self)
                 for parameter in self._parameters:
                     parameter.__class__ = type(parameter).__mro__[1]
+                    vars(parameter).pop(_GUARD, None)
 
     def complete(self) -> None:
         """Wait, and let the parameters be what they were."""
@@ -121,15 +121,33 @@ class ParameterGuard:
 
 @functools.cache
 def _guarded_class(cls: type[Parameter]) -> type[Parameter]:
+    theirs: Any = cls.__torch_function__  # of a class of the user's, maybe
+
     def intercept(_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _asks_for_metadata(func):
-            for guard in list(_guards):
-                guard.complete()
+            _complete(args, kwargs)
+        if theirs is not torch_internals.NO_TORCH_FUNCTION:
+            return theirs(func, types, args, kwargs or {})
         with torch_internals.as_plain_tensors():
             return func(*args, **(kwargs or {}))
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    def copy_complete(self: Parameter, memo: dict[int, Any]) -> Any:
+        _complete(self)  # before anybody asks for the class
+        return copy.deepcopy(self, memo)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__deepcopy__": copy_complete}
     return type(cls.__name__, (cls,), {**names, "__torch_function__": classmethod(intercept)})
+
+
+def _complete(*values: Any) -> None:
+    """Wait for the parameters among some values, which may be in lists and dicts."""
+    for value in values:
+        if isinstance(value, list | tuple | set):
+            _complete(*value)
+        elif isinstance(value, dict):
+            _complete(*value.values())
+        elif isinstance(value, Parameter) and (guard := vars(value).get(_GUARD)) is not None:
+            guard.complete()
 
 
 def _asks_for_metadata(func: Any) -> bool:

@@ -10,6 +10,7 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,15 +30,18 @@ class Transfer:
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:
         self._works = list(works)
 
-    def wait(self) -> None:
+    def wait(self, *limit: timedelta) -> None:
         """Return when all is there, or will be before what comes next on the current CUDA stream.
 
+        Args:
+            limit: How long at most; the process group's timeout if none.
+
         Raises:
-            RuntimeError: Something failed or timed out.
+            RuntimeError: Something failed or timed out; it is said again by every further call.
         """
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        while self._works:
+            self._works[0].wait(*limit)
+            del self._works[0]  # not before: whoever comes behind an exception waits as well
 
 
 class ReduceScatter:
@@ -81,15 +85,22 @@ class ReduceScatter:
 
 
 class ShardTransfers:
-    """Sends shards between the ranks of a process group that nobody else uses.
+    """Sends shards between the ranks of process groups that nobody else uses.
+
+    What is sent in backwards has a group of its own, so that where one rank has left out a step, no gather finds a
+    reduction of another one in its place: both wait, until the timeout says so.
 
     Args:
-        process_group: The ranks.
+        process_group: The ranks; for gathers.
+        for_gradients: The same ranks.
         device: Where the buffers lie.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, for_gradients: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self._group = process_group
+        self._for_gradients = for_gradients
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._from_rank_to_rank = torch_internals.backend_name(process_group, device) == "gloo"
@@ -113,15 +124,16 @@ class ShardTransfers:
         received = own.new_empty((self.world_size - 1, own.numel()))
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         into = dict(zip(others, received, strict=True))
-        works = self._exchange({rank: shards[rank] for rank in others}, into)
+        works = _exchange(self._for_gradients, {rank: shards[rank] for rank in others}, into, 0)
         parts = [own if rank == self.rank else into[rank] for rank in range(self.world_size)]
         return ReduceScatter(Transfer(works), parts, flat)
 
-    def all_gather(self, flat: Tensor) -> Transfer:
+    def all_gather(self, flat: Tensor, tag: int = 0) -> Transfer:
         """Start to give every rank the shards of all others.
 
         Args:
             flat: Shape (n,), a multiple of the world size, with this rank's shard in its place.
+            tag: Where messages go from rank to rank, those of different tags do not find each other.
         """
         shards = flat.chunk(self.world_size)
         own = shards[self.rank]
@@ -130,7 +142,8 @@ class ShardTransfers:
         if not self._from_rank_to_rank:
             return Transfer([torch_internals.all_gather_single(flat, own, self._group)])
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return Transfer(self._exchange(dict.fromkeys(others, own), {rank: shards[rank] for rank in others}))
+        into = {rank: shards[rank] for rank in others}
+        return Transfer(_exchange(self._group, dict.fromkeys(others, own), into, tag))
 
     def any_rank(self, flag: Tensor) -> None:
         """Let a number be the largest one of all ranks."""
@@ -155,14 +168,17 @@ class ShardTransfers:
         whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
         shard = flat.new_empty(size)
         return ReduceScatter(
-            Transfer([torch_internals.reduce_scatter_single(shard, whole, self._group)]), [shard], flat
+            Transfer([torch_internals.reduce_scatter_single(shard, whole, self._for_gradients)]), [shard], flat
         )
 
     def _shards(self, flat: Tensor) -> list[Tensor]:
         size = self.shard_numel(flat.numel())
         return [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
 
-    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> list[dist.Work]:
-        """Receive from each rank and send to each, what has elements."""
-        works = [self._group.recv([into], rank, 0) for rank, into in received.items() if into.numel()]
-        return works + [self._group.send([part], rank, 0) for rank, part in sent.items() if part.numel()]
+
+def _exchange(
+    group: dist.ProcessGroup, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int
+) -> list[dist.Work]:
+    """Receive from each rank and send to each, what has elements."""
+    works = [group.recv([into], rank, tag) for rank, into in received.items() if into.numel()]
+    return works + [group.send([part], rank, tag) for rank, part in sent.items() if part.numel()]

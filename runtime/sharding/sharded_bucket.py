@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -27,8 +29,8 @@ class Piece:
         begin: Its first element, of the parameter's in the order of their memory.
         end: Behind its last element.
         place: Its first element in the shard.
-        stepped: What the optimizer steps in the parameter's place: shape (end - begin,), on the memory of the flat
-            buffer, or a copy of its own in float32.
+        stepped: What the optimizer steps in the parameter's place: shape (end - begin,), or () where the parameter has
+            that; on the memory of the flat buffer, or a copy of its own in float32.
     """
 
     index: int
@@ -39,18 +41,18 @@ class Piece:
 
     def of_shard(self, shard: Tensor) -> Tensor:
         """Its part of something of the shard's shape."""
-        return shard[self.place : self.place + self.end - self.begin]
+        return shard[self.place : self.place + self.end - self.begin].view(self.stepped.shape)
 
-    def accumulate(self, shard: Tensor, any_rank: Callable[[Tensor], None]) -> None:
+    def accumulate(self, shard: Tensor, unscaled: Callable[[Tensor], None]) -> None:
         """Let ``.grad`` be its part of a reduced shard, or have it added.
 
         Args:
             shard: Shape (n,), on memory of its own.
-            any_rank: See `GradientShard.of`.
+            unscaled: See `GradientShard.of`.
         """
         gradient = self.of_shard(shard)
         if self.stepped.grad is None:
-            self.stepped.grad = GradientShard.of(gradient.to(self.stepped.dtype), any_rank)
+            self.stepped.grad = GradientShard.of(gradient.to(self.stepped.dtype), unscaled)
         else:
             with torch.no_grad():
                 self.stepped.grad.add_(gradient)
@@ -81,6 +83,7 @@ class ShardedBucket:
         self.param_indices = bucket.param_indices
         self._transfers = transfers
         self._gathering: Transfer | None = None
+        self._lock = threading.RLock()
         element_size = self.parameters[0].element_size()
         self._numel = self.spec.num_bytes // element_size
         self.shard_numel = transfers.shard_numel(self._numel)
@@ -93,7 +96,6 @@ class ShardedBucket:
             for parameter, place in zip(self.parameters, self._layout.views, strict=True):
                 parameter.data = with_own_storage(place)
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-            self._versions = self._current_versions()
             is_low = first.dtype in (torch.bfloat16, torch.float16)
             self.stepped_dtype = torch.float32 if master_weights and is_low else first.dtype  #: of the pieces
             self.pieces = self._cut()
@@ -108,6 +110,7 @@ class ShardedBucket:
             if begin < end:
                 place = offset + begin - begin_of_shard
                 values = shard[place : place + end - begin]
+                values = values if parameter.dim() else values[0]  # states of a number are numbers
                 stepped = values.to(self.stepped_dtype) if self.has_master_weights else with_own_storage(values)
                 pieces.append(Piece(index, begin, end, place, Parameter(stepped)))
         return pieces
@@ -146,33 +149,43 @@ class ShardedBucket:
                 place.copy_(parameter)
                 parameter.data = with_own_storage(place)
                 self._addresses[i] = parameter.data_ptr()
-        if (moved or self._current_versions() != self._versions) and self.has_master_weights:
-            with torch.no_grad():
-                for piece in self.pieces:
-                    piece.stepped.copy_(piece.of_shard(self.shard))
-        self._versions = self._current_versions()
+        with torch.no_grad():
+            for piece in self.pieces if self.has_master_weights else ():
+                low = piece.of_shard(self.shard)
+                is_same = piece.stepped.to(low.dtype) == low
+                piece.stepped.copy_(torch.where(is_same, piece.stepped, low.to(self.stepped_dtype)))
 
-    def gather(self) -> None:
-        """Start to give all ranks what this one has stepped."""
+    def gather(self, stepped: Set[int], tag: int) -> None:
+        """Start to give all ranks what this one has stepped.
+
+        Args:
+            stepped: Numbers of the parameters that may have changed.
+            tag: See `ShardTransfers.all_gather`.
+        """
         with torch.no_grad():
             for piece in self.pieces if self.has_master_weights else ():
                 piece.of_shard(self.shard).copy_(piece.stepped)
-        self._gathering = self._transfers.all_gather(self.flat)
+        self._gathering = self._transfers.all_gather(self.flat, tag)
         # Pieces have version counters of their own: without this, a backward that saved parameters before the step
         # would not notice that they have changed.
-        increment_version(self.parameters)
-        self._versions = self._current_versions()
+        pairs = zip(self.param_indices, self.parameters, strict=True)
+        increment_version([parameter for index, parameter in pairs if index in stepped])
 
     @property
     def is_gathering(self) -> bool:
         """Whether parameters are incomplete."""
         return self._gathering is not None
 
-    def wait(self) -> None:
-        """Return when the parameters are complete; raises RuntimeError if the gather failed or timed out."""
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            gathering.wait()
+    def wait(self, *limit: timedelta) -> None:
+        """Return when the parameters are complete; raises RuntimeError if the gather failed or timed out, each time.
+
+        Args:
+            limit: How long at most.
+        """
+        with self._lock:  # another thread that comes meanwhile waits as well
+            if self._gathering is not None:
+                self._gathering.wait(*limit)
+                self._gathering = None
 
     # Conversions.
 
@@ -206,6 +219,3 @@ class ShardedBucket:
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
-
-    def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]

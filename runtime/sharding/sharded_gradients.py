@@ -4,8 +4,9 @@ Note [Gradients in shards]
 Behind a backward no rank has a parameter's whole gradient, only the pieces in its own shards. A ``.grad`` of None would
 let ``clip_grad_norm_`` over the model's parameters clip nothing, without a word. So ``.grad`` of a parameter is a
 `HiddenGradient`, which has the gradient's shape and no values: whoever reads it is told where to look. ``.grad`` of a
-piece is a `GradientShard`, whose norm would be that of this rank alone, and so is refused; what a GradScaler asks of
-it, whether all is finite, is answered for all ranks alike.
+piece is a `GradientShard`, whose norm would be that of this rank alone, and so is refused, as is any other question
+about all of its elements: ranks that skip steps by their own answers part ways. What a GradScaler asks, whether all is
+finite, is answered for all ranks alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,34 @@ from torch.nn import Parameter
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
 
-_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"})
+# What is asked of all elements at once, and what people ask before they leave a step out.
+_OF_ALL_ELEMENTS = frozenset(
+    {
+        "norm",
+        "vector_norm",
+        "linalg_vector_norm",
+        "linalg_norm",
+        "_foreach_norm",
+        "_foreach_max",
+        "all",
+        "allclose",
+        "amax",
+        "amin",
+        "any",
+        "dot",
+        "equal",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "item",
+        "max",
+        "mean",
+        "min",
+        "std",
+        "sum",
+        "var",
+    }
+)
 
 
 class HiddenGradient(Tensor):
@@ -87,6 +115,20 @@ class HiddenGradients:
             self._parameters[index].grad = self._hidden[index]
             self._present.add(index)
 
+    @property
+    def present(self) -> list[int]:
+        """Numbers of the parameters whose ``.grad`` is one."""
+        return [index for index in self._present if self._parameters[index].grad is self._hidden[index]]
+
+    def zero_others(self, set_to_none: bool) -> None:
+        """Zero what this rank has accumulated and not reduced."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and parameter.grad is not self._hidden[index]:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+
     def take_away(self) -> None:
         """Let no ``.grad`` be one, so that gradients can be accumulated."""
         for index in self._present:
@@ -127,34 +169,35 @@ class HiddenGradients:
 class GradientShard(Tensor):
     """The part of a gradient that this rank steps by: an ordinary tensor but for norms and for GradScaler."""
 
-    #: Lets a tensor of one element be the largest of all ranks.
-    any_rank: Callable[[Tensor], None]
+    #: Called with the flag of a GradScaler, which it makes the same on all ranks.
+    unscaled: Callable[[Tensor], None]
 
     @classmethod
-    def of(cls, values: Tensor, any_rank: Callable[[Tensor], None]) -> GradientShard:
+    def of(cls, values: Tensor, unscaled: Callable[[Tensor], None]) -> GradientShard:
         """The same values on the same memory.
 
         Args:
             values: Shape (n,).
-            any_rank: What makes a flag the same on all ranks.
+            unscaled: Called when a GradScaler has unscaled gradients, with its flag.
         """
         shard: GradientShard = values.as_subclass(cls)
-        shard.any_rank = any_rank
+        shard.unscaled = unscaled
         return shard
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _NORMS:
+        if name in _OF_ALL_ELEMENTS:
             raise ReplicationError(
-                f"{name} of gradients that are reduced to shards is the norm of this rank's part alone; clip with"
-                " model.clip_grad_norm_(max_norm), which takes that of all ranks and returns it"
+                f"{name} of gradients that are reduced to shards would be that of this rank's part alone, and another"
+                " one on each rank; clip with model.clip_grad_norm_(max_norm), which returns the norm over all ranks,"
+                " and look at model.full_gradients()"
             )
         with torch_internals.as_plain_tensors():
             result = func(*args, **(kwargs or {}))
             if func is torch_internals.UNSCALE:
                 gradients, found_non_finite = args[:2]
-                gradients[0].any_rank(found_non_finite)
+                next(each for each in gradients if isinstance(each, GradientShard)).unscaled(found_non_finite)
         return result
 
 

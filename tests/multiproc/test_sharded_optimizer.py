@@ -47,7 +47,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [
         {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.dim() == 1], "lr": 0.003},
+        {"params": [p for _, p in named if p.dim() < 2], "lr": 0.003},
     ]
 
 

@@ -1,0 +1,239 @@
+"""The optimizer's side of `ddp_compile.runtime.algorithms.sharded`: steps, and states, of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_compile.errors import ReplicationError
+from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
+from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
+from ddp_compile.sharded_checkpoints import register, unregister
+from ddp_compile.sharded_states import ShardedStates
+
+
+class SteppedPieces:
+    """Lets an optimizer step this rank's pieces, bucket by bucket, and speak of whole parameters in its state_dict.
+
+    Hooks do it, so that whoever calls ``optimizer.step()``, a scheduler's wrapper or a GradScaler, comes by here. What
+    comes before the hooked step are the steps of all buckets but the last, without their hooks. Hooks of others run
+    outside of ours: before the first bucket is stepped, and behind the last.
+
+    Args:
+        optimizer: The optimizer.
+        numbers: Of the reduced parameters, by ``id``.
+        names: Of all parameters, by ``id``.
+        is_stepped_by_bucket: Whether its step may be called for some of its parameters after others.
+    """
+
+    algorithm: ShardedAlgorithm
+
+    def __init__(
+        self, optimizer: Optimizer, numbers: Mapping[int, int], names: Mapping[int, str], is_stepped_by_bucket: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._numbers = numbers
+        self._is_stepped_by_bucket = is_stepped_by_bucket
+        self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
+        self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
+        self._buckets: Sequence[ShardedBucket] = ()  # in the order in which they are stepped
+        self._params: list[list[Parameter]] = []  # of each group
+        self._params_of_bucket: list[list[list[Parameter]]] = []
+        self._states: ShardedStates | None = None
+        self._loaded: dict[str, Any] | None = None  # states that came before there were pieces
+        self._handles: list[Any] = []
+
+    # What is stepped.
+
+    def attach(self) -> None:
+        """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
+        optimizer = self._optimizer
+        never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
+        before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
+        after = optimizer.register_step_post_hook(never_traced(self._step_ends))
+        _move(after, last=False)
+        self._handles = [
+            before,
+            after,
+            optimizer.register_state_dict_pre_hook(self._forget_what_was_read),
+            optimizer.register_state_dict_post_hook(self._whole_state_dict, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self._state_dict_of_pieces),
+        ]
+
+        def register_step_pre_hook(hook: Callable[..., Any]) -> Any:
+            handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+            _move(before, last=True)
+            return handle
+
+        vars(optimizer).update(
+            add_param_group=_refuse_group,
+            zero_grad=self._zero_grad,
+            register_step_pre_hook=register_step_pre_hook,
+            __deepcopy__=_refuse_copy,
+            __reduce_ex__=_refuse_copy,
+        )
+
+    def shard(self, buckets: Sequence[ShardedBucket]) -> None:
+        """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
+        self._buckets = tuple(reversed(buckets))  # about the order in which a forward reads them
+        self._divide({piece.index: piece.stepped for bucket in buckets for piece in bucket.pieces})
+        transfers = self.algorithm.transfers
+        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, buckets, transfers)
+        self._states.cut(self._loaded)
+        self._loaded = None
+        self._show(self._params)
+        register(self._optimizer, self)
+
+    def _divide(self, pieces: Mapping[int, Parameter]) -> None:
+        """Find out what each group has of each bucket; what is not sharded is stepped with the last one."""
+        of_bucket = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.param_indices}
+        self._params, self._params_of_bucket = [], [[[] for _ in self._whole] for _ in self._buckets]
+        for number, whole in enumerate(self._whole):
+            stepped, places = [], []
+            for place, parameter in enumerate(whole):
+                index = self._numbers.get(id(parameter))
+                mine = parameter if index is None else pieces.get(index)
+                if mine is not None:
+                    stepped.append(mine)
+                    places.append(place)
+                    bucket = len(self._buckets) - 1 if index is None else of_bucket[index]
+                    self._params_of_bucket[bucket][number].append(mine)
+            self._params.append(stepped)
+            if (names := self._names[number]) is not None:
+                self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
+        witnesses = [piece.stepped for piece in self.algorithm.witnesses]
+        self._params[0] += witnesses
+        self._params_of_bucket[-1][0] += witnesses
+
+    def detach(self, together: bool) -> None:
+        """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
+        for handle in self._handles:
+            handle.remove()
+        for name in ("add_param_group", "zero_grad", "register_step_pre_hook", "__deepcopy__", "__reduce_ex__"):
+            vars(self._optimizer).pop(name, None)
+        unregister(self._optimizer)
+        if not self._buckets:
+            return
+        self._buckets = ()
+        self._show(self._whole)
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            if names is not None:
+                group["param_names"] = names
+        if together:
+            assert self._states is not None
+            self._states.join()
+        else:
+            vars(self._optimizer).update(step=_refuse_step, state_dict=_refuse_step)
+
+    def _show(self, params: Sequence[list[Parameter]]) -> None:
+        for group, of_group in zip(self._optimizer.param_groups, params, strict=True):
+            group["params"] = of_group
+
+    # A step.
+
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = _with_loss(args, kwargs)
+        if not self._buckets:
+            self.algorithm.refuse_step_before_sharding()
+            return args, kwargs
+        self.algorithm.step_begins()
+        if self._is_stepped_by_bucket:
+            step = type(optimizer).step
+            step_without_hooks = getattr(step, "__wrapped__", step)
+            for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
+                self._show(params)
+                step_without_hooks(optimizer)
+                self.algorithm.bucket_is_stepped(bucket)
+            self._show(self._params_of_bucket[-1])
+        return args, kwargs
+
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._buckets:
+            self._show(self._params)
+            for bucket in self._buckets[-1:] if self._is_stepped_by_bucket else self._buckets:
+                self.algorithm.bucket_is_stepped(bucket)
+            self.algorithm.step_ends()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """``optimizer.zero_grad``: also of what the model's parameters have accumulated, which it does not step."""
+        type(self._optimizer).zero_grad(self._optimizer, set_to_none)
+        self.algorithm.zero_gradients(set_to_none)
+
+    # Checkpoints.
+
+    def _forget_what_was_read(self, optimizer: Optimizer) -> None:
+        """Reading ``optimizer.state[parameter]`` of a parameter that is in no group makes an empty entry."""
+        if self._buckets:
+            for parameter in [key for key, state in optimizer.state.items() if not state]:
+                del optimizer.state[parameter]
+
+    def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._states is None or not self._buckets:
+            return None
+        self.algorithm.await_parameters()
+        with self.algorithm.on_every_rank("optimizer.state_dict()"):
+            return self._states.whole(state_dict, self._names)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """See `ddp_compile.sharded_checkpoints.sharded_optimizer_state_dict`."""
+        assert self._states is not None
+        with self.algorithm.on_every_rank("sharded_optimizer_state_dict()"):
+            return self._states.parts(self._fqns)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `ddp_compile.sharded_checkpoints.load_sharded_optimizer_state_dict`."""
+        assert self._states is not None
+        self._states.load_parts(state_dict, self._fqns)
+
+    def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._states is None or not self._buckets:
+            self._loaded = state_dict  # torch casts states to the dtype of whole parameters; pieces may have another
+            return None
+        return self._states.of_pieces(state_dict)
+
+
+def _move(handle: Any, last: bool) -> None:
+    """Let a hook of an optimizer run after, or before, all others of its kind."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        hooks.move_to_end(handle.id, last=last)
+
+
+def _refuse_group(_group: Any) -> NoReturn:
+    raise ReplicationError(
+        "add_param_group of an optimizer that is sharded: the ranks have parts of the parameters that it was sharded"
+        " with. Add the group first, with all parameters that will be trained, and then call shard_optimizer"
+    )
+
+
+def _refuse_copy(*_args: Any) -> NoReturn:
+    raise ReplicationError(
+        "an optimizer that is sharded cannot be copied or pickled, as its pieces belong to the model; save"
+        " optimizer.state_dict(), on every rank, and load it into another one"
+    )
+
+
+def _refuse_step(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise ReplicationError(
+        "the optimizer was sharded for a model that has been unwrapped behind an error, and each rank has the states of"
+        " its part alone; make a new optimizer, and load a checkpoint"
+    )
+
+
+def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step with its closure, if there is one, called and replaced by what it has returned."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def known() -> Any:
+        return loss
+
+    return ((args[0], known, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": known})

@@ -1,0 +1,275 @@
+"""Sharded optimizers where ordinary code meets their edges: as without shards, or an error by name on every rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from rank_pool import RankFailure, RankPool
+from test_sharded_optimizer import CAP_MB, OPTIMIZERS, WIDTH, batch, differences, groups_of, plain
+from test_sharded_parameters import late_rank, make
+from test_sharded_refusals import said_by
+from torch import Tensor, nn
+
+from ddp_compile import ReductionError, ddp_compile, shard_optimizer
+
+Ranks = Callable[[int], RankPool]
+
+
+def ends_of(train: Callable[[Any, Any], None], **settings: Any) -> bool:
+    """Whether some training ends with the same parameters with shards and without."""
+    ends = []
+    for sharded in (True, False):
+        model, optimizer = make(sharded=sharded, **settings)
+        train(model, optimizer)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    return all(map(torch.equal, *ends))
+
+
+def dropped(model: Any, optimizer: Any) -> None:
+    """What was accumulated locally is dropped by the optimizer."""
+    for step in range(3):
+        with model.no_sync():
+            loss_of(100 * model(batch(step))).backward()
+        optimizer.zero_grad(set_to_none=step != 1)
+        plain(model, optimizer, step + 5)
+
+
+def hooked(model: Any, optimizer: Any) -> None:
+    """Hooks of others around the step, from before and from after: one scales gradients, one averages parameters."""
+    average: dict[Any, Tensor] = {p: p.detach().clone() for p in model.parameters()}
+
+    def scale(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    def average_all(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter, value in average.items():
+            value.lerp_(parameter.detach(), 0.1)
+
+    optimizer.register_step_pre_hook(scale)
+    optimizer.register_step_post_hook(average_all)
+    for step in range(4):
+        with late_rank():
+            plain(model, optimizer, step)
+    with torch.no_grad():
+        for parameter, value in average.items():
+            parameter.copy_(value)
+
+
+class Teacher(Mlp):
+    """Now and then its forward is one graph that reads parameters and gives them no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, teaches: bool = False) -> Tensor:
+        if teaches:
+            for layer in self.layers:
+                x = nn.functional.linear(x, layer.weight.detach())
+            return x
+        return self.scale * super().forward(x)
+
+
+def taught(model: Any, optimizer: Any) -> None:
+    for step in range(5):
+        target = model(batch(step), teaches=True).detach() if step else 0.0
+        (model(batch(step)) - target).square().mean().backward()
+        with late_rank():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def clamped(model: Any, optimizer: Any) -> None:
+    """As WGAN does it: what is written by ``.data`` stays."""
+    for step in range(4):
+        plain(model, optimizer, step)
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+def same_as_without() -> dict[str, bool]:
+    torch.manual_seed(3)
+    teacher = Teacher()
+    return {
+        "dropped": ends_of(dropped),
+        "hooked": ends_of(hooked),
+        "taught": all(map(torch.equal, *[trained_teacher(teacher, sharded) for sharded in (True, False)])),
+        "clamped": ends_of(clamped),
+    }
+
+
+def trained_teacher(teacher: nn.Module, sharded: bool) -> list[Tensor]:
+    model, optimizer = make(module=copy.deepcopy(teacher), sharded=sharded, backend="aot_eager")
+    taught(model, optimizer)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_ordinary_code_trains_as_without_shards(ranks: Ranks) -> None:
+    for same in ranks(2).run(same_as_without):
+        assert all(same.values()), same
+
+
+@torch.compiler.set_stance("force_eager")
+def numbers(kind: str) -> float:
+    """Of a model with a parameter of no dimension, saved and loaded."""
+    ends = []
+    for sharded in (True, False):
+        torch.manual_seed(3)
+        model: Any = ddp_compile(Teacher(), bucket_cap_mb=CAP_MB, backend="eager")
+        optimizer = OPTIMIZERS[kind](groups_of(model))
+        if sharded:
+            shard_optimizer(optimizer, model)
+        for step in range(4):
+            plain(model, optimizer, step)
+            if step == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        ends.append(([p.detach().clone() for p in model.parameters()], optimizer.state_dict()))
+    return differences(*ends)
+
+
+def test_parameters_without_dimensions(ranks: Ranks) -> None:
+    for kind in ("adagrad", "adamw", "adamw foreach", "rprop"):
+        assert ranks(2).run(numbers, kind) == [0.0, 0.0], kind
+
+
+@torch.compiler.set_stance("force_eager")
+def low_precision() -> list[bool]:
+    """Pieces in float32, of parameters in bfloat16: written by ``.data``, saved, loaded, undone."""
+    model, optimizer = make(module=Mlp(WIDTH, 3).to(torch.bfloat16), sharded=False)
+    shard_optimizer(optimizer, model, master_weights=True)
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        loss_of(model(batch(number).bfloat16())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        step(model, optimizer, number)
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    optimizer.step()
+    kept = all((p == 7.0).all() for p in model.parameters())
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(model, optimizer, 2)
+    other, other_optimizer = make(module=Mlp(WIDTH, 3).to(torch.bfloat16), sharded=False)
+    shard_optimizer(other_optimizer, other, master_weights=True)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7.0)
+    other_optimizer.load_state_dict(saved)
+    step(other, other_optimizer, 2)
+    resumed = all(map(torch.equal, model.parameters(), other.parameters()))
+    model.unwrap()
+    model = ddp_compile(model, backend="eager")
+    step(model, optimizer, 3)
+    return [bool(kept), resumed]
+
+
+def test_master_weights_through_edits_checkpoints_and_unwrapping(ranks: Ranks) -> None:
+    assert ranks(2).run(low_precision) == [[True, True], [True, True]]
+
+
+# Errors.
+
+
+def skips_one() -> str:
+    """Rank 1 leaves a step out and goes on."""
+    model, optimizer = make()
+    for step in range(8):
+        loss_of(model(batch(step))).backward()
+        if step != 3 or dist.get_rank() == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    return "nobody noticed"
+
+
+def test_a_rank_that_leaves_out_one_step_is_an_error_on_both(ranks: Ranks) -> None:
+    for said in ranks(2).run_expecting_failures(skips_one, timeout_s=2.0):
+        assert isinstance(said, RankFailure) and said.kind == "ReductionError", said
+
+
+def read_after_a_failure() -> list[str]:
+    model, optimizer = make()
+    for step in range(2):
+        loss_of(model(batch(step))).backward()
+        if step and dist.get_rank() == 1:
+            return []
+        optimizer.step()
+        optimizer.zero_grad()
+    return [said_by(model.state_dict, ReductionError) for _ in range(len(model.bucket_plan.buckets) + 2)]
+
+
+def test_parameters_that_never_came_stay_an_error(ranks: Ranks) -> None:
+    said, nothing = ranks(2).run_expecting_failures(read_after_a_failure, timeout_s=2.0)
+    assert nothing == []
+    assert all("gather of parameters behind step 2 failed" in each for each in said)
+
+
+def _raise(_gradient: Any) -> None:
+    raise KeyError("bad sample")
+
+
+def ends() -> dict[str, Any]:
+    """What is left of the optimizer when the model is given back, early and late, and what copies do."""
+    found: dict[str, Any] = {}
+    model, optimizer = make()
+    model.unwrap()
+    loss_of(model(batch(0))).backward()
+    optimizer.step()
+    found["unwrapped before a backward"] = "step" not in vars(optimizer) and "zero_grad" not in vars(optimizer)
+
+    tied = Mlp(WIDTH, 2)
+    tied.layers[1].weight.data = tied.layers[0].weight.data
+    found["one storage"] = said_by(lambda: make(module=tied))
+
+    sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    replicated: Any = ddp_compile(sparse, backend="eager")
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    found["sparse"] = said_by(lambda: shard_optimizer(optimizer, replicated))
+    replicated(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()  # as before
+
+    model, optimizer = make()
+    for step in range(2):
+        plain(model, optimizer, step)
+    found["copied"] = said_by(lambda: copy.deepcopy(optimizer))
+    found["pickled"] = said_by(lambda: pickle.dumps(optimizer))
+    plain(model, optimizer, 2)
+    found["classes of a copy"] = {type(p) for p in copy.deepcopy(model).parameters()} == {nn.Parameter}
+    assert optimizer.state[next(model.parameters())] == {}
+    found["state_dict behind a look"] = sorted(optimizer.state_dict()["state"]) == list(range(8))
+    loss_of(model(batch(3))).backward()
+    found["isfinite"] = said_by(lambda: torch.isfinite(optimizer.param_groups[0]["params"][0].grad))
+
+    model, optimizer = make()
+    plain(model, optimizer, 0)
+    model.layers[0].weight.register_hook(_raise)  # others have come by then
+    with pytest.raises((KeyError, RuntimeError)):
+        loss_of(model(batch(1))).backward()
+    model.unwrap()
+    found["unwrapped behind an error"] = said_by(optimizer.step)
+    return found
+
+
+def test_what_becomes_of_the_optimizer(ranks: Ranks) -> None:
+    for found in ranks(2).run(ends):
+        for key in ("unwrapped before a backward", "classes of a copy", "state_dict behind a look"):
+            assert found[key] is True, key
+        assert (
+            "parameters lie in one storage, and would not any more: layers.0.weight, layers.1.weight"
+            in found["one storage"]
+        )
+        assert "takes no sparse gradients" in found["sparse"]
+        assert "cannot be copied or pickled" in found["copied"] and "cannot be copied or pickled" in found["pickled"]
+        assert "isfinite of gradients that are reduced to shards would be that of this rank's part" in found["isfinite"]
+        assert "was sharded for a model that has been unwrapped behind an error" in found["unwrapped behind an error"]
