@@ -28,6 +28,10 @@ from ddp_compile.runtime.process_groups import NodeGroups
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
 CHUNK_NUMEL = 1 << 16
+#: Values that are computed at once: what is read, and what is made of it, fits into a processor's cache.
+BLOCK_NUMEL = 4 * CHUNK_NUMEL
+#: Values that are sent at once, while the next ones are computed.
+SEGMENT_NUMEL = 8 * BLOCK_NUMEL
 
 
 class LowPrecisionDecentralizedAlgorithm(AfterStep):
@@ -118,21 +122,22 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._num_exchanges += 1
 
     def _exchange_with_neighbours(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Let the flat buffers, which hold x, hold the new W."""
-        sent = [self._compress(*each) for each in zip(flats, self._own, self._left, self._right, strict=True)]
+        """Let the flat buffers, which hold x, hold the new W; segment by segment, so that the link is never idle."""
         size, place = group.size(), group.rank()
         left, right = (place - 1) % size, (place + 1) % size
-        received = {peer: [torch.empty_like(each) for each in sent] for peer in {left, right}}
-        wait_for(exchange(sent, list(received.items()), group, self._num_exchanges), self._failed)
-        for kept, rows in ((self._own, sent), (self._left, received[left]), (self._right, received[right])):
-            for flat, row in zip(kept, rows, strict=True):
-                _add(flat, row)
-        for flat, own in zip(flats, self._own, strict=True):
-            flat.copy_(own)
-
-    def _compress(self, x: Tensor, own: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        z = x.float() + (left.float() + right.float()) / 3 - own.float() * (5 / 3)
-        return minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL))
+        segments = []
+        for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
+            for kept in zip(*(flat.split(SEGMENT_NUMEL) for flat in (x, own, of_left, of_right)), strict=True):
+                sent = _compress(*kept)
+                received = {peer: [torch.empty_like(rows) for rows in sent] for peer in {left, right}}
+                works = exchange(sent, list(received.items()), group, self._num_exchanges)
+                segments.append((works, kept, sent, received))
+        for works, (x, own, of_left, of_right), sent, received in segments:
+            _add(own, sent)
+            x.copy_(own)
+            wait_for(works, self._failed)
+            _add(of_left, received[left])
+            _add(of_right, received[right])
 
     def state_dict(self) -> dict[str, Any]:
         """W, L and R, and the numbers of steps and exchanges; to be called on every rank."""
@@ -170,11 +175,22 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
 
 
-def _add(flat: Tensor, rows: Tensor) -> None:
+def _compress(x: Tensor, own: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
+    """C(z) of a segment, block by block."""
+    rows = []
+    for block in zip(*(flat.split(BLOCK_NUMEL) for flat in (x, own, left, right)), strict=True):
+        x, own, left, right = (part.float() for part in block)
+        z = x + (left + right) / 3 - own * (5 / 3)
+        rows.append(minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL)))
+    return rows
+
+
+def _add(segment: Tensor, rows: Sequence[Tensor]) -> None:
     """Add compressed values; where the sum is rounded to 16 bits, that is done alike on every rank."""
-    values = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)
-    minmax_u8_decompress(rows, values)
-    flat.copy_(values.add_(flat))
+    for block, of_block in zip(segment.split(BLOCK_NUMEL), rows, strict=True):
+        values = torch.empty(block.shape, dtype=torch.float32, device=block.device)
+        minmax_u8_decompress(of_block, values)
+        block.copy_(values.add_(block))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

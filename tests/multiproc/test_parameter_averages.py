@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, Decentralized, LocalSGD, LowPrecisionDecentralized
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
-from ddp_compile.runtime.algorithms.low_precision_decentralized import CHUNK_NUMEL
+from ddp_compile.runtime.algorithms import low_precision_decentralized as ring
 
 Ranks = Callable[[int], RankPool]
 STEPS = 7
@@ -110,8 +110,9 @@ def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> 
 
 def coded(z: Tensor) -> Tensor:
     values = torch.empty_like(z)
-    compressed = minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL), implementation="reference")
-    minmax_u8_decompress(compressed, values, implementation="reference")
+    for block, result in zip(z.split(ring.BLOCK_NUMEL), values.split(ring.BLOCK_NUMEL), strict=True):
+        rows = minmax_u8_compress(block, -(-block.numel() // ring.CHUNK_NUMEL), implementation="reference")
+        minmax_u8_decompress(rows, result, implementation="reference")
     return values
 
 
@@ -153,6 +154,14 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def train_beside_simulation(name: str, backend: str) -> float:
     """The largest difference of a parameter, after any step, relative to the largest parameter."""
+    with pytest.MonkeyPatch.context() as monkeypatch:  # several blocks, and several segments, of 1224 elements
+        monkeypatch.setattr(ring, "CHUNK_NUMEL", 100)
+        monkeypatch.setattr(ring, "BLOCK_NUMEL", 200)
+        monkeypatch.setattr(ring, "SEGMENT_NUMEL", 400)
+        return largest_difference(name, backend)
+
+
+def largest_difference(name: str, backend: str) -> float:
     case = CASES[name]
     torch.manual_seed(0)
     module = Mlp(17, 4)
