@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,16 +14,17 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.comm_hooks import builtin_hook
-from ddp_compile.compile.backend import GraphReport
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.ddp_attributes import attributes_for
 from ddp_compile.errors import ReplicationError
+from ddp_compile.explanation import explain
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.replicate_state import ReplicateState
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
+from ddp_compile.state_dict_prefixes import without_wrapper_prefixes
 from ddp_compile.uneven_inputs import JoinOne
 
 _STATE = "_ddp_compile_state"
@@ -299,10 +299,7 @@ class ReplicatedModule(nn.Module):
 
     def explain(self) -> str:
         """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
-        state = state_of(self)
-        failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
-        reports = [_format_report(report) for report in state.backend.reports]
-        return "\n".join([self.bucket_plan.format_table(), *reports, *_format_eager(self.bucket_plan), *failures])
+        return explain(state_of(self), self.bucket_plan)
 
     def unwrap(self) -> nn.Module:
         """Make the module what it was before ``ddp_compile``, and return it.
@@ -335,7 +332,7 @@ class ReplicatedModule(nn.Module):
                 " load before ddp_compile(module), or with assign=False"
             )
         state_of(self).reducer.algorithm.before_load()
-        return super().load_state_dict(_without_wrapper_prefixes(state_dict, self), *args, **kwargs)
+        return super().load_state_dict(without_wrapper_prefixes(state_dict, self), *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         # DataParallel calls it for each of its devices, in threads.
@@ -399,43 +396,3 @@ def _plain_shell(module: nn.Module) -> nn.Module:
     shell: nn.Module = object.__new__(_original_class(type(module)))
     shell.__dict__.update({name: value for name, value in module.__dict__.items() if name != _STATE})
     return shell
-
-
-def _without_wrapper_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """The same entries under the module's own names, where all of them stand under a prefix that it does not have."""
-    if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
-        return state_dict  # torch says what is wrong with it
-    own = module.state_dict().keys()
-    stripped: Any = OrderedDict(state_dict)
-    # Versions of the modules that wrote the entries, by which they migrate old ones; kept beside the entries.
-    metadata = getattr(state_dict, "_metadata", None)
-    while stripped and own.isdisjoint(stripped):
-        prefix = next((p for p in ("module", "_orig_mod") if all(key.startswith(f"{p}.") for key in stripped)), None)
-        if prefix is None:
-            break
-        stripped = OrderedDict((key.removeprefix(f"{prefix}."), value) for key, value in stripped.items())
-        if metadata is not None:
-            below = {key: value for key, value in metadata.items() if key.split(".")[0] == prefix}
-            metadata = OrderedDict((key.removeprefix(prefix).lstrip("."), value) for key, value in below.items())
-    if own.isdisjoint(stripped):
-        return state_dict  # of another module: errors shall have the names that it has in the checkpoint
-    if metadata is not None:
-        stripped._metadata = metadata
-    return stripped
-
-
-def _format_report(report: GraphReport) -> str:
-    how = "launched inside its backward" if report.launches_in_backward else f"{report.num_partitions} partitions"
-    lines = [f"graph {report.graph}: {report.num_buckets} buckets, {how}"]
-    lines += [f"  not cut in the forward at {declined.node}: {declined.reason}" for declined in report.not_cut]
-    return "\n".join([*lines, *(f"  at {declined.node}: {declined.reason}" for declined in report.declined)])
-
-
-def _format_eager(plan: BucketPlan) -> list[str]:
-    num_eager = sum(bucket.frame is None for bucket in plan.buckets)
-    if num_eager in (0, len(plan.buckets)):  # where nothing is compiled yet, the table says all
-        return []
-    return [
-        f"{num_eager} buckets of {len(plan.buckets)} are in no graph, since Dynamo does not compile the code that uses"
-        ' them (TORCH_LOGS="graph_breaks" says why); they are launched by their hooks, as the gradients come'
-    ]

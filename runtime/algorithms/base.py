@@ -237,6 +237,10 @@ class CommAlgorithm(ABC):
         """
         raise NotImplementedError(f"the {self.name} has no launch()")
 
+    def explain(self) -> list[str]:
+        """Lines for ``model.explain()``: what happens that the plan does not show."""
+        return []
+
     def drain(self) -> None:  # noqa: B027  # most have nothing to do
         """Return when nothing that was launched will start another collective.
 

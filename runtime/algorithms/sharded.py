@@ -352,6 +352,15 @@ class ShardedAlgorithm(CommAlgorithm):
         self._stop_watching()
         self._stop_watching = torch_internals.watch_compilations(lambda _number: self.await_parameters(), _nothing)
 
+    def explain(self) -> list[str]:
+        """See `CommAlgorithm.explain`."""
+        if not self.buckets:
+            return ["the optimizer is sharded at the end of the first backward"]
+        own = sum(piece.end - piece.begin for piece in self._pieces())
+        total = sum(parameter.numel() for parameter in self._parameters)
+        when = "part by part" if self._overlaps_forward else "before each forward, as it is not one compiled graph"
+        return [f"this rank steps {own} of {total} elements; gathered parameters are waited for {when}"]
+
     @contextmanager
     def on_every_rank(self, what: str) -> Iterator[None]:
         """What is inside waits for all ranks.

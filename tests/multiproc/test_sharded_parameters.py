@@ -154,6 +154,7 @@ def under_way_in_forward() -> list[tuple[int, int]]:
     for step in range(3):
         plain(model, optimizer, step)
     algorithm = model.comm_algorithm
+    assert "gathered parameters are waited for part by part" in model.explain()
     found = []
     wait = algorithm.await_parameters
 

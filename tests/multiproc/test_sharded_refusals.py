@@ -146,7 +146,7 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
     expected = [
         "optimizer.step() and a gradient of this rank alone, of backwards inside of model.no_sync()",
         "model.clip_grad_norm_(max_norm)",
-        "the norm of this rank's part alone; clip with model.clip_grad_norm_(max_norm)",
+        "would be that of this rank's part alone, and another one on each rank; clip with model.clip_grad_norm_",
         "which is reduced to shards: no rank has all of it",
         "read with model.full_gradients()",
         "a second backward behind one that has been reduced, without a forward of the module between",
