@@ -199,12 +199,12 @@ class ReplicateState:
 
     def _call_with_gradients(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         algorithm, runs = self.reducer.algorithm, self.backend.runs
-        if not module.training:
-            algorithm.await_parameters()
-            return self._call_evaluation(module, *args, **kwargs)
         number, number_whole = runs.number, runs.number_whole
         is_one_graph = False
         try:
+            if not module.training:
+                algorithm.await_parameters()
+                return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
         finally:

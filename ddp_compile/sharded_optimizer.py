@@ -90,16 +90,23 @@ def shard_optimizer(
         )
     state = state_of(model)
     rank = state.process_group.rank()
-    _refuse_optimizer(optimizer, elementwise, rank)
-    _refuse_model(state, rank)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduced = {id(parameter): i for i, parameter in enumerate(state.reducer.parameters)}
-    _refuse_parameters(optimizer, names, state.reducer.parameters, rank)
-    described = f"{type(optimizer).__name__} {master_weights} {_settings_of(optimizer, names)}".encode()
-    if different := ranks_unlike_rank_0(described, state.process_group, state.device):
+    refusal: ReplicationError | None = None
+    try:
+        _refuse_optimizer(optimizer, elementwise, rank)
+        _refuse_model(state, rank)
+        _refuse_parameters(optimizer, names, state.reducer.parameters, rank)
+        described = f"{type(optimizer).__name__} {master_weights} {_settings_of(optimizer, names)}"
+    except ReplicationError as error:  # raised when the others know of it, which would wait for this rank
+        refusal, described = error, "refused"
+    different = ranks_unlike_rank_0(described.encode(), state.process_group, state.device)
+    if refusal is not None:
+        raise refusal
+    if different:
         raise RanksDifferError(
             f"rank {rank}: the optimizers that are to be sharded have other settings, or parameters in another order,"
-            f" on ranks {format_ranks(different)} than on rank 0; make them alike on every rank"
+            f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
     pieces = SteppedPieces(optimizer, reduced, names, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
     names_of_reduced = [gradient.fqn for gradient in state.builder.gradients]

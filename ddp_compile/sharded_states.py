@@ -204,7 +204,7 @@ class ShardedStates:
         kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
         for key, dtype in sorted(kinds, key=repr):
             shards = torch.zeros_like(bucket.flat, dtype=dtype)
-            own = shards[self._transfers.rank * bucket.shard_numel :][: bucket.shard_numel]
+            own = bucket.shard_of(shards)
             for piece in bucket.pieces:
                 value = self._optimizer.state.get(piece.stepped, {}).get(key)
                 if isinstance(value, Tensor) and value.dim():

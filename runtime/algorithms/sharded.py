@@ -6,7 +6,7 @@ import atexit
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -212,7 +212,7 @@ class ShardedAlgorithm(CommAlgorithm):
         for bucket in self.buckets:
             present = torch.zeros(len(self._parameters), dtype=torch.int64, device=bucket.flat.device)
             shards = torch.zeros_like(bucket.flat)
-            own = shards[self._rank * bucket.shard_numel :][: bucket.shard_numel]
+            own = bucket.shard_of(shards)
             for piece in bucket.pieces:
                 if piece.stepped.grad is not None:
                     present[piece.index] = 1
@@ -321,16 +321,13 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def after_forward(self, as_one_graph: bool) -> None:
         """See `CommAlgorithm.after_forward`."""
-        self.await_parameters()
         self._stop_watching()
         self._overlaps_forward = as_one_graph
-
-    def evaluation(self) -> AbstractContextManager[None]:
-        """See `CommAlgorithm.evaluation`."""
-        return self._complete_before()
+        self.await_parameters()
 
     @contextmanager
-    def _complete_before(self) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
+        """See `CommAlgorithm.evaluation`."""
         self.await_parameters()
         yield
 
@@ -350,7 +347,13 @@ class ShardedAlgorithm(CommAlgorithm):
             return
         self._guard.take_down()
         self._stop_watching()
-        self._stop_watching = torch_internals.watch_compilations(lambda _number: self.await_parameters(), _nothing)
+        algorithm = weakref.ref(self)  # torch keeps what watches, if a forward never ends
+
+        def begins(_number: str) -> None:
+            if (alive := algorithm()) is not None:
+                alive.await_parameters()
+
+        self._stop_watching = torch_internals.watch_compilations(begins, lambda: None)
 
     def explain(self) -> list[str]:
         """See `CommAlgorithm.explain`."""
@@ -395,7 +398,3 @@ def _at_exit(finish: weakref.WeakMethod[Callable[[], None]]) -> None:
                 alive()
 
     atexit.register(run)
-
-
-def _nothing() -> None:
-    return None

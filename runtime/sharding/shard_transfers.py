@@ -49,8 +49,7 @@ class ReduceScatter:
 
     Args:
         transfer: What is under way.
-        parts: What the ranks contribute to this rank's shard, in their order; the first one may be written. One alone
-            is the sum already.
+        parts: What the ranks contribute to this rank's shard, in their order. One alone is the sum already.
         flat: The flat buffer, of whose other shards nobody can say what they hold.
     """
 

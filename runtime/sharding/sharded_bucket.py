@@ -118,7 +118,11 @@ class ShardedBucket:
     @property
     def shard(self) -> Tensor:
         """This rank's part of the flat buffer, shape (shard_numel,)."""
-        return self.flat[self._transfers.rank * self.shard_numel :][: self.shard_numel]
+        return self.shard_of(self.flat)
+
+    def shard_of(self, shards: Tensor) -> Tensor:
+        """This rank's part of something that holds all shards, one behind the other."""
+        return shards[self._transfers.rank * self.shard_numel :][: self.shard_numel]
 
     @property
     def has_master_weights(self) -> bool:

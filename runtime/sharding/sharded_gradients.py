@@ -167,7 +167,7 @@ class HiddenGradients:
 
 
 class GradientShard(Tensor):
-    """The part of a gradient that this rank steps by: an ordinary tensor but for norms and for GradScaler."""
+    """The part of a gradient that this rank steps by: a tensor that no question about all elements may be asked."""
 
     #: Called with the flag of a GradScaler, which it makes the same on all ranks.
     unscaled: Callable[[Tensor], None]

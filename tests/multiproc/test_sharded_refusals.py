@@ -59,6 +59,7 @@ def refused_at_the_call() -> list[str]:
         said_by(shard(Lion(parameters))),
         said_by(shard(torch.optim.SGD(parameters, differentiable=True))),
         said_by(shard(torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank())))),
+        said_by(shard(Lion(parameters), elementwise=dist.get_rank() == 0)),
         said_by(shard(adamw, ddp_compile(Mlp(WIDTH, 2), backend="eager", algorithm=ByteGrad()))),
     ]
     loss_of(model(batch(0))).backward()
@@ -86,6 +87,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         "Lion works element by element is not known; pass elementwise=True",
         "a SGD with differentiable=True cannot be sharded",
         "RanksDifferError: rank {rank}: the optimizers that are to be sharded have other settings",
+        "",
         "an optimizer cannot be sharded together with the ByteGrad",
         "4 parameters have gradients, which are no shards; call shard_optimizer between two steps",
         "this AdamW is sharded already",
@@ -97,6 +99,8 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks(2).run(refused_at_the_call)):
         for text, part in zip(said, expected, strict=True):
             assert part.format(rank=rank) in text
+        of_one_rank = ("on ranks 1 than on rank 0, or are refused there", "Lion works element by element is not known")
+        assert of_one_rank[rank] in said[expected.index("")]
 
 
 def refused_behind_a_backward() -> list[str]:
