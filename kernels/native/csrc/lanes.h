@@ -242,9 +242,11 @@ inline f64v read_codes(const uint8_t* codes) {
   const __m128i loaded = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
   return bit_cast<f64v>(_mm512_cvtepi32_pd(_mm256_cvtepu8_epi32(loaded)));
 }
-inline void write_codes(uint8_t* codes, f64v half) {
-  const __m256i rounded = _mm512_cvtpd_epi32(bit_cast<__m512d>(half));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm256_cvtepi32_epi8(rounded));
+constexpr int kCodesAtOnce = kLanes;
+inline void write_codes(uint8_t* codes, const f64v* steps) {
+  const __m512i low = _mm512_castsi256_si512(_mm512_cvtpd_epi32(bit_cast<__m512d>(steps[0])));
+  const __m512i both = _mm512_inserti64x4(low, _mm512_cvtpd_epi32(bit_cast<__m512d>(steps[1])), 1);
+  store(codes, _mm512_cvtepi32_epi8(both));
 }
 #elif DDP_COMPILE_AVX == 2
 inline f64v lower_half(f32v value) {
@@ -260,10 +262,20 @@ inline f32v in_single(f64v lower, f64v upper) {
 inline f64v read_codes(const uint8_t* codes) {
   return bit_cast<f64v>(_mm256_cvtepi32_pd(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int>(codes)))));
 }
-inline void write_codes(uint8_t* codes, f64v half) {
-  const __m128i lowest = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-  const __m128i rounded = _mm256_cvtpd_epi32(bit_cast<__m256d>(half));
-  store(codes, _mm_cvtsi128_si32(_mm_shuffle_epi8(rounded, lowest)));
+constexpr int kCodesAtOnce = 32;
+inline void write_codes(uint8_t* codes, const f64v* steps) {
+  // Of eight codes, 0 1 4 5 are in the lower half of a register, 2 3 6 7 in the upper one, and packing leaves it so.
+  __m256i eight[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 lower = bit_cast<__m256>(steps[2 * i] + kRounding);
+    const __m256 upper = bit_cast<__m256>(steps[2 * i + 1] + kRounding);
+    eight[i] = bit_cast<__m256i>(_mm256_shuffle_ps(lower, upper, 0x88));
+  }
+  const __m256i first = _mm256_packus_epi32(eight[0], eight[1]), second = _mm256_packus_epi32(eight[2], eight[3]);
+  const __m256i packed = _mm256_packus_epi16(first, second);
+  const __m128i low = _mm256_castsi256_si128(packed), high = _mm256_extracti128_si256(packed, 1);
+  store(codes, _mm_unpacklo_epi16(low, high));
+  store(codes + 16, _mm_unpackhi_epi16(low, high));
 }
 #else
 inline f64v lower_half(f32v value) { return f64v{value[0], value[1]}; }
@@ -272,10 +284,9 @@ inline f32v in_single(f64v lower, f64v upper) {
   return f32v{float(lower[0]), float(lower[1]), float(upper[0]), float(upper[1])};
 }
 inline f64v read_codes(const uint8_t* codes) { return f64v{double(codes[0]), double(codes[1])}; }
-inline void write_codes(uint8_t* codes, f64v half) {
-  const u64v rounded = bit_cast<u64v>(half + kRounding);
-  codes[0] = uint8_t(rounded[0]);
-  codes[1] = uint8_t(rounded[1]);
+constexpr int kCodesAtOnce = kLanes;
+inline void write_codes(uint8_t* codes, const f64v* steps) {
+  for (int i = 0; i < kLanes; ++i) codes[i] = uint8_t(bit_cast<u64v>(steps[i / kHalf] + kRounding)[i % kHalf]);
 }
 #endif
 

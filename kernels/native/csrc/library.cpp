@@ -146,7 +146,13 @@ void Chunks::compress(const char* values, uint8_t* rows, int64_t num_threads) co
     uint8_t* row = rows + share.chunk * row_bytes;
     const Extremes extremes = extremes_of(row);
     const char* from = values + share.begin * element_bytes(dtype);
-    loops().encode(dtype, from, share.numel, extremes, row + sizeof extremes + share.position);
+    uint8_t* codes = row + sizeof extremes + share.position;
+    // From the end: what was looked at last is still in the caches.
+    constexpr int64_t kBlock = 16384;
+    for (int64_t begin = (share.numel - 1) / kBlock * kBlock; begin >= 0; begin -= kBlock) {
+      const int64_t numel = std::min(kBlock, share.numel - begin);
+      loops().encode(dtype, from + begin * element_bytes(dtype), numel, extremes, codes + begin);
+    }
   };
   // A chunk that one thread has all of is encoded while it is in the caches; others once all their threads are done.
   std::mutex merging;

@@ -209,20 +209,27 @@ void find_extremes(const T* from, int64_t count, Extremes* found) {
   uint32_t bad = 0;
   int64_t i = 0;
 #if defined(DDP_COMPILE_VECTORS)
-  if (count >= kLanes) {
-    f32v low = read_lanes(from), high = low;
+  // Four of each, since the next comparison with one waits for the last.
+  constexpr int kChains = 4;
+  if (count >= kChains * kLanes) {
+    f32v low[kChains], high[kChains];
     u32v bad_lanes = {};
-    for (; i + kLanes <= count; i += kLanes) {
-      const f32v value = read_lanes(from + i);
-      low = value < low ? value : low;
-      high = value > high ? value : high;
-      bad_lanes |= bit_cast<u32v>(value - value);
+    for (int chain = 0; chain < kChains; ++chain) low[chain] = high[chain] = read_lanes(from);
+    for (; i + kChains * kLanes <= count; i += kChains * kLanes) {
+      for (int chain = 0; chain < kChains; ++chain) {
+        const f32v value = read_lanes(from + i + chain * kLanes);
+        low[chain] = value < low[chain] ? value : low[chain];
+        high[chain] = value > high[chain] ? value : high[chain];
+        bad_lanes |= bit_cast<u32v>(value - value);
+      }
     }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      lowest = low[lane] < lowest ? low[lane] : lowest;
-      highest = high[lane] > highest ? high[lane] : highest;
-      bad |= bad_lanes[lane];
+    for (int chain = 0; chain < kChains; ++chain) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        lowest = low[chain][lane] < lowest ? low[chain][lane] : lowest;
+        highest = high[chain][lane] > highest ? high[chain][lane] : highest;
+      }
     }
+    for (int lane = 0; lane < kLanes; ++lane) bad |= bad_lanes[lane];
   }
 #endif
   for (; i < count; ++i) {
@@ -237,8 +244,9 @@ void find_extremes(const T* from, int64_t count, Extremes* found) {
   found->maximum = bad ? nan : highest + 0.0f;
 }
 
-// codes[i] = round((from[i] - minimum) * 255 / (maximum - minimum)) within 0..255, computed in double: neither the
-// difference of two large floats nor a step below the smallest normal float is lost.
+// codes[i] = round((from[i] - minimum) * 255 / (maximum - minimum)), computed in double: neither the difference of two
+// large floats nor a step below the smallest normal float is lost. Between the extremes that is within 0..255: the
+// difference is exact or rounded towards one that is, and what the product exceeds 255 by is far below a half.
 template <class T>
 void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* codes) {
   const double minimum = extremes.minimum;
@@ -250,21 +258,18 @@ void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* cod
   const double inverse = 255.0 / range;
   int64_t i = 0;
 #if defined(DDP_COMPILE_VECTORS)
-  const f64v zero = {}, top = zero + 255.0;
-  const auto steps_of = [&](f64v values) {
-    const f64v steps = (values - minimum) * inverse;
-    const f64v not_negative = steps < zero ? zero : steps;
-    return not_negative > top ? top : not_negative;
-  };
-  for (; i + kLanes <= count; i += kLanes) {
-    const f32v values = read_lanes(from + i);
-    write_codes(codes + i, steps_of(lower_half(values)));
-    write_codes(codes + i + kHalf, steps_of(upper_half(values)));
+  for (; i + kCodesAtOnce <= count; i += kCodesAtOnce) {
+    f64v steps[kCodesAtOnce / kHalf];
+    for (int half = 0; half < kCodesAtOnce / kHalf; half += 2) {
+      const f32v values = read_lanes(from + i + half * kHalf);
+      steps[half] = (lower_half(values) - minimum) * inverse;
+      steps[half + 1] = (upper_half(values) - minimum) * inverse;
+    }
+    write_codes(codes + i, steps);
   }
 #endif
   for (; i < count; ++i) {
-    double steps = (double(read(from + i)) - minimum) * inverse;
-    steps = steps < 0.0 ? 0.0 : steps > 255.0 ? 255.0 : steps;
+    const double steps = (double(read(from + i)) - minimum) * inverse;
     codes[i] = uint8_t(bit_cast<uint64_t>(steps + kRounding));
   }
 }
