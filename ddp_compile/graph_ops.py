@@ -1,4 +1,4 @@
-"""The operators by which a compiled backward says that a bucket's gradients are computed.
+"""The operators by which compiled code and a reducer tell each other how far they are.
 
 Note [What bucket_ready tells compilers]
 The operator is declared to write into the gradients, and never does. From the declaration a compiler concludes all
@@ -16,6 +16,10 @@ their places lies in the reducer's flat buffer, and they themselves need no memo
 memory with its arguments: where the bucket cannot be launched yet, they are copies. As inductor takes no operator that
 both writes and returns a list, ``hold_back`` does the writing into ``held``. Alone, it keeps what it is given as
 ``moved`` from being freed before ``held`` is computed.
+
+``await_parameters`` is the dual of ``bucket_ready``, in forwards: it returns when parameters are complete that are
+written behind an optimizer's step. It is declared to write into the parameters, so that whatever reads them comes after
+it; and into ``held``, a value computed before, without which a scheduler may wait at once for all of them.
 
 The operators find their reducer by number: compiled code that was read from a cache knows no Python object.
 """
@@ -42,10 +46,17 @@ _LIBRARY.define(
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 _LIBRARY.define("hold_back(Tensor[] moved, Tensor(a!)[] held) -> ()")
+_LIBRARY.define(
+    "await_parameters(Tensor(a!)[] parameters, int reducer, int[] param_indices, Tensor(b!)[] held) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 
 
 class ReceivesBuckets(Protocol):
     """What takes whole buckets in: a reducer."""
+
+    @property
+    def gathers_parameters(self) -> bool: ...
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None: ...
 
@@ -73,7 +84,17 @@ def register_receiver(ordinal: int, receiver: ReceivesBuckets) -> None:
     _receivers[ordinal] = receiver
 
 
-def await_parameters(compiled: Callable[..., Any], param_indices: Sequence[int], reducer: int) -> Callable[..., Any]:
+def gathers_parameters(reducer: int) -> bool:
+    """Whether parameters may still be written when a forward begins; the same on every rank.
+
+    Args:
+        reducer: Number of the receiver.
+    """
+    receiver = _receivers.get(reducer)
+    return receiver is not None and receiver.gathers_parameters
+
+
+def await_before(compiled: Callable[..., Any], param_indices: Sequence[int], reducer: int) -> Callable[..., Any]:
     """Let a graph, or a part of one, wait for its parameters before it runs.
 
     Args:
@@ -89,9 +110,7 @@ def await_parameters(compiled: Callable[..., Any], param_indices: Sequence[int],
     numbers = tuple(param_indices)
 
     def run(*arguments: Any) -> Any:
-        receiver = _receivers.get(reducer)
-        if receiver is not None:
-            receiver.await_parameters(numbers)
+        _await_parameters((), reducer, numbers, ())
         return compiled(*arguments)
 
     return run
@@ -174,15 +193,33 @@ def _hold_back(moved: Sequence[Tensor], held: Sequence[Tensor]) -> None:
     """Nothing is done; what counts is that it comes before whatever reads ``held`` next."""
 
 
+def _await_parameters(
+    parameters: Sequence[Tensor], reducer: int, param_indices: Sequence[int], held: Sequence[Tensor]
+) -> None:
+    receiver = _receivers.get(reducer)
+    if receiver is not None:
+        receiver.await_parameters(param_indices)
+
+
+def _await_parameters_fake(
+    parameters: Sequence[Tensor], reducer: int, param_indices: Sequence[int], held: Sequence[Tensor]
+) -> None:
+    """No result to describe."""
+
+
 _LIBRARY.impl("bucket_ready", _bucket_ready, "CompositeExplicitAutograd")
 _LIBRARY.impl("move_bucket", _move_bucket, "CompositeExplicitAutograd")
 _LIBRARY.impl("hold_back", _hold_back, "CompositeExplicitAutograd")
+_LIBRARY.impl("await_parameters", _await_parameters, "CompositeExplicitAutograd")
 torch.library.register_fake("ddp_compile::bucket_ready", _bucket_ready_fake, lib=_LIBRARY)
 torch.library.register_fake("ddp_compile::move_bucket", _move_bucket_fake, lib=_LIBRARY)
 torch.library.register_fake("ddp_compile::hold_back", _hold_back, lib=_LIBRARY)
+torch.library.register_fake("ddp_compile::await_parameters", _await_parameters_fake, lib=_LIBRARY)
 
 #: What stands in graphs.
 BUCKET_READY = torch.ops.ddp_compile.bucket_ready.default
 MOVE_BUCKET = torch.ops.ddp_compile.move_bucket.default
 HOLD_BACK = torch.ops.ddp_compile.hold_back.default
+AWAIT_PARAMETERS = torch.ops.ddp_compile.await_parameters.default
+#: Those of backwards.
 OPERATORS = (BUCKET_READY, MOVE_BUCKET, HOLD_BACK)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ddp_compile import passes
 from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
 from ddp_compile.passes.backward.keep_sparse_parts import keep_sparse_parts_pass
+from ddp_compile.passes.forward.await_parameters import await_parameters_pass
 from ddp_compile.passes.forward.functionalize_inplace import functionalize_inplace_pass
 from ddp_compile.passes.forward.sink_parameter_views import sink_parameter_views_pass
 from ddp_compile.passes.forward.split_forward import split_forward_pass
@@ -30,7 +31,10 @@ FORWARD_SPLIT: tuple[Pass, ...] = (
 #: Everything that is done to a backward graph under ``split="backward"``, in order; a compiler may add its own behind.
 BACKWARD_SPLIT = (bucket_backward_pass, keep_sparse_parts_pass)
 
-#: What else of ours decides what a compiled backward does.
+#: Everything that is done to AOTAutograd's forward graph where it is compiled whole and parameters come late.
+WHOLE_FORWARD = (await_parameters_pass,)
+
+#: What else of ours decides what compiled code does.
 _BESIDE_THE_PASSES = (
     "ddp_compile.compile.backward_pieces",
     "ddp_compile.graph_ops",

@@ -94,6 +94,11 @@ class BucketReceiver:
             self._early.follow(bucket, decision, copies, can_be_replayed=False)
         return copies
 
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether parameters may still be written when a forward begins."""
+        return self._queue.algorithm.traits.gathers_parameters
+
     def await_parameters(self, param_indices: Sequence[int]) -> None:
         """Compiled code is about to read these parameters: return when they are complete.
 

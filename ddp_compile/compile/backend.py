@@ -20,17 +20,18 @@ from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.config import SplitMode
 from ddp_compile.errors import CompilationError
-from ddp_compile.graph_ops import await_parameters, watch_parameters
+from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
 from ddp_compile.kernels.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 from ddp_compile.passes.analysis.graph_nodes import requires_grad
 from ddp_compile.passes.backward.bucket_backward import BackwardContext
+from ddp_compile.passes.forward.await_parameters import WholeForwardContext
 from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
-from ddp_compile.passes.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, pipelines_version
+from ddp_compile.passes.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec, shorten_names
-from ddp_compile.torch_internals import BackwardEdit, BackwardPass
+from ddp_compile.torch_internals import BackwardPass, GraphEdit
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class TrainingBackend:
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
             compiled = self.compiler.compile(gm, example_inputs, name)
-            return await_parameters(compiled, list(parameter_of.values()), self.reducer)
+            return await_before(compiled, list(parameter_of.values()), self.reducer)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
         table = format_graph_buckets(buckets, [entry.parameter for entry in order])
         launches_in_backward = self._launches_in_backward(name)
@@ -147,12 +148,12 @@ class TrainingBackend:
         reads = self._indices_in(result.gm, ctx)
         if num_partitions == 1:
             compiled = self.compiler.compile(result.gm, example_inputs, f"{name} ({self._named(reads)})")
-            return await_parameters(compiled, reads, self.reducer)
+            return await_before(compiled, reads, self.reducer)
 
         def compile_partition(gm: fx.GraphModule, inputs: Sequence[Any], partition: str) -> Callable[..., Any]:
             reads = self._indices_in(gm, ctx)
             compiled = self.compiler.compile(gm, inputs, f"{partition} of {name} ({self._named(reads)})")
-            return await_parameters(compiled, reads, self.reducer)
+            return await_before(compiled, reads, self.reducer)
 
         return compile_partitions(result.gm, example_inputs, compile_partition)
 
@@ -185,12 +186,33 @@ class TrainingBackend:
 
         log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
-        edit = BackwardEdit(hand_buckets_over, _cache_key(ctx), compile_edited)
-        reads = list(parameter_of.values())
+        reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
+        wait_inside = self._waiter(reads, ctx, table)
+        edit = GraphEdit(hand_buckets_over, _cache_key(ctx, wait_inside is not None), compile_edited, wait_inside)
         compiled = self.compiler.compile(gm, example_inputs, f"{ctx.graph_name} ({self._named(reads)})", edit)
-        compiled = await_parameters(compiled, reads, self.reducer)
+        if wait_inside is None or len(self.compiler.failures) > num_failures:
+            compiled = await_before(compiled, reads, self.reducer)
         param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
         return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
+
+    def _waiter(
+        self, reads: Sequence[int], ctx: BackwardContext, table: str
+    ) -> Callable[[fx.GraphModule], None] | None:
+        """What lets a forward wait for parameters where it reads them; None if it is to wait when it begins."""
+        if not (gathers_parameters(self.reducer) and self.compiler.can_edit_forwards()):
+            return None
+        forward_ctx = WholeForwardContext(
+            parameter_of_input=ctx.parameter_of_input,
+            reads=tuple(reads),
+            buckets=ctx.buckets,
+            reducer=self.reducer,
+            graph_name=f"{ctx.graph_name} forward",
+        )
+
+        def insert_waits(forward: fx.GraphModule) -> None:
+            run_pipeline(forward, forward_ctx, WHOLE_FORWARD, [GraphDump(forward_ctx.graph_name, table)])
+
+        return insert_waits
 
     def _launches_in_backward(self, name: str) -> bool:
         """Whether the graph's backward can hand buckets over."""
@@ -248,11 +270,11 @@ def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int
     }
 
 
-def _cache_key(ctx: BackwardContext) -> str:
-    """What the edited backward depends on beside the graph itself."""
+def _cache_key(ctx: BackwardContext, waits_inside: bool) -> str:
+    """What the edited graphs depend on beside the graph itself."""
     buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
     numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
-    described = [pipelines_version(), ctx.reducer, buckets, *numbers]
+    described = [pipelines_version(), ctx.reducer, buckets, *numbers, waits_inside]
     return f"ddp_compile {hashlib.sha256(json.dumps(described).encode()).hexdigest()}"
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import CompilationError
-from ddp_compile.torch_internals import AcceptFailure, BackwardEdit, InnerBackend
+from ddp_compile.torch_internals import AcceptFailure, GraphEdit, InnerBackend
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,12 @@ class GraphCompiler:
         """
         return torch_internals.editing_backend(self.inner) is not None
 
+    def can_edit_forwards(self) -> bool:
+        """Whether what `compile` takes may change the forward graph as well."""
+        return torch_internals.edits_forwards(self.inner)
+
     def compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: BackwardEdit | None = None
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: GraphEdit | None = None
     ) -> Callable[..., Any]:
         """Compile one graph, and let it run eagerly where that fails.
 
@@ -67,7 +71,7 @@ class GraphCompiler:
             gm: The graph; the compiler may change it.
             example_inputs: Real or fake tensors, one entry for each placeholder.
             name: What warnings call it.
-            edit: A change to the backward graph before it is compiled, or run eagerly.
+            edit: A change to the graphs that AOTAutograd makes; where the forward fails, ``gm`` runs, without it.
 
         Returns:
             A function with the arguments and results of the graph. Its backward raises `CompilationError` if inductor
@@ -93,13 +97,13 @@ class GraphCompiler:
             return uncompiled.forward
 
     def _compile(
-        self, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit | None, accept_failure: AcceptFailure | None
+        self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
     ) -> Callable[..., Any]:
         with torch_internals.right_cache_entries(gm):
             return self._compile_now(gm, inputs, edit, accept_failure)
 
     def _compile_now(
-        self, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit | None, accept_failure: AcceptFailure | None
+        self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
     ) -> Callable[..., Any]:
         if edit is not None:
             compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)

@@ -20,13 +20,15 @@ from ddp_compile.torch_internals.autograd import (
 )
 from ddp_compile.torch_internals.backward_compile import (
     AcceptFailure,
-    BackwardEdit,
     BackwardPass,
     CompileBackward,
     EditingBackend,
+    GraphEdit,
     compile_with_eager_backward,
     editing_backend,
+    edits_forwards,
     inputs_of_gradients,
+    positions_of_inputs,
     repeats_random_numbers,
 )
 from ddp_compile.torch_internals.compile_caches import right_cache_entries
@@ -70,6 +72,7 @@ from ddp_compile.torch_internals.process_groups import (
     reduce_scatter_single,
     shut_down_connection,
     started,
+    unprofiled_messages,
 )
 from ddp_compile.torch_internals.tensors import (
     NO_TORCH_FUNCTION,
@@ -99,10 +102,10 @@ __all__ = [
     "SPARSE_FROM_PARTS",
     "UNSCALE",
     "AcceptFailure",
-    "BackwardEdit",
     "BackwardPass",
     "CompileBackward",
     "EditingBackend",
+    "GraphEdit",
     "InnerBackend",
     "accumulator_of",
     "active_ddp",
@@ -121,6 +124,7 @@ __all__ = [
     "current_graph_task_id",
     "disabled_join_config",
     "editing_backend",
+    "edits_forwards",
     "fake_like",
     "fake_mode_of",
     "forget_compiled",
@@ -152,6 +156,7 @@ __all__ = [
     "num_storage_uses",
     "parameters_of_fully_shard",
     "partition_tracing_context",
+    "positions_of_inputs",
     "post_accumulate_grad_hooks",
     "preserved_versions",
     "profiled_range",
@@ -172,6 +177,7 @@ __all__ = [
     "to_fake",
     "trace_artifact",
     "traced_call_of",
+    "unprofiled_messages",
     "watch_compilations",
     "with_hooks_of_others",
     "wrapper_subclass",

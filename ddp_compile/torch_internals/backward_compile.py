@@ -97,23 +97,25 @@ CompileBackward = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 BackwardPass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, int, tuple[()]]]
 
 
-class BackwardEdit(NamedTuple):
-    """A change to the backward of one forward graph.
+class GraphEdit(NamedTuple):
+    """A change to the two graphs that AOTAutograd makes of one, before they are compiled; not where a cache has them.
 
     Args:
-        apply: Called with the graph that AOTAutograd made, before it is compiled; not where a cache has it compiled.
-            And with passes that the compiler needs behind the others.
+        backward: Called with the backward graph, and with passes that the compiler needs behind the others.
         cache_key: Different for edits that make different graphs, the same in every process for the same edit.
-        compile_edited: Calls a compiler that may not know what stands in an edited graph, as inductor does.
+        compile_edited: Calls a compiler that may not know what stands in an edited backward, as inductor does.
+        forward: Called with the forward graph, unless it is None. Compilers that may not know what stands in it then,
+            see `edits_forwards`, are to be given none.
     """
 
-    apply: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
+    backward: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
     cache_key: str
     compile_edited: Callable[[CompileBackward, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    forward: Callable[[fx.GraphModule], None] | None = None
 
 
 #: Like `InnerBackend`, with an edit of the backward.
-EditingBackend = Callable[[fx.GraphModule, list[Any], BackwardEdit], Callable[..., Any]]
+EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., Any]]
 
 
 def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
@@ -141,7 +143,7 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
         return functools.partial(_compile_with_aot_autograd, compiler)
     if compiler is debugging.aot_eager:
         run_as_it_is: Any = debugging.boxed_nop
-        return lambda gm, inputs, edit: debugging.aot_eager(gm, inputs, bw_compiler=_edited_always(run_as_it_is, edit))
+        return functools.partial(_compile_with_aot_eager, debugging.aot_eager, run_as_it_is)
     try:
         parameters = inspect.signature(compiler).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -157,13 +159,21 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
     return functools.partial(_compile_with_inductor, compiler, inner_compile, patches or {})
 
 
+def edits_forwards(inner: InnerBackend) -> bool:
+    """Whether the editing backend of ``inner`` is known to compile forwards with operators of ours in them."""
+    from torch._dynamo.backends import debugging
+
+    compiler = getattr(inner, "compiler_fn", None)
+    return isinstance(inner, torch._TorchCompileInductorWrapper) or compiler is debugging.aot_eager
+
+
 def _compile_with_inductor(
     compile_fx: Callable[..., Any],
     inner_compile: Callable[..., Any],
     config_patches: dict[str, Any],
     gm: fx.GraphModule,
     inputs: list[Any],
-    edit: BackwardEdit,
+    edit: GraphEdit,
 ) -> Callable[..., Any]:
     import torch._inductor.config as inductor_config
 
@@ -175,29 +185,42 @@ def _compile_with_inductor(
 
 
 def _compile_with_aot_autograd(
-    compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: BackwardEdit
+    compiler: Any, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit
 ) -> Callable[..., Any]:
     backward_compiler = compiler.kwargs.get("bw_compiler") or compiler.kwargs["fw_compiler"]
     kwargs = {**compiler.kwargs, "bw_compiler": _edited_always(backward_compiler, edit)}
     return type(compiler)(**kwargs)(gm, inputs)
 
 
-def _edited_always(compile_backward: CompileBackward, edit: BackwardEdit) -> CompileBackward:
+def _compile_with_aot_eager(
+    aot_eager: Any, run_as_it_is: Any, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit
+) -> Callable[..., Any]:
+    def run_edited_forward(forward: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if edit.forward is not None:
+            edit.forward(forward)
+        return run_as_it_is(forward, inputs)
+
+    return aot_eager(gm, inputs, fw_compiler=run_edited_forward, bw_compiler=_edited_always(run_as_it_is, edit))
+
+
+def _edited_always(compile_backward: CompileBackward, edit: GraphEdit) -> CompileBackward:
     """A compiler of backwards that edits them first."""
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        edit.apply(gm, ())
+        edit.backward(gm, ())
         return edit.compile_edited(compile_backward, gm, inputs)
 
     return compile_graph
 
 
-def _edited(inner_compile: Callable[..., Any], edit: BackwardEdit) -> Callable[..., Any]:
-    """Inductor's compiler of one graph, with the edit before it if that is a backward."""
+def _edited(inner_compile: Callable[..., Any], edit: GraphEdit) -> Callable[..., Any]:
+    """Inductor's compiler of one graph, with the edit before it."""
 
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_backward"):
-            edit.apply(gm, [return_what_operators_write_pass])
+            edit.backward(gm, [return_what_operators_write_pass])
+        elif edit.forward is not None:
+            edit.forward(gm)
         return inner_compile(gm, inputs, **kwargs)
 
     return compile_graph
@@ -274,3 +297,14 @@ def inputs_of_gradients(backward: fx.GraphModule) -> list[int | None]:
         output.grad_of.idx if isinstance(output, GradAOTOutput) and isinstance(output.grad_of, PlainAOTInput) else None
         for output in described
     ]
+
+
+def positions_of_inputs(forward: fx.GraphModule) -> list[int | None]:
+    """For each input of a forward graph, its position among the Dynamo graph's inputs, or None.
+
+    AOTAutograd of torch 2.13 writes it on the placeholders.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    described = (node.meta.get("desc") for node in forward.graph.find_nodes(op="placeholder"))
+    return [of.idx if isinstance(of, PlainAOTInput) else None for of in described]

@@ -43,6 +43,23 @@ def started(work: Any) -> Any:
     return work
 
 
+@contextlib.contextmanager
+def unprofiled_messages() -> Iterator[None]:
+    """Let gloo's messages from rank to rank, started inside, be in no trace.
+
+    The work of one that a profiler has seen ends its range when it is waited for. Where the profiler has stopped by
+    then, that writes into memory which the profiler has freed (torch 2.13: a process crashes some time later).
+    """
+    if not torch.autograd.profiler._is_profiler_enabled:
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
 def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
     """Start to gather ``input`` of every rank, one behind the other, in ``output``; returns the work.
 

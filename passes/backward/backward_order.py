@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from ddp_compile import torch_internals
+from ddp_compile.passes.analysis.aten_values import base_of
 
 _INPUTS = ("placeholder", "get_attr")
 
@@ -55,20 +56,6 @@ def bring_forward(graph: fx.Graph, gradients: Sequence[Sequence[fx.Node]]) -> li
     _apply(graph, order)
     after = [_last_position(order, nodes) - num_inputs for nodes in gradients]
     return [Moved(*positions) for positions in zip(before, after, strict=True)]
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows; the node itself where it is no view."""
-    while (isinstance(node.target, OpOverload) and node.target.is_view) or _is_item_of_view(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return node
-
-
-def _is_item_of_view(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and source.target.is_view
 
 
 def _last_position(order: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> int:

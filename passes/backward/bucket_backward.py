@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ddp_compile import torch_internals
 from ddp_compile.graph_ops import BUCKET_READY, HOLD_BACK, MOVE_BUCKET
-from ddp_compile.passes.backward.backward_order import base_of, bring_forward
+from ddp_compile.passes.analysis.aten_values import base_of, is_dense_tensor, value_to_hold
+from ddp_compile.passes.backward.backward_order import bring_forward
 from ddp_compile.passes.pipeline import Declined, PassResult
 from ddp_compile.plan.spec import BucketSpec
 
@@ -123,7 +124,7 @@ def _insert(
             last = gm.graph.find_nodes(op="placeholder")[-1]
         if position[last] + 1 < until:  # else two buckets are ready at once
             following, until = order[position[last] + 1 : until], position[last] + 1
-        held = _value_to_hold(following, position, last, nodes)
+        held = value_to_hold(following, position, last, nodes)
         with gm.graph.inserting_after(last):
             if entry.moves:
                 _insert_move(gm, ctx, entry, nodes, held)
@@ -154,37 +155,6 @@ def _insert_move(
     gm.graph.output_node().update_arg(0, tuple(outputs))
 
 
-def _value_to_hold(
-    following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, gradients: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """The computed value that most of the nodes behind ``last`` depend on, none of ``gradients``; empty without one.
-
-    Only those up to the next bucket are looked at: what comes behind it depends on what that bucket holds.
-    """
-    not_these = {base_of(node) for node in gradients}
-    bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
-    depends_on: dict[fx.Node, int] = {}
-    num_dependents: dict[fx.Node, int] = {}
-    for node in following:
-        if node.op != "call_function":
-            continue
-        depends_on[node] = 0
-        for argument in node.all_input_nodes:
-            value = base_of(argument)
-            if argument in depends_on:
-                depends_on[node] |= depends_on[argument]
-            elif position[value] <= position[last] and value not in not_these and _may_be_held(value):
-                depends_on[node] |= bits.setdefault(value, 1 << len(bits))
-        for value, bit in bits.items():
-            if depends_on[node] & bit:
-                num_dependents[value] = num_dependents.get(value, 0) + 1
-    return sorted(bits, key=lambda value: (num_dependents[value], position[value]))[-1:]
-
-
-def _may_be_held(value: fx.Node) -> bool:
-    return value.op == "call_function" and _is_dense_tensor(value)
-
-
 def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_ReadyBucket], list[Declined]]:
     """The buckets whose gradients the graph computes, in launch order, and why the others are left alone."""
     outputs = _outputs(gm)
@@ -193,7 +163,7 @@ def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_Ready
     for bucket in ctx.buckets:
         missing = [g.fqn for g in bucket.gradients if g.index not in slot_of]
         empty = [
-            g.fqn for g in bucket.gradients if g.index in slot_of and not _is_dense_tensor(outputs[slot_of[g.index]])
+            g.fqn for g in bucket.gradients if g.index in slot_of and not is_dense_tensor(outputs[slot_of[g.index]])
         ]
         if bucket.is_sparse:
             declined.append(Declined("output", f"bucket {bucket.index} is sparse"))
@@ -252,11 +222,6 @@ def _node(outputs: Sequence[Any], slot: int) -> fx.Node:
     node = outputs[slot]
     assert isinstance(node, fx.Node)
     return node
-
-
-def _is_dense_tensor(output: Any) -> bool:
-    value = output.meta.get("val") if isinstance(output, fx.Node) else None
-    return isinstance(value, Tensor) and torch_internals.is_plain_tensor(value)
 
 
 def _is_expanded(node: fx.Node) -> bool:

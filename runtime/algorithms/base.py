@@ -50,6 +50,8 @@ class Traits:
             them; otherwise those of parameters that no graph shows are packed anew behind it.
         takes_shadows: A rank that has no input left may take part with zeros, inside ``Join``. Never where parameters
             are communicated.
+        gathers_parameters: Parameters are written behind the optimizer's step, so that forwards are compiled with waits
+            in them, see `CommAlgorithm.await_parameters`.
         in_step: The ranks come to the same iterations together. False where none waits for another; then nothing else
             may be sent between them in an iteration, such as buffers.
 
@@ -66,6 +68,7 @@ class Traits:
     takes_dtypes: tuple[torch.dtype, ...] | None = None
     keeps_buckets: bool = False
     takes_shadows: bool = True
+    gathers_parameters: bool = False
     in_step: bool = True
 
     def __post_init__(self) -> None:

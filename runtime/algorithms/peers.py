@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 
@@ -45,7 +46,8 @@ def exchange(
         for function, some in ((dist.isend, sent), (dist.irecv, tensors))
         for tensor in some
     ]
-    return dist.batch_isend_irecv(operations)
+    with torch_internals.unprofiled_messages():
+        return dist.batch_isend_irecv(operations)
 
 
 def wait_for(works: Sequence[dist.Work | None], fail: Callable[[RuntimeError], ReductionError]) -> None:

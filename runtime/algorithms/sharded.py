@@ -63,7 +63,12 @@ class ShardedAlgorithm(CommAlgorithm):
 
     name = "sharded optimizer"
     traits = Traits(
-        on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True, takes_shadows=False
+        on_one_rank=True,
+        takes_sparse=False,
+        takes_dtypes=FLOATING,
+        keeps_buckets=True,
+        takes_shadows=False,
+        gathers_parameters=True,
     )
 
     def __init__(

@@ -179,5 +179,6 @@ def _exchange(
     group: dist.ProcessGroup, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int
 ) -> list[dist.Work]:
     """Receive from each rank and send to each, what has elements."""
-    works = [group.recv([into], rank, tag) for rank, into in received.items() if into.numel()]
-    return works + [group.send([part], rank, tag) for rank, part in sent.items() if part.numel()]
+    with torch_internals.unprofiled_messages():
+        works = [group.recv([into], rank, tag) for rank, into in received.items() if into.numel()]
+        return works + [group.send([part], rank, tag) for rank, part in sent.items() if part.numel()]

@@ -148,31 +148,54 @@ def test_what_python_runs_of_a_forward_sees_complete_parameters(ranks: Ranks) ->
     assert ranks(2).run(differing_ways) == [[], []]
 
 
-def under_way_in_forward() -> list[tuple[int, int]]:
-    """At each wait in a forward: how many buckets are being gathered before it, and after."""
-    model, optimizer = make(backend="aot_eager", split="forward")
+def forward_in_order(backend: str, split: str) -> list[int | str]:
+    """Of one forward: at each wait how many buckets are still being gathered behind it, and products of matrices."""
+    torch._dynamo.reset()
+    model, optimizer = make(backend=backend, split=split)
     for step in range(3):
         plain(model, optimizer, step)
     algorithm = model.comm_algorithm
     assert "gathered parameters are waited for part by part" in model.explain()
-    found = []
     wait = algorithm.await_parameters
 
     def noted(indices: Any = None) -> None:
-        before = sum(bucket.is_gathering for bucket in algorithm.buckets)
         wait(indices)
-        found.append((before, sum(bucket.is_gathering for bucket in algorithm.buckets)))
+        with torch.profiler.record_function(f"left {sum(bucket.is_gathering for bucket in algorithm.buckets)}"):
+            pass
 
     algorithm.await_parameters = noted
-    loss_of(model(batch(3))).backward()
-    return found
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        outputs = model(batch(3))
+    loss_of(outputs).backward()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    waits_and_products = (event.name for event in events if event.name.startswith(("left ", "aten::addmm", "aten::mm")))
+    return [int(name.removeprefix("left ")) if name.startswith("left ") else "mm" for name in waits_and_products]
 
 
-def test_parts_of_a_forward_wait_for_what_they_read_only(ranks: Ranks) -> None:
-    for found in ranks(2).run(under_way_in_forward):
-        num_buckets = found[0][0]
+@pytest.mark.parametrize(
+    ("backend", "split"), [("aot_eager", "forward"), ("aot_eager", "backward"), ("inductor", "backward")]
+)
+def test_a_forward_waits_for_parameters_where_it_reads_them(ranks: Ranks, backend: str, split: str) -> None:
+    for found in ranks(2).run(forward_in_order, backend, split):
+        num_buckets = int(found[0]) + 1
         assert num_buckets > 2
-        assert found[:num_buckets] == [(n, n - 1) for n in range(num_buckets, 0, -1)]
+        expected = [entry for left in range(num_buckets - 1, -1, -1) for entry in (left, "mm")]
+        assert found[: 2 * num_buckets] == expected, found
+
+
+@torch.compiler.set_stance("force_eager")
+def profiled_until_behind_a_step() -> list[str]:
+    model, optimizer = make()
+    plain(model, optimizer, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        plain(model, optimizer, 1)
+    plain(model, optimizer, 2)  # waits for what the profiler would have seen
+    return sorted({event.name for event in profile.events() if "send" in event.name or "recv" in event.name})
+
+
+def test_a_profiler_that_stops_behind_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
+    """See `unprofiled_messages`."""
+    assert ranks(2).run(profiled_until_behind_a_step) == [[], []]
 
 
 # Checkpoints.

@@ -18,6 +18,8 @@ class Receiver:
     def __init__(self) -> None:
         self.received: list[tuple[list[int], list[Tensor]]] = []
         self.ignored: list[tuple[int, ...]] = []
+        self.awaited: list[list[int]] = []
+        self.gathers_parameters = False
 
     def mark_bucket_ready(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> None:
         self.received.append((list(parameters), list(gradients)))
@@ -25,6 +27,9 @@ class Receiver:
     def move_bucket(self, parameters: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         self.mark_bucket_ready(parameters, gradients)
         return [torch.full_like(gradient, 5) for gradient in gradients]
+
+    def await_parameters(self, param_indices: Sequence[int]) -> None:
+        self.awaited.append(list(param_indices))
 
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
         self.ignored.extend(buckets)
@@ -112,3 +117,15 @@ def test_a_graph_that_runs_for_other_parameters_computes_nothing_any_more() -> N
 def test_a_graph_without_parameters_among_its_inputs_is_that_of_its_parameters() -> None:
     run = graph_ops.watch_parameters(lambda x: x + 1, [torch.ones(2)], {}, [(0, 1)], -1)
     assert torch.equal(run(torch.zeros(2)), torch.ones(2))
+
+
+def test_parameters_are_waited_for_by_their_numbers() -> None:
+    ordinal, receiver = graph_ops.next_reducer_ordinal(), Receiver()
+    graph_ops.register_receiver(ordinal, receiver)
+    torch.ops.ddp_compile.await_parameters([torch.ones(2)], ordinal, [4, 2], [])
+    run = graph_ops.await_before(lambda x: x + 1, [3], ordinal)
+    assert torch.equal(run(torch.zeros(2)), torch.ones(2))
+    assert receiver.awaited == [[4, 2], [3]]
+    operator = torch.ops.ddp_compile.await_parameters.default
+    assert operator._schema.is_mutable
+    torch.library.opcheck(operator, ([torch.randn(3)], -1, [0], [torch.randn(4)]), test_utils=OPCHECKS)

@@ -1,0 +1,72 @@
+"""Questions about the values of AOTAutograd's graphs: what shows whose memory, and what others depend on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from ddp_compile import torch_internals
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows; the node itself where it is no view."""
+    while (isinstance(node.target, OpOverload) and node.target.is_view) or _is_item_of_view(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _is_item_of_view(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and source.target.is_view
+
+
+def is_dense_tensor(output: Any) -> bool:
+    """Whether an argument of a graph's output, or any node, is one plain tensor."""
+    value = output.meta.get("val") if isinstance(output, fx.Node) else None
+    return isinstance(value, Tensor) and torch_internals.is_plain_tensor(value)
+
+
+def value_to_hold(
+    following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, excluded: Iterable[fx.Node]
+) -> list[fx.Node]:
+    """The computed value that most of some nodes depend on, among those that are there before them.
+
+    An operator that is declared to write into it comes behind its computation, and before what depends on it.
+
+    Args:
+        following: The nodes, in order; none of those before the next operator of this kind is left out.
+        position: Of every node.
+        last: The node before them.
+        excluded: Values that will not do.
+
+    Returns:
+        One node; none if there is no such value.
+    """
+    not_these = {base_of(node) for node in excluded}
+    bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
+    depends_on: dict[fx.Node, int] = {}
+    num_dependents: dict[fx.Node, int] = {}
+    for node in following:
+        if node.op != "call_function":
+            continue
+        depends_on[node] = 0
+        for argument in node.all_input_nodes:
+            value = base_of(argument)
+            if argument in depends_on:
+                depends_on[node] |= depends_on[argument]
+            elif position[value] <= position[last] and value not in not_these and _may_be_held(value):
+                depends_on[node] |= bits.setdefault(value, 1 << len(bits))
+        for value, bit in bits.items():
+            if depends_on[node] & bit:
+                num_dependents[value] = num_dependents.get(value, 0) + 1
+    return sorted(bits, key=lambda value: (num_dependents[value], position[value]))[-1:]
+
+
+def _may_be_held(value: fx.Node) -> bool:
+    return value.op == "call_function" and is_dense_tensor(value)

@@ -1,0 +1,83 @@
+"""Operators that wait, inside a forward graph, for the parameters that the nodes behind them read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backward_graphs import BackwardBuilder, aten
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+from ddp_compile.graph_ops import AWAIT_PARAMETERS
+from ddp_compile.passes.forward.await_parameters import WholeForwardContext, await_parameters_pass
+from ddp_compile.plan.spec import BucketSpec, GradientSpec
+
+
+def forward_input(build: BackwardBuilder, name: str, position: int | None) -> fx.Node:
+    node = build.input(name)
+    node.meta["desc"] = None if position is None else PlainAOTInput(idx=position)
+    return node
+
+
+def context(*buckets: Sequence[int], reads: Sequence[int]) -> WholeForwardContext:
+    """Parameter ``i`` is input ``i`` of the Dynamo graph."""
+    specs = tuple(
+        BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
+        for i, members in enumerate(buckets)
+    )
+    return WholeForwardContext(
+        parameter_of_input={p: p for p in reads}, reads=tuple(reads), buckets=specs, reducer=7, graph_name="graph 0"
+    )
+
+
+def layers(num: int, unknown: Sequence[int] = ()) -> fx.GraphModule:
+    """``x @ w0.T @ w1.T ...``, all transposed at the begin."""
+    build = BackwardBuilder()
+    weights = [forward_input(build, f"w{i}", None if i in unknown else i) for i in range(num)]
+    value = forward_input(build, "x", num)
+    transposed = [build.call(aten.permute.default, weight, [1, 0]) for weight in weights]
+    for weight in transposed:
+        value = build.call(aten.mm.default, value, weight)
+    return build.output(value)
+
+
+def calls(gm: fx.GraphModule) -> list[str]:
+    return [
+        f"await {node.args[2]}" if node.target is AWAIT_PARAMETERS else node.name
+        for node in gm.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def waits(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=AWAIT_PARAMETERS)
+
+
+def test_each_bucket_is_waited_for_before_the_first_node_that_reads_one_of_its_parameters() -> None:
+    gm, num_changed, declined = await_parameters_pass(layers(4), context([3, 2], [1], [0], reads=range(4)))
+    assert (num_changed, declined) == (3, ())
+    views = ["permute", "permute_1", "permute_2", "permute_3"]
+    assert calls(gm) == [*views, "await [0]", "mm", "await [1]", "mm_1", "await [3, 2]", "mm_2", "mm_3"]
+    gm.graph.lint()
+
+
+def test_the_operator_is_given_the_reducer_the_parameters_and_a_value_of_before() -> None:
+    gm, _, _ = await_parameters_pass(layers(3), context([2], [1], [0], reads=range(3)))
+    assert [[node.name for node in wait.args[0]] for wait in waits(gm)] == [["w0"], ["w1"], ["w2"]]
+    assert [[node.name for node in wait.args[3]] for wait in waits(gm)] == [[], ["mm"], ["mm_1"]]
+    assert {wait.args[1] for wait in waits(gm)} == {7}
+
+
+def test_what_is_in_no_bucket_or_is_no_input_of_its_own_is_waited_for_at_the_begin() -> None:
+    gm, _, _ = await_parameters_pass(layers(3, unknown=[2]), context([2], [0], reads=[0, 1, 2]))
+    assert calls(gm)[:5] == ["await [1, 2]", "permute", "permute_1", "permute_2", "await [0]"]
+    assert {node.name for node in waits(gm)[0].args[0]} == {"w0", "w1", "w2", "x"}
+
+
+def test_buckets_that_one_node_reads_are_waited_for_before_it() -> None:
+    build = BackwardBuilder()
+    first, second = (forward_input(build, f"w{i}", i) for i in range(2))
+    gm = build.output(build.call(aten.mm.default, first, second))
+    gm, _, _ = await_parameters_pass(gm, context([1], [0], reads=[0, 1]))
+    assert sorted(calls(gm)) == ["await [0]", "await [1]", "mm"]
+    assert calls(gm)[-1] == "mm"
