@@ -105,12 +105,13 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
 def live_bytes(parameters: Sequence[Parameter]) -> int:
     """Bytes of all memory that tensors known to Python, and the parameters' gradients, lie in.
 
-    Storages may lie in one another: a gradient's in its bucket's flat buffer.
+    Storages may lie in one another: a gradient's in its bucket's flat buffer. Subclasses are left out: what stands for
+    gradients behind a sharded optimizer has no memory.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, Parameter)]
+    gradients = [parameter.grad for parameter in parameters]
+    found = [thing for thing in (*gradients, *gc.get_objects()) if type(thing) in (torch.Tensor, Parameter)]
     storages = set()
-    for tensor in (*gradients, *found):
+    for tensor in found:
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             storages.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
