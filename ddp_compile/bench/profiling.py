@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,16 @@ from ddp_compile.bench.training import Training
 # range, on a GPU a copy of every range whose kernels run there, and the kernel. Launches are counted, and the group's
 # range tells the bytes. The timeline shows when the communication runs: a kernel if there is one, and gloo's range, but
 # not NCCL's, which ends as soon as the kernel has been queued. The copies are left out of everything.
+# gloo's messages, by which a sharded optimizer's shards travel, are in no trace: see `unprofiled_messages`. In place of
+# when one runs, the timeline shows from when to when the reducer owns one: from its start until it is waited for.
 _COPY_ON_GPU = "gpu_user_annotation"
 _STEP = "ddp_compile_bench::step"
 _CENSUS = "ddp_compile_bench::census"
 _REDUCER = "ddp_compile::bucket_"
 _LAUNCHES = {"c10d::allreduce_", "simulated::all_reduce"}
 #: Parts of names: NCCL's kernels, and the one that a simulated link waits with.
-_COMMUNICATION_KERNELS = ("AllReduce", "spin_kernel")
+_COMMUNICATION_KERNELS = ("AllReduce", "ReduceScatter", "AllGather", "spin_kernel")
+_OF_SHARDS = re.compile(rf"{_REDUCER}(\d+)_(launch|wait|gather|gather_wait)")
 _ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
@@ -59,6 +63,8 @@ def profile_step(training: Training, parameters: Sequence[Parameter]) -> Profile
         if lane is not None:
             start = (event["ts"] - begin_us) / 1000
             lanes.append(_event(lane, event["name"], start, start + event["dur"] / 1000))
+    if not any(lane["lane"] == "communication" for lane in lanes):
+        lanes += _shards_under_way(lanes, ms(marks.end))
     return Profiled(
         step_ms=ms(marks.end),
         num_all_reduces=sum(event["name"] in _LAUNCHES for event in events),
@@ -180,6 +186,28 @@ def _lane_of(event: dict[str, Any]) -> str | None:
     else:
         communicates = name == "gloo:all_reduce"
     return "communication" if communicates else None
+
+
+def _shards_under_way(lanes: Sequence[dict[str, Any]], end_ms: float) -> list[dict[str, float | str]]:
+    """Reduce-scatters and all-gathers, from the start until they have been waited for.
+
+    Gathers are started by one step's optimizer and waited for in the forward of the next step.
+    """
+    started: dict[tuple[str, str], float] = {}
+    spans = []
+    in_order = [lane for lane in lanes if lane["lane"] == "reducer"]
+    if not any("gather" in lane["name"] for lane in in_order):
+        return []
+    for lane in sorted(in_order, key=lambda lane: lane["start_ms"]):
+        if (match := _OF_SHARDS.fullmatch(lane["name"])) is None:
+            continue
+        bucket, what = match.groups()
+        kind = "all-gather" if "gather" in what else "reduce-scatter"
+        if what in ("launch", "gather"):
+            started[bucket, kind] = lane["start_ms"]
+        else:
+            spans.append(_event("communication", kind, started.pop((bucket, kind), 0.0), lane["end_ms"]))
+    return spans + [_event("communication", kind, start, end_ms) for (_, kind), start in started.items()]
 
 
 def _event(lane: str, name: str, start_ms: float, end_ms: float) -> dict[str, float | str]:

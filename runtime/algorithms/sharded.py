@@ -245,7 +245,8 @@ class ShardedAlgorithm(CommAlgorithm):
         """Gather a bucket; on every rank in the same order."""
         self._guard.raise_up()
         try:
-            bucket.gather(self._stepped, tag=self._num_steps % 2**15)
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
+                bucket.gather(self._stepped, tag=self._num_steps % 2**15)
         except RuntimeError as error:
             raise self._failed(error) from error
 

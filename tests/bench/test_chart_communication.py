@@ -113,3 +113,16 @@ def test_events_are_stacked_only_where_they_overlap() -> None:
     assert [[event.name for event in row] for row in stack(events)] == [["1", "0"], ["2", "3"]]
     assert communication_ms(events, 7.0) == (9.0, 7.0)
     assert communication_ms([], 7.0) == (0.0, 0.0)
+
+
+def test_a_sharded_step_names_both_collectives(tmp_path: Path) -> None:
+    step = profiled_step(OURS, "none")
+    step["events"] = [event for event in step["events"] if event["lane"] != "communication"]
+    spans = (("all-gather", 0, 50), ("reduce-scatter", 100, 380), ("all-gather", 405, 420))
+    step["events"] += [{"lane": "communication", "name": n, "start_ms": a, "end_ms": b} for n, a, b in spans]
+    (tmp_path / "timeline.json").write_text(json.dumps([step]))
+    figure = built(tmp_path, "timeline.png")
+    assert figure is not None
+    (axes,) = figure.axes
+    assert axes.get_title(loc="right") == "2 all-gathers, 1 reduce-scatters, 345 ms, step 420 ms"
+    assert {"reduce-scatter", "all-gather"} <= {text.get_text() for text in figure.legends[0].get_texts()}

@@ -101,3 +101,20 @@ def test_the_reducer_has_a_lane_for_what_the_host_does(monkeypatch: pytest.Monke
     spans = [(e["start_ms"], e["end_ms"]) for e in found.events if e["lane"] == "reducer"]
     assert spans == [pytest.approx((1.0, 1.1))]
     assert {e["name"] for e in found.events if e["lane"] == "compute"} == {"forward", "backward", "optimizer"}
+
+
+def test_shards_are_under_way_until_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host(name: str, start_ms: float, ms: float) -> list[dict[str, Any]]:
+        return [event("user_annotation", f"ddp_compile::{name}", start_ms, ms)]
+
+    events = [
+        *host("bucket_0_gather_wait", 0.2, 0.1),  # of the step before
+        *host("bucket_0_launch", 0.5, 0.1),
+        *host("bucket_0_wait", 0.8, 0.1),
+        *host("bucket_0_gather", 1.0, 0.1),
+    ]
+    found = profiled(monkeypatch, events)
+    spans = [(e["name"], e["start_ms"], e["end_ms"]) for e in found.events if e["lane"] == "communication"]
+    assert [name for name, _, _ in spans] == ["all-gather", "reduce-scatter", "all-gather"]
+    assert [span[1:] for span in spans[:2]] == [pytest.approx((0.0, 0.3)), pytest.approx((0.5, 0.9))]
+    assert spans[2][1:] == pytest.approx((1.0, found.step_ms))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -37,6 +38,7 @@ _LANE_COLORS = {
     "communication": ("#c8553d", "#e39b88"),
     "reducer": ("#444444", "#8a8a8a"),
 }
+_SHARD_COLORS = {"reduce-scatter": ("#c8553d", "#e39b88"), "all-gather": ("#3f8f5b", "#93c4a3")}
 _WAIT_COLOR = "#cfcfcf"
 _ALONE_LINE: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.6}
 _BEHIND_BACKWARD = "#e9f1f8"
@@ -63,7 +65,7 @@ def build_timeline(run: BenchmarkRun) -> Figure | None:
             "Shaded: while the backward runs, with what it waits for at its end.",
             failed_note(row for row in run.summary if row.link == cases[0].link),
         ],
-        _legend(alone_ms is not None and len(chosen) > 1),
+        _legend(alone_ms is not None and len(chosen) > 1, {_kind(event) for step in chosen for event in step.events}),
     )
     grid = figure.subplots(
         len(chosen), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [0.9 + len(own) for own in lanes]}
@@ -81,7 +83,7 @@ def build_timeline(run: BenchmarkRun) -> Figure | None:
 
 
 def communication_ms(events: Iterable[Event], until_ms: float) -> tuple[float, float]:
-    """Milliseconds with an all-reduce under way, in all and before a point of time."""
+    """Milliseconds with a collective under way, in all and before a point of time."""
     spans = _union((event.start_ms, event.end_ms) for event in events if event.lane == "communication")
     before = sum(max(0.0, min(end, until_ms) - start) for start, end in spans)
     return sum(end - start for start, end in spans), before
@@ -132,7 +134,15 @@ def _draw_step(axes: Axes, step: ProfiledStep, lanes: Sequence[str], end: float)
 def _color(event: Event, shade: int) -> str:
     if event.lane == "reducer" and "wait" in event.name.lower():
         return _WAIT_COLOR
-    return _PHASE_COLORS.get(event.name) or _LANE_COLORS[event.lane][shade]
+    return _PHASE_COLORS.get(event.name) or _SHARD_COLORS.get(_kind(event), _LANE_COLORS[event.lane])[shade]
+
+
+def _kind(event: Event) -> str:
+    """Which collective it is; empty for what is none."""
+    if event.lane != "communication":
+        return ""
+    kernels = {"ReduceScatter": "reduce-scatter", "AllGather": "all-gather"}
+    return next((kind for part, kind in kernels.items() if part in event.name or kind == event.name), "all-reduce")
 
 
 def _write_in(axes: Axes, event: Event, middle: float) -> None:
@@ -147,12 +157,12 @@ def _write_title(axes: Axes, step: ProfiledStep, alone_end: float | None) -> Non
     name = case_label(step.implementation, step.mode)
     axes.set_title(name, loc="left", fontsize=TEXT_SIZE, fontweight="bold", color=color, pad=3)
     words = [] if step.step_ms is None else [f"step {step.step_ms:.4g} ms"]
-    num = sum(event.lane == "communication" for event in step.events)
+    counts = Counter(filter(None, map(_kind, step.events)))
     total, before = communication_ms(step.events, math.inf if alone_end is None else alone_end)
-    if num and alone_end is not None:
+    if counts and alone_end is not None:
         words.insert(0, f"{before:.3g} ms of them before the dotted line")
-    if num:
-        words.insert(0, f"{num} all-reduces, {total:.3g} ms")
+    if counts:
+        words.insert(0, ", ".join([*(f"{num} {kind}s" for kind, num in counts.items()), f"{total:.3g} ms"]))
     axes.set_title(", ".join(words), loc="right", fontsize=SMALL_SIZE, color=DARK, pad=3)
 
 
@@ -184,9 +194,10 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _legend(with_line: bool) -> list[Artist]:
+def _legend(with_line: bool, kinds: Set[str]) -> list[Artist]:
     entries: list[Artist] = [Patch(color=color, label=name) for name, color in _PHASE_COLORS.items()]
-    entries.append(Patch(color=_LANE_COLORS["communication"][0], label="all-reduce"))
+    colors = {"all-reduce": _LANE_COLORS["communication"], **_SHARD_COLORS}
+    entries += [Patch(color=color, label=kind) for kind, (color, _) in colors.items() if kind in kinds]
     if with_line:
         label = "end of the backward if it took as long as in local"
         entries.append(Line2D([], [], label=label, **_ALONE_LINE))
