@@ -1,6 +1,7 @@
 """What some settings cost and give: lazily allocated buckets, backwards finalized by hand, lower precision.
 
     python benchmarks/bench_settings.py [--model gpt-medium] [--rate 5.3e9] [--rounds 20] [--output FILE.csv]
+        [--variants "default;sharded"]
 
 As bench_simulated_link.py: one rank on a link that only takes time, whole steps with AdamW, each setting in a process
 of its own and in turns. Beside the milliseconds: the most bytes that are live at once in a step, and the loss after as
@@ -13,7 +14,9 @@ would: behind the backward, or between the backward and ``finalize_backward()``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +24,7 @@ import torch.multiprocessing as mp
 from bench_simulated_link import NUM_WARM, add_arguments, compare, measure, report
 from torch import nn
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.bench.implementations import Implementation
 from ddp_compile.bench.profiling import peak_live_bytes
 from ddp_compile.bench.settings import WorkloadSettings
@@ -43,6 +46,8 @@ class Variant(NamedTuple):
         compresses: Whether gradients are sent in bfloat16.
         works: Whether there is other work behind the backward.
         finalizes: Whether that comes before ``finalize_backward()``.
+        sharded: Whether the optimizer is sharded.
+        bfloat16: Whether parameters are; a sharded optimizer then steps master weights.
     """
 
     settings: dict[str, Any] = {}  # noqa: RUF012 - only read
@@ -50,6 +55,8 @@ class Variant(NamedTuple):
     compresses: bool = False
     works: bool = False
     finalizes: bool = False
+    sharded: bool = False
+    bfloat16: bool = False
 
 
 VARIANTS = {
@@ -60,6 +67,9 @@ VARIANTS = {
     "other work, then finalize_backward": Variant(works=True, finalizes=True),
     "autocast": Variant(autocast=True),
     "autocast, bf16_compress_hook": Variant(autocast=True, compresses=True),
+    "sharded": Variant(sharded=True),
+    "sharded, autocast": Variant(sharded=True, autocast=True),
+    "sharded, bfloat16 with master weights": Variant(sharded=True, bfloat16=True),
 }
 
 
@@ -68,10 +78,15 @@ def make_training(name: str, arguments: argparse.Namespace) -> Training:
     settings = WorkloadSettings(model=arguments.model, optimizer="adamw", device="cpu")
     torch.manual_seed(0)
     workload = make_workload(settings)
+    if variant.bfloat16:
+        workload.model.to(torch.bfloat16)
     model: Any = ddp_compile(workload.model, bucket_cap_mb=arguments.bucket_cap_mb, **variant.settings)
     if variant.compresses:
         model.register_comm_hook(None, bf16_compress_hook)
     built = Implementation(forward=under_autocast(model) if variant.autocast else model)
+    if variant.sharded:
+        shard = partial(shard_optimizer, model=model, master_weights=variant.bfloat16)
+        built = dataclasses.replace(built, prepare_optimizer=shard)
     training = Training(built, workload.model, workload, settings, 0, 1)
     model.require_manual_backward_finalization = variant.finalizes
     if variant.works:
@@ -113,7 +128,7 @@ def show_memory_and_loss(name: str, arguments: argparse.Namespace, queue: Any) -
 def memory_and_loss(arguments: argparse.Namespace) -> dict[str, tuple[int, float]]:
     context = mp.get_context("spawn")
     found = {}
-    for name in VARIANTS:
+    for name in arguments.variants.split(";"):
         queue = context.Queue()
         process = context.Process(target=show_memory_and_loss, args=(name, arguments, queue))
         process.start()
@@ -125,13 +140,15 @@ def memory_and_loss(arguments: argparse.Namespace) -> dict[str, tuple[int, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument("--variants", default=";".join(VARIANTS), help="separated by semicolons")
     arguments = parser.parse_args()
-    rows = compare(measure(make_training, list(VARIANTS), arguments), DEFAULT)
+    names = arguments.variants.split(";")
+    rows = compare(measure(make_training, names, arguments), names[0])
     shown = memory_and_loss(arguments)
     for row in rows:
         peak, loss = shown[str(row["name"])]
         row |= {"peak_mib": round(peak / 2**20, 1), "loss": round(loss, 5)}
-    report(rows, DEFAULT, arguments)
+    report(rows, names[0], arguments)
 
 
 if __name__ == "__main__":
