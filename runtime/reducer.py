@@ -23,6 +23,7 @@ from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.backward_passes import BackwardPasses, BackwardsAlone
+from ddp_compile.runtime.arrivals.gradient_arrivals import GradientArrivals
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import policy_for
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
@@ -73,6 +74,9 @@ class Reducer:
             self._bucket_set, process_group, settings.monitor, settings.algorithm, self._policy, self._undefined
         )
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
+        self._arrivals = GradientArrivals(
+            self._bucket_set, self._hooks, self._policy, self._undefined, self._queue.complete, names, self.rank
+        )
         self._early = NoEarlyLaunch()
         if settings.launches_in_backward:
             self._early = EarlyLaunch(self._bucket_set, self._queue, self._hooks, accumulators, self.rank)
@@ -82,7 +86,6 @@ class Reducer:
         message = IterationMessage(process_group, self.parameters[0].device, may_speak)
         self._end = IterationEnd(self._queue, self._policy, self._early, message, settings, names, self.rank)
         self._queue.on_all_launched = self._end.all_are_launched
-        self._with_running_hooks: list[Bucket] = []  # whose last gradient is there, and may still be changed
         self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward
         self._passes = BackwardPasses()
         self._alone = BackwardsAlone(len(self.parameters), self.rank)
@@ -214,19 +217,18 @@ class Reducer:
         if self._early.arrived(index) and self._lifecycle.phase.state is not State.LAUNCHED:
             return
         if self._lifecycle.phase.state is State.LOCAL:
-            self._note(index)
+            self._arrivals.note(index)
         elif not self.buckets and not self._lifecycle.phase.after_forward:
-            self._note(index)
+            self._arrivals.note(index)
             self._alone.note(index)
             self._passes.call_back_at_the_end(self._finalize_backward_without_plan)
         else:
             self.enter_backward((index,))
-            self._arrive(index)
+            self._arrivals.arrive(index)
 
     def hooks_have_run(self) -> None:
-        """All hooks on the parameter that has arrived last have run: the bucket that it completes is ready."""
-        while self._with_running_hooks:
-            self._queue.complete(self._with_running_hooks.pop(0))
+        """See `GradientArrivals.hooks_have_run`."""
+        self._arrivals.hooks_have_run()
 
     def enter_backward(self, arriving: tuple[int, ...]) -> None:
         """A backward has brought something; the first time in each, get ready for the rest.
@@ -256,27 +258,6 @@ class Reducer:
                 self._hooks.batch(bucket, arriving)
         if absent := self._policy.absent_from_the_start(arriving):
             self._queue.do_without(absent)
-
-    def _arrive(self, index: int) -> None:
-        """A parameter has arrived; other hooks on it and on its node may be about to change its gradient."""
-        is_undefined = self._note(index)
-        self._bucket_set.note_arrival(index)
-        bucket = self._bucket_set.of_parameter[index]
-        if not self._policy.counts(bucket, index, is_undefined):
-            return
-        if index not in bucket.iteration.pending:
-            raise error_messages.arrived_twice(self.rank, self._fqn(index))
-        if bucket.arrive(index):
-            self._hooks.note_last(index)
-            self._hooks.notify_behind(index)
-            self._with_running_hooks.append(bucket)
-
-    def _note(self, index: int) -> bool:
-        """Take note of what a parameter holds on arrival; returns whether its gradient is undefined."""
-        is_undefined = self._undefined.arrive(index)
-        if not is_undefined:
-            self._policy.note(index)
-        return is_undefined
 
     def _seal_plan(self) -> None:
         self.settings.on_plan_sealed(self._bucket_set.seal(self.algorithm.name))
@@ -402,7 +383,7 @@ class Reducer:
         self._early.begin_iteration(has_launched)
         self._queue.begin_iteration()
         self._hooks.notify_of_each()
-        self._with_running_hooks = []
+        self._arrivals.begin_iteration()
         self._passes = BackwardPasses()
         self._policy.begin_iteration()
         self._undefined.begin_iteration()

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def live_bytes(parameters: Sequence[Parameter]) -> int:
     gradients behind a sharded optimizer has no memory.
     """
     gradients = [parameter.grad for parameter in parameters]
-    found = [thing for thing in (*gradients, *gc.get_objects()) if type(thing) in (torch.Tensor, Parameter)]
+    # Not one tuple of both: it would be among the objects that it is made of, and keep all of them alive.
+    found = [thing for thing in chain(gradients, gc.get_objects()) if type(thing) in (torch.Tensor, Parameter)]
     storages = set()
     for tensor in found:
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
@@ -27,7 +26,7 @@ from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.sharding.guarded_parameters import ParameterGuard
 from ddp_compile.runtime.sharding.shard_transfers import ReduceScatter, ShardTransfers
 from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
-from ddp_compile.runtime.sharding.sharded_gradients import HiddenGradients
+from ddp_compile.runtime.sharding.sharded_gradients import HiddenGradients, norm_over_ranks
 
 _LONGEST_AT_EXIT = timedelta(seconds=10)
 
@@ -194,15 +193,8 @@ class ShardedAlgorithm(CommAlgorithm):
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See ``ReplicatedModule.clip_grad_norm_``."""
         pieces = [piece.stepped for piece in self._pieces()]
-        gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None]
-        total = get_total_norm(gradients, norm_type).to(self._parameters[0].device, torch.float32)
         with self.on_every_rank("model.clip_grad_norm_()"):
-            if math.isinf(norm_type):
-                self.transfers.any_rank(total)
-            else:
-                total.pow_(norm_type)
-                self.transfers.sum_over_ranks(total)
-                total.pow_(1.0 / norm_type)
+            total = norm_over_ranks(pieces, norm_type, self._parameters[0].device, self.transfers)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"rank {self._rank}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"

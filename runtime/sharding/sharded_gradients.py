@@ -11,15 +11,18 @@ finite, is answered for all ranks alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
+from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers
 
 # What is asked of all elements at once, and what people ask before they leave a step out.
 _OF_ALL_ELEMENTS = frozenset(
@@ -199,6 +202,31 @@ class GradientShard(Tensor):
                 gradients, found_non_finite = args[:2]
                 next(each for each in gradients if isinstance(each, GradientShard)).unscaled(found_non_finite)
         return result
+
+
+def norm_over_ranks(
+    pieces: Sequence[Tensor], norm_type: float, device: torch.device, transfers: ShardTransfers
+) -> Tensor:
+    """The norm of all gradients of all ranks together; to be called on every rank.
+
+    Args:
+        pieces: What this rank steps.
+        norm_type: Order of the norm; may be infinite.
+        device: Of the result.
+        transfers: Between the ranks.
+
+    Returns:
+        A number in float32.
+    """
+    gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None]
+    total = get_total_norm(gradients, norm_type).to(device, torch.float32)
+    if math.isinf(norm_type):
+        transfers.any_rank(total)
+    else:
+        total.pow_(norm_type)
+        transfers.sum_over_ranks(total)
+        total.pow_(1.0 / norm_type)
+    return total
 
 
 def _flattened(*values: Any) -> Any:
