@@ -50,6 +50,7 @@ PRIVATE_BY_PURPOSE = {
     "ddp_compile.bench.torch_switches",
     "ddp_compile.bench.functional_replicate",
     "ddp_compile.bench.simulated_link",
+    "ddp_compile.bench.simulated_transfers",
 }
 
 
