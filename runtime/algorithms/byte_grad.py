@@ -55,10 +55,12 @@ def _chunk_of(flat: Tensor, rank: int, size: int) -> Tensor:
 
 def _sum_of_rows(rows: Tensor, chunk: Tensor) -> Tensor:
     """The sum of what each row holds of a chunk, in float32; ranks are added in their order, so on every rank alike."""
-    total = torch.zeros(chunk.shape, dtype=torch.float32, device=chunk.device)
+    codes = rows[:, : row_bytes(chunk.numel())]
+    total = torch.empty(chunk.shape, dtype=torch.float32, device=chunk.device)
+    minmax_u8_decompress(codes[:1], total)
     part = torch.empty_like(total)
-    for row in rows:
-        minmax_u8_decompress(row[: row_bytes(chunk.numel())][None], part)
+    for row in codes[1:]:
+        minmax_u8_decompress(row[None], part)
         total += part
     return total
 

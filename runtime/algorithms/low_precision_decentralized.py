@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
+from ddp_compile.runtime.at_exit import LONGEST_AT_EXIT, call_at_exit
 from ddp_compile.runtime.process_groups import NodeGroups
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
@@ -37,9 +38,10 @@ SEGMENT_NUMEL = 8 * BLOCK_NUMEL
 class LowPrecisionDecentralizedAlgorithm(AfterStep):
     """Each rank keeps what the last exchange left of its own parameters, W, and of both neighbours', L and R.
 
-    After a step has made x of W, it sends q = D(C(z)) of z = x + L / 3 + R / 3 - 5 / 3 W to both neighbours, adds what
-    comes from them to L and R, and x becomes W + q, the new W. Every rank adds the same bytes to the same values: L is
-    the left neighbour's W, and R the right one's, in every bit.
+    After a step has made x of W, it sends q = D(C(z)) of z = x + L / 3 + R / 3 - 5 / 3 W to both neighbours, and x
+    becomes W + q, the new W. What comes from them is added to L and R, which nobody reads before the next exchange: so
+    messages are under way while the rank trains on. Every rank adds the same bytes to the same values: when they are
+    there, L is the left neighbour's W, and R the right one's, in every bit.
 
     Args:
         process_group: All ranks.
@@ -61,6 +63,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._num_steps = 0
         self._num_exchanges = 0
         self._exchanges = False  # when the step that is under way is done
+        self._under_way: list[_Messages] = []  # of the last exchange
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, and three copies of the parameters.
@@ -83,11 +86,13 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._own, self._left, self._right = (self._parameters.new() for _ in range(3))
         for flats in (self._own, self._left, self._right):
             self._parameters.read(flats)
+        call_at_exit(self._finish)
 
     def detach(self, together: bool) -> None:
         """Average over all ranks, see `CommAlgorithm.detach`."""
         super().detach(together)
         if together:
+            self._receive()
             average_over(self._process_group, self._parameters, self._failed)
 
     @property
@@ -122,26 +127,39 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._num_exchanges += 1
 
     def _exchange_with_neighbours(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Let the flat buffers, which hold x, hold the new W; segment by segment, so that the link is never idle."""
+        """Let the flat buffers, which hold x, hold the new W; segment by segment, which are sent at once."""
+        self._receive()
         size, place = group.size(), group.rank()
         left, right = (place - 1) % size, (place + 1) % size
-        segments = []
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             for kept in zip(*(flat.split(SEGMENT_NUMEL) for flat in (x, own, of_left, of_right)), strict=True):
                 sent = _compress(*kept)
                 received = {peer: [torch.empty_like(rows) for rows in sent] for peer in {left, right}}
                 works = exchange(sent, list(received.items()), group, self._num_exchanges)
-                segments.append((works, kept, sent, received))
-        for works, (x, own, of_left, of_right), sent, received in segments:
-            _add(own, sent)
-            x.copy_(own)
-            wait_for(works, self._failed)
-            _add(of_left, received[left])
-            _add(of_right, received[right])
+                in_x, in_own, in_left, in_right = kept
+                self._under_way.append(_Messages(works, sent, ((in_left, received[left]), (in_right, received[right]))))
+                _add(in_own, sent)
+                in_x.copy_(in_own)
+
+    @torch.no_grad()
+    def _receive(self) -> None:
+        """Let L and R be what the neighbours had after the last exchange."""
+        under_way, self._under_way = self._under_way, []
+        for messages in under_way:
+            wait_for(messages.works, self._failed)
+            for segment, rows in messages.received:
+                _add(segment, rows)
+
+    def _finish(self) -> None:
+        """The process ends: let the neighbours have what this one has sent, if they come for it."""
+        for messages in self._under_way:
+            for work in messages.works:
+                work.wait(LONGEST_AT_EXIT)
 
     def state_dict(self) -> dict[str, Any]:
         """W, L and R, and the numbers of steps and exchanges; to be called on every rank."""
         self.pay()
+        self._receive()
         kept = {"own": self._own, "left": self._left, "right": self._right}
         return {
             "algorithm": type(self).__name__,
@@ -165,6 +183,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
             if [flat.shape for flat in flats] != [given.shape for given in state[key]]:
                 raise ValueError(f"the {self.name} was given the state of other parameters; build the same model")
+        self._receive()
         for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
@@ -173,6 +192,14 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+
+
+class _Messages(NamedTuple):
+    """To and from both neighbours, about one segment."""
+
+    works: list[dist.Work]
+    sent: list[Tensor]  # kept until it has gone
+    received: tuple[tuple[Tensor, list[Tensor]], ...]  # what it is added to, and where it comes
 
 
 def _compress(x: Tensor, own: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
@@ -197,7 +224,8 @@ def _add(segment: Tensor, rows: Sequence[Tensor]) -> None:
 class LowPrecisionDecentralized(AlgorithmConfig):
     """Every rank trains parameters of its own, and sends its two neighbours in a ring eight bits of each change.
 
-    It communicates behind the optimizer's step, where nothing hides it, and needs three copies of the parameters.
+    What is sent is computed behind the optimizer's step, and is under way while the rank trains on. It needs three
+    copies of the parameters, and half of one or, with more than two ranks, three quarters for what is under way.
 
     Args:
         communication_interval: How many steps there are from one exchange to the next.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +18,7 @@ from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
+from ddp_compile.runtime.at_exit import LONGEST_AT_EXIT, call_at_exit
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.local_tensors import has_dtensors
 from ddp_compile.runtime.process_groups import group_of
@@ -27,8 +26,6 @@ from ddp_compile.runtime.sharding.guarded_parameters import ParameterGuard
 from ddp_compile.runtime.sharding.shard_transfers import ReduceScatter, ShardTransfers
 from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharding.sharded_gradients import HiddenGradients, norm_over_ranks
-
-_LONGEST_AT_EXIT = timedelta(seconds=10)
 
 
 class StepsPieces(Protocol):
@@ -108,7 +105,7 @@ class ShardedAlgorithm(CommAlgorithm):
         self.transfers = ShardTransfers(gathers, gradients, self._device)
         self._guard = ParameterGuard(parameters, self._complete_for_everybody)
         self._optimizer.attach()
-        _at_exit(weakref.WeakMethod(self._finish))
+        call_at_exit(self._finish)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
@@ -291,7 +288,7 @@ class ShardedAlgorithm(CommAlgorithm):
     def _finish(self) -> None:
         """The process ends: let other ranks have what this one has stepped, if they come for it."""
         for bucket in reversed(self.buckets):
-            bucket.wait(_LONGEST_AT_EXIT)
+            bucket.wait(LONGEST_AT_EXIT)
 
     def refuse_step_before_sharding(self) -> None:
         """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced."""
@@ -387,12 +384,3 @@ def _shard_of(bucket: Bucket) -> Tensor:
     """This rank's part of the mean of a bucket."""
     assert isinstance(bucket.iteration.work, ReduceScatter)
     return bucket.iteration.work.shard
-
-
-def _at_exit(finish: weakref.WeakMethod[Callable[[], None]]) -> None:
-    def run() -> None:
-        if (alive := finish()) is not None:
-            with suppress(RuntimeError):  # other ranks are gone, and so is whoever wanted to know
-                alive()
-
-    atexit.register(run)
