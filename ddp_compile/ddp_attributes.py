@@ -1,13 +1,15 @@
-"""Attributes of DistributedDataParallel that code reads off a model, ``model.process_group`` for example."""
+"""Attributes that other code looks for on a model: those of DistributedDataParallel, and one that PEFT sets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from ddp_compile.replicate_state import ReplicateState
+from ddp_compile.validation.wrappers import adapters_behind_replication
 
 _READ: Mapping[str, Callable[[ReplicateState], Any]] = {
     "process_group": lambda state: state.process_group,
@@ -50,6 +52,35 @@ class _Attribute:
             return _READ[self._name](self._state_of(module))
 
 
+class _AdapterConfigs:
+    """``peft_config``, which PEFT sets on a module when it has put adapters into it; those of before can be deleted.
+
+    Nothing else tells: PEFT freezes what is reduced, and calls the module's ``forward`` instead of the module.
+
+    Args:
+        state_of: Finds what a replicated module carries.
+    """
+
+    _NAME = "peft_config"
+
+    def __init__(self, state_of: Callable[[nn.Module], ReplicateState]) -> None:
+        self._state_of = state_of
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        if self._NAME not in module.__dict__:
+            raise AttributeError(self._NAME)  # a ``__getattr__`` of the module's own comes next
+        return module.__dict__[self._NAME]
+
+    def __set__(self, module: nn.Module, configs: object) -> None:
+        raise adapters_behind_replication(self._state_of(module).process_group.rank())
+
+    def __delete__(self, module: nn.Module) -> None:
+        if module.__dict__.pop(self._NAME, None) is None:
+            raise AttributeError(self._NAME)
+
+
 def attributes_for(original: type, state_of: Callable[[nn.Module], ReplicateState]) -> dict[str, Any]:
     """What a replicated class gets of them: those that the user's class does not have itself.
 
@@ -57,4 +88,15 @@ def attributes_for(original: type, state_of: Callable[[nn.Module], ReplicateStat
         original: The user's class.
         state_of: Finds what a replicated module carries.
     """
-    return {name: _Attribute(name, original, state_of) for name in _READ if not hasattr(original, name)}
+    read = {name: _Attribute(name, original, state_of) for name in _READ}
+    attributes = {**read, _AdapterConfigs._NAME: _AdapterConfigs(state_of)}
+    return {name: attribute for name, attribute in attributes.items() if not hasattr(original, name)}
+
+
+def bound_to(other: nn.Module, module: nn.Module, value: Any) -> Any:
+    """An attribute of a module for another one: methods bound to it, as Accelerate wraps ``forward``, are the other's.
+
+    Left as they are, they would lead a copy of the other back to the module.
+    """
+    is_bound = isinstance(value, MethodType) and value.__self__ is module
+    return MethodType(value.__func__, other) if is_bound else value

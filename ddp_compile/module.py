@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.ddp_attributes import attributes_for
+from ddp_compile.ddp_attributes import attributes_for, bound_to
 from ddp_compile.errors import ReplicationError
 from ddp_compile.explanation import explain
 from ddp_compile.plan.spec import BucketPlan
@@ -394,5 +394,5 @@ def state_of(module: nn.Module) -> ReplicateState:
 def _plain_shell(module: nn.Module) -> nn.Module:
     """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
     shell: nn.Module = object.__new__(_original_class(type(module)))
-    shell.__dict__.update({name: value for name, value in module.__dict__.items() if name != _STATE})
+    shell.__dict__.update({name: bound_to(shell, module, v) for name, v in module.__dict__.items() if name != _STATE})
     return shell

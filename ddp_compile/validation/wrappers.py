@@ -1,4 +1,4 @@
-"""Modules of torch's that reduce, shard or compile by themselves: inside of a replicated module, or around it.
+"""Modules that reduce, shard or compile by themselves, or train adapters: inside of a replicated module, or around it.
 
 They are told by the names of their classes, as some of their modules are costly to import.
 """
@@ -82,7 +82,7 @@ def reducing_wrappers_inside(module: nn.Module) -> list[str]:
 
 
 def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """While the module is called: refuse a call out of a wrapper that would reduce the same gradients.
+    """While the module is called: refuse a call out of a wrapper that would reduce the same gradients, or PEFT's.
 
     A wrapper whose forward merely calls the module, a frozen teacher for example, is none.
 
@@ -95,6 +95,8 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
         ReplicationError: Names the wrapper and the way out.
     """
     for wrapper in itertools.chain([module], _calling_modules()):
+        if wrapper is not module and _trains_adapters(wrapper, module):
+            raise adapters_behind_replication(rank)
         kind = _kind_of(type(wrapper))
         if kind not in _REDUCING or not (taken := _taken_by(wrapper, kind, module, parameters)):
             continue
@@ -102,9 +104,26 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
             f"rank {rank}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'} a"
             f" {kind}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]}, ...), so that"
             f" their gradients would be reduced twice, or not at all. Train the module without {kind}, around it or"
-            " around a module that holds it. With Accelerate, leave the module out of accelerator.prepare(...); with"
+            " around a module that holds it. With Accelerate, leave ddp_compile out, and call"
+            " ddp_compile.integrations.accelerate.use(accelerator) before accelerator.prepare(model); with"
             " Lightning, pass a DDPStrategy whose _setup_model(self, model) returns ddp_compile(model)"
         )
+
+
+def adapters_behind_replication(rank: int) -> ReplicationError:
+    """PEFT has added adapters to a module, or prompts that it trains around one, when it had been replicated."""
+    return ReplicationError(
+        f"rank {rank}: PEFT has added adapters to a module that ddp_compile has replicated, which would not average"
+        " their gradients; add them first: ddp_compile(get_peft_model(model, config))"
+    )
+
+
+def _trains_adapters(wrapper: nn.Module, module: nn.Module) -> bool:
+    """Whether a wrapper is a PeftModel that trains parameters beside those of the module that it calls."""
+    if not any(base.__name__ == "PeftModel" and base.__module__.startswith("peft.") for base in type(wrapper).__mro__):
+        return False
+    inside = set(map(id, module.parameters()))
+    return any(parameter.requires_grad and id(parameter) not in inside for parameter in wrapper.parameters())
 
 
 def _kind_of(cls: type) -> str | None:
