@@ -123,6 +123,6 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	fi
 	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
 	@{ $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
-	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[test,dev,bench,examples]' && wait
+	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[test,dev,bench,examples,integrations]' && wait
 	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@

@@ -1,0 +1,195 @@
+"""Hugging Face Accelerate, and Trainer with it: ``accelerator.prepare`` replicates with ``ddp_compile``.
+
+Note [A class of the accelerator's own]
+Accelerate has no extension point where it constructs DistributedDataParallel: `Accelerator.prepare_model` does so
+itself. So one accelerator gets a class derived from its own, with the few methods that ask for a
+DistributedDataParallel. All others ask for methods that a replicated module has (``no_sync``), or take any module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+try:
+    import accelerate
+except ImportError as error:
+    raise ImportError(
+        "ddp_compile.integrations.accelerate needs Hugging Face Accelerate: pip install 'ddp-compile[accelerate]'"
+    ) from error
+from accelerate.utils import DistributedType, DynamoBackend, compare_versions
+
+from ddp_compile.api import ddp_compile
+from ddp_compile.errors import ReplicationError
+from ddp_compile.module import ReplicatedModule, state_of
+
+OLDEST = "1.0.0"
+
+UsedT = TypeVar("UsedT")
+
+_ARGUMENTS = "_ddp_compile_arguments"
+_CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerator, and others later
+
+
+def use(accelerator: UsedT, **arguments: Any) -> UsedT:
+    """Let ``accelerator.prepare`` replicate models with ``ddp_compile`` in the place of DistributedDataParallel.
+
+    To be called before anything is prepared::
+
+        accelerator = use(Accelerator(mixed_precision="bf16"), bucket_cap_mb=25)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    and with Hugging Face Trainer, ``use(trainer)`` before ``trainer.train()``. What is prepared is the model itself;
+    `Accelerator.unwrap_model` returns it as it is, and it stays replicated.
+
+    Args:
+        accelerator: Of several processes that were started by ``accelerate launch`` or torchrun, on CPUs or GPUs. Or a
+            Trainer, for the accelerator that it has and those it makes for each trial of a hyperparameter search.
+        arguments: Those of `ddp_compile`, but ``process_group`` and ``device_mesh``. Where a
+            DistributedDataParallelKwargs was given to the accelerator, or made by Trainer, its settings and its comm
+            hook hold as well.
+
+    Returns:
+        ``accelerator`` itself.
+
+    Raises:
+        TypeError: Neither an Accelerator nor a Trainer, or an argument that cannot be given here.
+        ReplicationError: The accelerator trains in another way, on one process, compiles by itself, or has prepared
+            models already; or Accelerate is too old. When a model is prepared: it was replicated before, an argument
+            contradicts DistributedDataParallelKwargs, or ``algorithm`` keeps what no checkpoint of Accelerate holds.
+    """
+    for name in ("process_group", "device_mesh"):
+        if arguments.get(name) is not None:
+            raise TypeError(
+                f"use() does not take {name}: Accelerate hands out data for all its processes, over which gradients are"
+                f" averaged; drop {name}"
+            )
+    if isinstance(accelerator, accelerate.Accelerator):
+        _use_accelerator(accelerator, arguments)
+    elif hasattr(accelerator, _CREATES):
+        _use_trainer(accelerator, arguments)
+    else:
+        raise TypeError(f"use() needs an accelerate.Accelerator or a Trainer, not a {type(accelerator).__name__}")
+    return accelerator
+
+
+def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any]) -> None:
+    if reason := _objection(accelerator):
+        raise ReplicationError(f"rank {accelerator.process_index}: {reason}")
+    accelerator.__dict__[_ARGUMENTS] = arguments
+    original: Any = type(accelerator)
+    accelerator.__class__ = _replicating_class(original)
+
+
+def _use_trainer(trainer: Any, arguments: dict[str, Any]) -> None:
+    _use_accelerator(trainer.accelerator, arguments)
+    create = getattr(trainer, _CREATES)
+
+    @functools.wraps(create)
+    def create_and_use() -> None:
+        create()
+        _use_accelerator(trainer.accelerator, arguments)
+
+    setattr(trainer, _CREATES, create_and_use)
+
+
+def _objection(accelerator: accelerate.Accelerator) -> str:
+    """Why an accelerator cannot replicate with ddp_compile, and the way out; empty if it can."""
+    if compare_versions("accelerate", "<", OLDEST):
+        return f"accelerate {accelerate.__version__} is older than {OLDEST}; pip install -U accelerate"
+    if isinstance(accelerator, _ReplicatesModels):
+        return "use() was called twice on this accelerator; call it once, with all arguments"
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        return (
+            "the accelerator has one process (DistributedType.NO), over which there is nothing to average; start the"
+            " script with accelerate launch or torchrun --nproc-per-node 2, on CPUs with torchrun and"
+            " Accelerator(cpu=True), for Trainer TrainingArguments(use_cpu=True); or leave use() out"
+        )
+    if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        return (
+            f"the accelerator has distributed_type={kind.value}, which shards or reduces by itself; leave its plugin,"
+            " or its setting in accelerate config, out, or leave use() out"
+        )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        return (
+            "the accelerator has a parallelism_config, which lays out its ranks by itself; leave it out, or use() out"
+        )
+    if accelerator.mixed_precision == "fp8":
+        return "mixed_precision='fp8' converts layers by a library of its own; use 'bf16', or leave use() out"
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:
+        return (
+            f"the accelerator compiles by itself (dynamo_backend={backend.value}; torch_compile=True of"
+            " TrainingArguments sets it), and so does ddp_compile; drop it, and give backend= and mode= to use()"
+        )
+    if accelerator._models:
+        names = ", ".join(type(model).__name__ for model in accelerator._models)
+        return f"the accelerator has prepared {names} already; call use() before accelerator.prepare()"
+    return ""
+
+
+class _ReplicatesModels:
+    """What an accelerator's class gains; see Note [A class of the accelerator's own]."""
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        accelerator: Any = self
+        rank = accelerator.process_index
+        if isinstance(model, ReplicatedModule) and not getattr(model, "_is_accelerate_prepared", False):
+            raise ReplicationError(
+                f"rank {rank}: ddp_compile has replicated this {type(model).__name__} before accelerator.prepare();"
+                " leave that call out, and give its arguments to use()"
+            )
+        # To its device and into autocast, once; for evaluation no wrapper comes around it, nor does one here.
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
+        # Trainer prepares its model in each train() and evaluate().
+        is_done = isinstance(model, ReplicatedModule)
+        if evaluation_mode or is_done or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        handler = accelerator.ddp_handler
+        ddp_compile(model, **_with_handler(accelerator.__dict__[_ARGUMENTS], handler, rank))
+        _refuse_states_of_ranks(model, rank)
+        if handler is not None:
+            handler.register_comm_hook(model)
+        return model
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """As Accelerate's: the next backward is reduced although its forward ran inside ``no_sync``."""
+        if isinstance(model, ReplicatedModule):  # one without anything to train is not
+            state_of(model).reducer.prepare_for_backward(True)
+        yield
+
+
+def _with_handler(arguments: Mapping[str, Any], handler: Any, rank: int) -> dict[str, Any]:
+    """The arguments of `use`, and what a DistributedDataParallelKwargs has that is not its default."""
+    of_handler = handler.to_kwargs() if handler is not None else {}
+    for name in arguments.keys() & of_handler.keys():
+        if arguments[name] != of_handler[name]:
+            raise ReplicationError(
+                f"rank {rank}: use() was given {name}={arguments[name]!r} and DistributedDataParallelKwargs"
+                f" {name}={of_handler[name]!r}; give it once (Trainer makes these of ddp_{name} in TrainingArguments)"
+            )
+    return {**of_handler, **arguments}
+
+
+def _refuse_states_of_ranks(model: Any, rank: int) -> None:
+    algorithm = model.comm_algorithm
+    if algorithm.traits.payload != "gradients" or algorithm.state_dict():
+        model.unwrap()
+        raise ReplicationError(
+            f"rank {rank}: with the {algorithm.name} each rank has parameters or states of its own, and checkpoints of"
+            " Accelerate and Trainer hold those of one; drop algorithm=, or call ddp_compile(model, algorithm=...) in a"
+            " training loop of your own"
+        )
+
+
+@functools.cache
+def _replicating_class(original: Any) -> Any:
+    return type(original.__name__, (_ReplicatesModels, original), {"__module__": original.__module__})

@@ -1,0 +1,235 @@
+"""Training on ranks of a pool through Accelerate, with ddp_compile or with Accelerate's own DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import hugging_face
+import torch
+from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_compile import shard_optimizer
+from ddp_compile.integrations.accelerate import use
+
+SETTINGS = {"backend": "aot_eager", "bucket_cap_mb": 0.001}
+
+
+def forget_state() -> None:
+    """Let the next Accelerator be the first one: what they know of the ranks is kept in their classes."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+
+
+def new_accelerator(**settings: Any) -> Accelerator:
+    forget_state()
+    return Accelerator(cpu=True, **settings)
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 3))
+
+
+def samples(num: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(num, 6, generator=generator), torch.randint(3, (num,), generator=generator))
+
+
+class Run(NamedTuple):
+    """One way to train, prepared."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+
+
+class Step(NamedTuple):
+    """What one micro-batch gave: its loss, and behind the last one of a step the norm of the gradients."""
+
+    loss: float
+    norm: float
+
+
+def prepare(ours: bool, scaled: bool = False, **settings: Any) -> Run:
+    """A small model and five batches for each rank, after the last of which a step has one instead of two.
+
+    With ``scaled`` in float16 with a GradScaler, whose first gradients overflow. Accelerate makes one on GPUs only.
+    """
+    accelerator = new_accelerator(**settings)
+    if scaled:
+        accelerator.native_amp = True
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    if ours:
+        use(accelerator, **SETTINGS)
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    return Run(accelerator, *accelerator.prepare(model, optimizer, DataLoader(samples(60), batch_size=6), scheduler))
+
+
+def train(run: Run, first: int = 0, last: int | None = None) -> list[Step]:
+    """Train on the batches from one number on, and before another one."""
+    steps = []
+    for i, (x, y) in enumerate(run.accelerator.skip_first_batches(run.loader, first), start=first):
+        if i == last:
+            break
+        with run.accelerator.accumulate(run.model):
+            loss = nn.functional.cross_entropy(run.model(x), y)
+            run.accelerator.backward(loss)
+            norm = 0.0
+            if run.accelerator.sync_gradients:
+                norm = float(run.accelerator.clip_grad_norm_(run.model.parameters(), 0.05))
+            run.optimizer.step()
+            run.scheduler.step()
+            run.optimizer.zero_grad()
+        steps.append(Step(loss.item(), norm))
+    return steps
+
+
+def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
+    """Steps with ddp_compile and with DistributedDataParallel, and what the first was compiled to."""
+    steps = train(run := prepare(True, **settings))
+    explained = run.model.explain()
+    return steps, train(prepare(False, **settings)), explained
+
+
+def stop_and_go_on(folder: str, settings: dict[str, Any]) -> dict[str, list[Step]]:
+    """A run without a stop, and those that go on from its state behind the first step of three, with both."""
+    train(run := prepare(True, **settings), last=2)
+    run.accelerator.save_state(folder)
+    steps = {"without a stop": train(run, first=2)}
+    for name, ours in (("with ddp_compile", True), ("with DistributedDataParallel", False)):
+        run = prepare(ours, **settings)
+        run.accelerator.load_state(folder)
+        steps[name] = train(run, first=2)
+    return steps
+
+
+def shard_and_go_on(folder: str) -> tuple[list[float], list[float]]:
+    """Micro-batches of a run, and of one that shards its optimizer, stops behind the second, and goes on sharded."""
+
+    def losses(run: Run, first: int = 0, last: int | None = None) -> list[float]:
+        taken = []
+        for x, y in itertools.islice(run.accelerator.skip_first_batches(run.loader, first), last):
+            taken.append(nn.functional.cross_entropy(run.model(x), y))
+            run.accelerator.backward(taken[-1])
+            run.model.clip_grad_norm_(0.05)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return [loss.item() for loss in taken]
+
+    def prepare_sharded() -> Run:
+        shard_optimizer((run := prepare(True)).optimizer.optimizer, run.model)
+        return run
+
+    whole = losses(prepare(True))
+    first = losses(run := prepare_sharded(), last=2)
+    run.accelerator.save_state(folder)
+    (run := prepare_sharded()).accelerator.load_state(folder)
+    return whole, first + losses(run, first=2)
+
+
+def join_both() -> list[tuple[list[float], Tensor]]:
+    """Losses on a rank that has one batch more than the other, and the weights, with both."""
+    results = []
+    for ours in (True, False):
+        accelerator = new_accelerator()
+        if ours:
+            use(accelerator, **SETTINGS)
+        model = new_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(30), batch_size=6))
+        losses = []
+        # What Accelerate asks before it joins; it is so on GPUs only.
+        on_gpus = patch.object(type(accelerator), "multi_device", True)
+        with on_gpus, accelerator.join_uneven_inputs([model], even_batches=False):
+            for x, y in loader:
+                losses.append(nn.functional.cross_entropy(model(x), y))
+                accelerator.backward(losses[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(([loss.item() for loss in losses], accelerator.get_state_dict(model)["0.weight"].clone()))
+    return results
+
+
+def look_at_models(folder: str) -> None:
+    """What other methods of an accelerator make of a replicated model in bf16."""
+    plain_keys = list(new_model().state_dict())
+    accelerator, model, _, _, _ = run = prepare(True, mixed_precision="bf16")
+    train(run)
+    assert accelerator.unwrap_model(model) is model and type(model).__name__ == "Sequential"
+    assert list(accelerator.get_state_dict(model)) == plain_keys
+    accelerator.save_model(model, folder)
+
+    taken = copy.deepcopy(model).eval()
+    assert type(taken) is nn.Sequential and taken.forward.__self__ is taken
+    model.eval()
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        assert torch.equal(taken(x), model(x)) and model(x).dtype == torch.float32
+        model[0].weight.zero_()
+        assert not torch.equal(taken(x), model(x))
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
+    with torch.no_grad():
+        assert not torch.equal(taken(x), model(x))
+
+
+def prepare_again() -> None:
+    """A model that is prepared for evaluation before it is for training, and then once more; and a frozen one."""
+    accelerator = use(new_accelerator(), **SETTINGS)
+    model = new_model()
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert type(model) is nn.Sequential
+    assert accelerator.prepare(model) is model
+    accelerator.free_memory()
+    assert accelerator.prepare(model) is model and accelerator._models == [model]
+    model(torch.randn(4, 6)).sum().backward()
+    assert len(model.bucket_plan.buckets) > 1
+
+    frozen = accelerator.prepare(new_model().requires_grad_(False))
+    assert type(frozen) is nn.Sequential
+
+
+def read_handler() -> tuple[Any, ...]:
+    """What a DistributedDataParallelKwargs comes to."""
+    handler = DistributedDataParallelKwargs(
+        find_unused_parameters=True, bucket_cap_mb=1, broadcast_buffers=False, comm_hook=DDPCommunicationHookType.BF16
+    )
+    accelerator = use(new_accelerator(kwargs_handlers=[handler]), backend="aot_eager", find_unused_parameters=True)
+    model = accelerator.prepare(new_model())
+    return model.find_unused_parameters, model.bucket_bytes_cap, model.comm_algorithm.name
+
+
+def trigger_sync(ours: bool) -> list[Any]:
+    """The gradients of three forwards inside ``no_sync``, the last of whose backwards is reduced."""
+    accelerator, model, _, loader, _ = prepare(ours)
+    inputs = [x for x, _ in loader][:3]
+    with accelerator.no_sync(model):
+        losses = [model(x).square().mean() for x in inputs]
+    for loss in losses[:-1]:
+        accelerator.backward(loss)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[-1])
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def trigger_sync_in_both() -> float:
+    pairs = zip(trigger_sync(True), trigger_sync(False), strict=True)
+    return max(float((ours - ddp).abs().max() / ddp.abs().max()) for ours, ddp in pairs)
+
+
+def run_example() -> str:
+    forget_state()
+    return hugging_face.run_example("train_accelerate.py")

@@ -1,0 +1,47 @@
+"""Functions of files that import what takes seconds, on ranks of a pool in the environment of a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def call(function: str, *args: Any, compiled: bool = False, **kwargs: Any) -> Any:
+    """What ``module.function`` returns, uncompiled unless asked for; the pool's ranks go on as they were.
+
+    Accelerate and Trainer read who they are from the environment, and write into it.
+    """
+    before = dict(os.environ)
+    # An address is asked for, and not used: there is a process group.
+    os.environ.update(LOCAL_RANK=os.environ["RANK"], MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    module, name = function.split(".")
+    stance = contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager")
+    try:
+        with stance:
+            return getattr(importlib.import_module(module), name)(*args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What an example prints on this rank; the process group that it would end is the pool's."""
+    printed = io.StringIO()
+    with (
+        patch.object(sys, "argv", [name, *arguments]),
+        patch("torch.distributed.destroy_process_group"),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()

@@ -1,0 +1,138 @@
+"""Hugging Face Accelerate with ddp_compile, beside its own DistributedDataParallel on the same data."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face import call
+from in_ci import only
+from process_copies import run_in_copy
+from rank_pool import RankPool
+
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+
+Ranks = Callable[[int], RankPool]
+
+
+def assert_close(steps: list[Any], expected: list[Any]) -> None:
+    """Losses and norms are equal to rounding."""
+    assert len(steps) == len(expected)
+    for step, other in zip(steps, expected, strict=True):
+        assert tuple(step) == pytest.approx(tuple(other), rel=2e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compiled"), only([("no", False), ("bf16", True)], product(["no", "bf16"], [False, True]))
+)
+def test_training_is_that_of_ddp(precision: str, compiled: bool, ranks: Ranks) -> None:
+    settings = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
+    for ours, ddp, explained in ranks(2).run(call, "accelerate_ranks.train_both", settings, compiled=compiled):
+        assert [step.norm > 0.05 for step in ours] == [False, True, False, True, True], "clipped, but in between"
+        assert_close(ours, ddp)
+        assert ("graph 0: 2 buckets, 2 partitions" in explained) == compiled, explained
+
+
+def test_a_scaler_skips_what_it_skips_with_ddp(ranks: Ranks) -> None:
+    settings = {"scaled": True, "gradient_accumulation_steps": 2}
+    for ours, ddp, _ in ranks(2).run(call, "accelerate_ranks.train_both", settings):
+        norms = [step.norm for step in ours if step.norm != 0]
+        assert not math.isfinite(norms[0]) and math.isfinite(norms[-1])
+        assert_close(ours, ddp)
+
+
+@pytest.mark.parametrize("precision", only(["no"], ["no", "bf16"]))
+def test_a_saved_state_goes_on_as_without_a_stop(precision: str, tmp_path: Path, ranks: Ranks) -> None:
+    settings = {"mixed_precision": precision, "gradient_accumulation_steps": 2}
+    for steps in ranks(2).run(call, "accelerate_ranks.stop_and_go_on", str(tmp_path), settings):
+        assert len(steps["without a stop"]) == 3
+        assert steps["with ddp_compile"] == steps["without a stop"]
+        assert_close(steps["with DistributedDataParallel"], steps["without a stop"])
+
+
+def test_other_methods_take_the_replicated_model(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(call, "accelerate_ranks.look_at_models", str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_is_prepared_once_stays_so(ranks: Ranks) -> None:
+    ranks(2).run(call, "accelerate_ranks.prepare_again")
+
+
+def test_an_optimizer_may_be_sharded_behind_prepare(tmp_path: Path, ranks: Ranks) -> None:
+    for whole, sharded in ranks(2).run(call, "accelerate_ranks.shard_and_go_on", str(tmp_path)):
+        assert len(whole) == 5 and sharded == pytest.approx(whole, rel=2e-6)
+
+
+def test_uneven_inputs_may_be_joined(ranks: Ranks) -> None:
+    per_rank = ranks(2).run(call, "accelerate_ranks.join_both")
+    assert [len(losses) for (losses, _), _ in per_rank] == [3, 2]
+    for (losses, weights), (expected, expected_weights) in per_rank:
+        assert losses == pytest.approx(expected, rel=2e-6)
+        torch.testing.assert_close(weights, expected_weights)
+
+
+def test_ddp_kwargs_hold(ranks: Ranks) -> None:
+    for find_unused_parameters, bucket_bytes_cap, algorithm in ranks(2).run(call, "accelerate_ranks.read_handler"):
+        assert (find_unused_parameters, bucket_bytes_cap) == (True, 2**20)
+        assert "bf16_compress_hook" in algorithm
+
+
+def test_a_sync_may_be_triggered_behind_forwards(ranks: Ranks) -> None:
+    assert max(ranks(2).run(call, "accelerate_ranks.trigger_sync_in_both")) < 1e-6
+
+
+REFUSED = {
+    "one process": r"rank 0: .*one process \(DistributedType.NO\).*cpu=True.*leave use\(\) out",
+    "FSDP": "distributed_type=FSDP, which shards.*leave its plugin",
+    "DeepSpeed": "distributed_type=DEEPSPEED",
+    "Megatron-LM": "distributed_type=MEGATRON_LM",
+    "parallelism_config": "parallelism_config.*leave it out",
+    "fp8": "mixed_precision='fp8'.*use 'bf16'",
+    "too old": r"accelerate \d.* is older than 99.0; pip install -U accelerate",
+    "compiled by Accelerate": r"dynamo_backend=INDUCTOR; torch_compile=True of TrainingArguments.*give backend=",
+    "used twice": r"use\(\) was called twice",
+    "prepared before use()": r"has prepared Sequential already; call use\(\) before",
+    "no Accelerator": "TypeError: .*an accelerate.Accelerator or a Trainer, not a Sequential",
+    "process_group": "TypeError: .*drop process_group",
+    "replicated before": r"replicated this Sequential before accelerator.prepare\(\); leave that call out",
+    "replicated inside": "submodule 0 is a ReplicatedModule; replicate the outermost module only",
+    "replicated behind": r"ddp_compile\(\) was called twice on this module",
+    "prepared by Accelerate alone": r"is called by a DistributedDataParallel.*accelerate.use\(accelerator\) before",
+    "a contradiction": "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; give it once",
+    "dim": "TypeError: .*does not take dim=1; drop dim",
+    "ranks that differ": "rank .: with the local SGD.*drop algorithm=",
+}
+
+
+def test_what_cannot_train_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for rank, errors in enumerate(ranks(2).run(call, "accelerate_refusals.refuse_all")):
+        assert errors.keys() == REFUSED.keys()
+        for case, pattern in REFUSED.items():
+            assert re.search(pattern, errors[case], re.DOTALL), f"{case} on rank {rank}: {errors[case]}"
+
+
+def test_the_example_trains(ranks: Ranks) -> None:
+    printed, of_other = ranks(2).run(call, "accelerate_ranks.run_example")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
+    assert of_other == ""
+
+
+def test_the_package_imports_no_framework() -> None:
+    ended = run_in_copy(import_the_package)
+    assert ended.exit_code == 0, ended.stderr
+
+
+def import_the_package() -> None:
+    import ddp_compile  # noqa: F401
+
+    assert not {"accelerate", "transformers", "peft"} & sys.modules.keys()

@@ -1,0 +1,90 @@
+"""Hugging Face Trainer with ddp_compile, beside itself with DistributedDataParallel on the same data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hugging_face import call
+from in_ci import only
+from rank_pool import RankPool
+
+MISSING = [name for name in ("accelerate", "transformers", "peft") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
+
+Ranks = Callable[[int], RankPool]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "static graph": {"ddp_find_unused_parameters": False, "ddp_static_graph": True},
+    "reentrant checkpoints": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "checkpoints and bf16": {"gradient_checkpointing": True, "bf16": True},
+}
+
+
+def assert_close(history: list[Any], expected: list[Any]) -> None:
+    """The same was logged at the same steps, and is equal to rounding."""
+    assert [log[:2] for log in history] == [log[:2] for log in expected]
+    assert [log[2] for log in history] == pytest.approx([log[2] for log in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize(("way", "compiled"), only([("checkpoints and bf16", False)], product(WAYS, [False, True])))
+def test_training_is_that_of_ddp(way: str, compiled: bool, tmp_path: Path, ranks: Ranks) -> None:
+    settings = {"folder": str(tmp_path), "settings": WAYS[way]}
+    for ours, ddp in ranks(2).run(call, "trainer_ranks.train_both", **settings, compiled=compiled):
+        assert len(ours) == 6 * 2 + 2 + 1
+        assert ours[-1][2] == next(loss for _, name, loss in ours if name == "eval_loss")
+        assert_close(ours, ddp)
+
+
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["all weights", "adapters"])
+def test_a_checkpoint_goes_on_as_without_a_stop(with_adapters: bool, tmp_path: Path, ranks: Ranks) -> None:
+    for whole, ours, ddp in ranks(2).run(call, "trainer_ranks.resume_both", str(tmp_path), with_adapters):
+        assert len(whole) == 6 * 2 + 2
+        assert ours == whole
+        assert_close(ddp, whole)
+
+
+def test_one_trainer_evaluates_trains_twice_saves_and_generates(tmp_path: Path, ranks: Ranks) -> None:
+    ranks(2).run(call, "trainer_ranks.train_twice_and_generate", str(tmp_path))
+
+
+def test_accelerators_that_trainer_makes_later_replicate_as_well(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2).run(call, "trainer_ranks.search", str(tmp_path)) == [[True, True]] * 2
+
+
+def test_torch_compile_beside_it_is_an_error(tmp_path: Path, ranks: Ranks) -> None:
+    for error in ranks(2).run(call, "trainer_ranks.compile_twice", str(tmp_path)):
+        assert "torch_compile=True of TrainingArguments" in error
+
+
+LATE_ADAPTERS = {
+    "around": r"ReplicationError: rank .: PEFT has added adapters to a module.*ddp_compile\(get_peft_model",
+    "into": r"ReplicationError: rank .: PEFT has added adapters to a module.*ddp_compile\(get_peft_model",
+    "into_a_layer": r"ParametersChangedError: rank .: .*added: model.layers.0.*lora_A",
+    "prompts_around": r"ReplicationError: rank .: PEFT has added adapters to a module.*ddp_compile\(get_peft_model",
+    "a_second_one": r"ParametersChangedError: rank .: .*added: base_model.*lora_A.second",
+}
+
+
+def test_adapters_behind_replication_are_an_error(ranks: Ranks) -> None:
+    for errors in ranks(2).run(call, "trainer_ranks.add_adapters_late"):
+        assert errors.keys() == LATE_ADAPTERS.keys()
+        for case, pattern in LATE_ADAPTERS.items():
+            assert re.search(pattern, errors[case], re.DOTALL), f"{case}: {errors[case]}"
+
+
+def test_adapters_that_come_first_are_averaged(ranks: Ranks) -> None:
+    assert ranks(2).run(call, "trainer_ranks.train_and_delete_adapters") == [[True, True]] * 2
+
+
+def test_the_example_trains(tmp_path: Path, ranks: Ranks) -> None:
+    printed, _ = ranks(2).run(call, "trainer_ranks.run_example", str(tmp_path))
+    first, last = (float(loss) for loss in re.findall(r"'eval_loss': '(\S+)'", printed))
+    assert last < first
+    assert {folder.name for folder in tmp_path.iterdir()} >= {"checkpoint-3", "checkpoint-6"}

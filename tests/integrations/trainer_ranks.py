@@ -1,0 +1,211 @@
+"""Hugging Face Trainer on ranks of a pool, with ddp_compile or with its own DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hugging_face
+import torch
+from accelerate import Accelerator
+from accelerate_ranks import forget_state
+from accelerate_refusals import error_of
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from ddp_compile.integrations.accelerate import use
+from ddp_compile.module import ReplicatedModule
+
+VOCABULARY = 32
+
+
+class Counting(Dataset[dict[str, Tensor]]):
+    """Sequences that count up, each by a step of its own."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        tokens = (i + torch.arange(12) * (1 + i % 3)) % VOCABULARY
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def new_model() -> PreTrainedModel:
+    set_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes))
+
+
+def new_trainer(
+    ours: bool,
+    folder: str | Path,
+    model: nn.Module | None = None,
+    model_init: Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> Trainer:
+    """A Trainer over six steps of two micro-batches on the CPU, that evaluates and saves after each third."""
+    forget_state()
+    defaults = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 3,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    training = TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
+    model = new_model() if model is None and model_init is None else model
+    trainer = Trainer(model, training, model_init=model_init, train_dataset=Counting(80), eval_dataset=Counting(10))
+    if ours:
+        use(trainer, backend="aot_eager", bucket_cap_mb=0.01)
+    return trainer
+
+
+def history_of(trainer: Trainer) -> list[tuple[int, str, float]]:
+    """What was logged that training decides, in its order: losses, norms of gradients, and losses in evaluation."""
+    kept = ("loss", "grad_norm", "eval_loss")
+    return [(log["step"], name, log[name]) for log in trainer.state.log_history for name in kept if name in log]
+
+
+def train_both(folder: str, settings: dict[str, Any]) -> list[list[tuple[int, str, float]]]:
+    histories = []
+    for ours in (True, False):
+        if not ours:  # beside accumulation it is an internal error of DistributedDataParallel's first iteration
+            settings.pop("ddp_static_graph", None)
+        # The first of the two evaluations has the larger loss: training ends by loading what it has saved there.
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+        trainer = new_trainer(ours, Path(folder) / f"ours={ours}", **best, **settings)
+        trainer.train()
+        if ours:
+            assert trainer.model_wrapped is trainer.model and trainer.model.bucket_plan.buckets
+        histories.append([*history_of(trainer), (3, "best", trainer.evaluate()["eval_loss"])])
+    return histories
+
+
+def resume_both(folder: str, with_adapters: bool = False) -> list[list[tuple[int, str, float]]]:
+    """A run without a stop, and its second half behind its own checkpoint, with ddp_compile and with Trainer's own."""
+
+    def new_half(ours: bool, name: str) -> Trainer:
+        model = get_peft_model(new_model(), new_adapters()) if with_adapters else None
+        return new_trainer(ours, Path(folder) / name, model=model)
+
+    whole = new_half(True, "whole")
+    whole.train()
+    histories = [history_of(whole)]
+    for ours in (True, False):
+        trainer = new_half(ours, f"ours={ours}")
+        trainer.train(resume_from_checkpoint=str(Path(folder) / "whole" / "checkpoint-3"))
+        histories.append(history_of(trainer))
+    return histories
+
+
+def train_twice_and_generate(folder: str) -> None:
+    """One Trainer evaluates, trains, trains again, saves and generates, with the same model all the time."""
+    trainer = new_trainer(True, folder, max_steps=2, bf16=True, eval_strategy="no")
+    model = trainer.model
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    trainer.train()
+    assert trainer.model is model and trainer.evaluate()["eval_loss"] < before
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    prompt = torch.arange(4)[None]
+    model.eval()
+    generated = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert generated.shape == (1, 7)
+    assert torch.equal(loaded.generate(prompt, max_new_tokens=3, do_sample=False), generated)
+
+
+def search(folder: str) -> list[bool]:
+    """Whether the models of two trials are replicated; Trainer makes an accelerator for the second."""
+    trainer = new_trainer(True, folder, model_init=new_model, max_steps=1, eval_strategy="no", save_strategy="no")
+    replicated, accelerators = [], {trainer.accelerator}
+    for _ in range(2):
+        trainer.train()
+        replicated.append(isinstance(trainer.model, ReplicatedModule))
+        trainer.create_accelerator_and_postprocess()
+        accelerators.add(trainer.accelerator)
+    assert len(accelerators) == 3
+    return replicated
+
+
+def compile_twice(folder: str) -> str:
+    try:
+        new_trainer(True, folder, torch_compile=True)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def new_adapters() -> LoraConfig:
+    torch.manual_seed(4)
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+
+def add_adapters_late() -> dict[str, str]:
+    """What is said of adapters that come when the model has been replicated, each way on a model of its own."""
+    forget_state()
+    accelerator = use(Accelerator(cpu=True), backend="eager")
+    tokens = torch.arange(12)[None]
+
+    def around() -> None:
+        get_peft_model(accelerator.prepare(new_model()), new_adapters())
+
+    def into() -> None:
+        accelerator.prepare(new_model()).add_adapter(new_adapters())
+
+    def into_a_layer() -> None:
+        model = accelerator.prepare(new_model())
+        model.model.layers[0] = get_peft_model(model.model.layers[0], new_adapters())
+        model(tokens)
+
+    def prompts_around() -> None:
+        prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        get_peft_model(accelerator.prepare(new_model()), prompts)(tokens)
+
+    def a_second_one() -> None:
+        model = accelerator.prepare(get_peft_model(new_model(), new_adapters()))
+        model(tokens, labels=tokens).loss.backward()
+        model.add_adapter("second", new_adapters())
+        model.set_adapter("second")
+        model(tokens)
+
+    return {case.__name__: error_of(case) for case in (around, into, into_a_layer, prompts_around, a_second_one)}
+
+
+def train_and_delete_adapters() -> list[bool]:
+    """Adapters and prompts that come first: whether the ranks have equal gradients; adapters are deleted afterwards."""
+    forget_state()
+    accelerator = use(Accelerator(cpu=True), backend="eager", bucket_cap_mb=0.001)
+    tokens = torch.arange(12)[None] + accelerator.process_index
+    with_adapters = new_model()
+    with_adapters.add_adapter(new_adapters())
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    are_equal = []
+    for model in (with_adapters, get_peft_model(new_model(), prompts)):
+        accelerator.prepare(model)(tokens, labels=tokens).loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        of_ranks = accelerator.gather(gradients[None])
+        are_equal.append(bool(gradients.any()) and torch.equal(of_ranks[0], of_ranks[1]))
+    with_adapters.delete_adapter("default")
+    assert not hasattr(with_adapters, "peft_config")
+    return are_equal
+
+
+def run_example(folder: str) -> str:
+    forget_state()
+    return hugging_face.run_example("train_trainer.py", "--steps", "6", "--out-dir", folder)
