@@ -8,21 +8,26 @@ import time
 from pathlib import Path
 
 import pytest
-from harness_runs import ENVIRONMENT, bench, left_behind, namespaces_of, processes_of, start
+from harness_runs import BENCH, ENVIRONMENT, HERE, left_behind, namespaces_of, processes_of, start
 
 from ddp_compile.__main__ import main
 from ddp_compile.bench.link import unavailable_reason
 
 
-def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
-    done = bench("--implementations", "bench_entries:dies", "--only-steps", "--output", str(tmp_path))
-    assert done.returncode == 1
-    assert "rank 1 of bench_entries:dies" in done.stderr and "exit code 7" in done.stderr
-    assert "the last words of rank 1" in done.stderr
-    assert left_behind(done.pid) == []
+def test_a_rank_that_dies_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(HERE)
+    status = main([*BENCH, "--implementations", "bench_entries:dies", "--only-steps", "--output", str(tmp_path)])
+    errors = capfd.readouterr().err
+    assert status == 1
+    assert "rank 1 of bench_entries:dies" in errors and "exit code 7" in errors
+    assert "the last words of rank 1" in errors
+    assert left_behind(os.getpid()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_cleans_up_though_it_is_repeated(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.run
 from process_copies import Ended, run_in_copy
@@ -33,6 +34,7 @@ def run_example(out_dir: Path, *arguments: str | Path) -> str:
     return done.stdout
 
 
+@torch.compiler.set_stance("force_eager")  # `test_compares_with_ddp` compiles it
 def be_a_rank(arguments: list[str]) -> None:
     sys.argv = arguments
     sys.path.insert(0, str(SCRIPT.parent))  # as for a script

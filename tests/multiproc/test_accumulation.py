@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -55,10 +56,9 @@ def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    ("set_to_none", "as_view"),
-    only([(True, True), (False, True)], [(True, True), (False, True), (True, False), (False, False)]),
+    ("with_no_sync", "set_to_none", "as_view"),
+    only([(True, True, True), (False, False, True)], itertools.product([True, False], repeat=3)),
 )
-@pytest.mark.parametrize("with_no_sync", [True, False])
 def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
     assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
 
@@ -174,7 +174,7 @@ def two_forwards(one_backward: bool) -> tuple[float, float]:
     return differences_to_the_mean(run)
 
 
-@pytest.mark.parametrize("one_backward", [True, False])
+@pytest.mark.parametrize("one_backward", only([False], [True, False]))
 def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
     for ours, ddps in ranks(2).run(two_forwards, one_backward):
         assert ours < 1e-6

@@ -46,7 +46,7 @@ def test_it_passes_the_parity_tests(case: str, world_size: int, split: str, with
 
 
 # Those in which the reducer asks most of an algorithm: no launch, another one, and gradients that others change.
-PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between", "unscaled_and_clipped", "layer_used_twice"]
+PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between"]
 OTHER_PATTERNS = [name for name in PATTERNS if name not in PATTERNS_IN_CI]
 
 
@@ -62,17 +62,16 @@ def test_it_passes_the_patterns_of_training(
         assert max(worst.values()) < 1e-5, worst
 
 
-EARLY_PATTERNS = [
-    "plain",
-    "accumulate_in_no_sync",
-    "two_forwards",
-    "contributor_that_appears_on_one_rank",
-    "shared_gradients",
-]
+EARLY_PATTERNS = ["plain", "accumulate_in_no_sync", "two_forwards", "shared_gradients"]
 
 
-def test_buckets_may_leave_early_and_be_sent_again(with_halves: None, ranks: Ranks) -> None:
-    for trained in ranks(2).run(train_in_all_ways, train_backward_pattern, EARLY_PATTERNS, "aot_eager"):
+@pytest.mark.parametrize(
+    "patterns",
+    only([["contributor_that_appears_on_one_rank"]], [["contributor_that_appears_on_one_rank"], EARLY_PATTERNS]),
+    ids=["sent again", "others"],
+)
+def test_buckets_may_leave_early_and_be_sent_again(patterns: list[str], with_halves: None, ranks: Ranks) -> None:
+    for trained in ranks(2).run(train_in_all_ways, train_backward_pattern, patterns, "aot_eager"):
         assert max(each.worst for each in trained.values()) < 1e-6, trained
 
 
@@ -111,13 +110,13 @@ class ParameterAverageConfig(AlgorithmConfig):
 def train_with_averaged_parameters(split: str, backend: str) -> tuple[float, float]:
     """How far it is from the same done by hand, and how far the ranks' own gradients are from their mean."""
     torch.manual_seed(0)
-    module = Mlp()
+    module = Mlp(17, 4)
     by_hand = copy.deepcopy(module)
     model = ddp_compile(module, algorithm=ParameterAverageConfig(), split=split, backend=backend, bucket_cap_mb=0.001)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, by_hand)]
     torch.manual_seed(dist.get_rank())
     for step in range(4):
-        x = torch.randn(6, 101)
+        x = torch.randn(6, 17)
         average(by_hand.parameters())
         for each, optimizer in zip((model, by_hand), optimizers, strict=True):
             optimizer.zero_grad()

@@ -54,6 +54,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.002)
 
 
+@torch.compiler.set_stance("force_eager")
 def round_that_meets_training() -> float:
     """What was trained between copy and average is kept: how far the parameters are from the mean of all, plus that."""
     model = make_model(NEVER, backend="eager")
@@ -104,6 +105,7 @@ class AddsOneSlowly(torch.optim.Optimizer):
                 parameter.copy_(was + 1)
 
 
+@torch.compiler.set_stance("force_eager")
 def steps_beside_averages(num_steps: int, with_closure: bool) -> tuple[float, int, bool]:
     """How far the ranks' common end is from their begin plus the mean number of their steps; rounds; is it common."""
     model = make_model(OFTEN, backend="eager")
@@ -132,6 +134,7 @@ def test_no_step_is_lost_and_the_end_is_common(with_closure: bool, ranks: Ranks)
         assert is_common
 
 
+@torch.compiler.set_stance("force_eager")
 def abort_and_resume(cycles: int) -> int:
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -151,8 +154,8 @@ def abort_and_resume(cycles: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", only([2], [1, 2, 3]))
-def test_two_hundred_times_aborted_and_resumed(world_size: int, ranks: Ranks) -> None:
-    assert ranks(world_size).run(abort_and_resume, 200) == [0] * world_size
+def test_many_times_aborted_and_resumed(world_size: int, ranks: Ranks) -> None:
+    assert ranks(world_size).run(abort_and_resume, 60) == [0] * world_size
 
 
 def forwards_of_all_kinds() -> bool:
@@ -262,6 +265,7 @@ def test_what_is_loaded_stays(ranks: Ranks) -> None:
         assert said.startswith(f"rank {rank}: load_state_dict() while the asynchronous model average")
 
 
+@torch.compiler.set_stance("force_eager")
 def pauses_with_a_forward_open() -> bool:
     """On one rank, for longer than collectives may take, while the other trains on."""
     model = make_model(OFTEN, backend="eager")
@@ -288,6 +292,7 @@ def test_an_open_forward_and_a_pause_fail_no_collective(ranks: Ranks) -> None:
     assert ranks(2).run(pauses_with_a_forward_open, timeout_s=1.0) == [True, True]
 
 
+@torch.compiler.set_stance("force_eager")
 def aborts_alone() -> str:
     model = make_model(OFTEN, backend="eager")
     backward(model, 0)

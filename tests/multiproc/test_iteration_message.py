@@ -53,7 +53,7 @@ def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
     [
         ({"split": "forward"}, [0] * NUM_STEPS),
         pytest.param({"split": "backward"}, [1] * NUM_STEPS, marks=pytest.mark.long),
-        ({"split": "forward", "find_unused_parameters": True}, [1] * NUM_STEPS),
+        pytest.param({"split": "forward", "find_unused_parameters": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
         ({"split": "backward", "find_unused_parameters": True}, [1] * NUM_STEPS),
         ({"split": "forward", "static_graph": True}, [1] + [0] * (NUM_STEPS - 1)),
         pytest.param({"split": "backward", "static_graph": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
@@ -110,7 +110,7 @@ OPTIONAL: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static
 @pytest.mark.parametrize(
     ("split", "settings"),
     only(
-        [("forward", OPTIONAL[1]), *(("backward", settings) for settings in OPTIONAL), ("none", OPTIONAL[2])],
+        [("forward", OPTIONAL[1]), ("backward", OPTIONAL[0]), ("none", OPTIONAL[2])],
         itertools.product(("forward", "backward", "none"), OPTIONAL),
     ),
 )

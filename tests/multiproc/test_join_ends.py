@@ -24,6 +24,7 @@ from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, Traits
 Ranks = Callable[[int], RankPool]
 
 
+@torch.compiler.set_stance("force_eager")
 def stop_when_one_has_no_input() -> str:
     model = ddp_compile(Model(), backend="eager")
     with pytest.raises(RuntimeError) as raised, model.join(throw_on_early_termination=True):
@@ -39,6 +40,7 @@ def test_all_ranks_stop_as_soon_as_one_has_no_input_left(ranks: Ranks) -> None:
     ]
 
 
+@torch.compiler.set_stance("force_eager")
 def do_nothing_of_it() -> list[Any]:
     """What is refused, and what is left of a context that is not enabled, or over."""
     model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
@@ -67,6 +69,7 @@ class SendsParametersConfig(AlgorithmConfig):
         return SendsParameters()
 
 
+@torch.compiler.set_stance("force_eager")
 def what_is_refused() -> list[str]:
     said = []
     one, other = (ddp_compile(nn.Linear(2, 2), backend="eager") for _ in range(2))
@@ -93,6 +96,7 @@ def test_what_shadows_cannot_follow_is_refused_by_name(ranks: Ranks) -> None:
         assert "the parameter exchange communicates parameters" in algorithm
 
 
+@torch.compiler.set_stance("force_eager")
 def learn_without_input() -> None:
     model = ddp_compile(nn.Linear(2, 2), backend="eager", static_graph=True)
     with model.join():
@@ -101,12 +105,13 @@ def learn_without_input() -> None:
 
 
 def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
-    failures = ranks(2).run_expecting_failures(learn_without_input, timeout_s=4.0)
+    failures = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
     assert (
         "static_graph=True learns from the first iteration, in which this rank has had no input" in failures[0].message
     )
 
 
+@torch.compiler.set_stance("force_eager")
 def go_on_after_an_early_termination() -> list[float]:
     """A gradient inside another context that is not enabled, and one outside of any, beside DistributedDataParallel."""
     torch.manual_seed(0)
@@ -163,6 +168,7 @@ def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_o
         assert "layers.1.weight got another gradient" in said
 
 
+@torch.compiler.set_stance("force_eager")
 def raise_while_the_other_shadows() -> None:
     model = ddp_compile(nn.Linear(2, 2), backend="eager")
     with model.join():
@@ -174,6 +180,6 @@ def raise_while_the_other_shadows() -> None:
 
 
 def test_a_rank_that_raises_while_another_shadows_is_named(ranks: Ranks) -> None:
-    shadow, raising = ranks(2).run_expecting_failures(raise_while_the_other_shadows, timeout_s=4.0)
+    shadow, raising = ranks(2).run_expecting_failures(raise_while_the_other_shadows, timeout_s=2.0)
     assert raising.message == "a bad batch"
     assert "the all-reduce of bucket 0" in shadow.message and "training forward 3 has returned" in shadow.message

@@ -89,8 +89,8 @@ def train_with_collective(step_of: Step, comm_hook: bool, **settings: Any) -> li
     ("step_of", "comm_hook", "settings"),
     [
         (look_on_rank_0, False, {}),
-        (look_on_rank_0, True, {}),
-        (look_on_rank_0, False, {"static_graph": True}),
+        pytest.param(look_on_rank_0, True, {}, marks=pytest.mark.long),
+        pytest.param(look_on_rank_0, False, {"static_graph": True}, marks=pytest.mark.long),
         (evaluate_on_rank_0, False, {}),
     ],
 )

@@ -49,6 +49,7 @@ def some_rows() -> Tensor:
 # Ranks that get out of step without anybody waiting in vain
 
 
+@torch.compiler.set_stance("force_eager")
 def leave_a_backward_out(culprit: int) -> None:
     model = make_model()
     for step in range(4):
@@ -57,6 +58,7 @@ def leave_a_backward_out(culprit: int) -> None:
             loss.backward()
 
 
+@torch.compiler.set_stance("force_eager")
 def forward_once_more(culprit: int) -> None:
     model = make_model()
     for step in range(4):
@@ -65,6 +67,7 @@ def forward_once_more(culprit: int) -> None:
         loss_of(model(some_rows())).backward()
 
 
+@torch.compiler.set_stance("force_eager")
 def call_backward_twice(culprit: int) -> None:
     model = make_model()
     for step in range(5):
@@ -98,6 +101,7 @@ def test_one_rank_of_three_is_named(ranks: Ranks) -> None:
         assert "torch.no_grad()" in failure.message
 
 
+@torch.compiler.set_stance("force_eager")
 def go_on_after_the_error() -> str:
     with pytest.raises(RuntimeError, match="out of step"):
         model = make_model()
@@ -226,6 +230,7 @@ def test_parameters_that_one_rank_shares_are_refused_on_every_rank(ranks: Ranks)
 # Comm hooks
 
 
+@torch.compiler.set_stance("force_eager")
 def register_different_hooks(iterations_before: int) -> None:
     model = make_model()
     for _ in range(iterations_before):
@@ -248,6 +253,7 @@ class HookObject:
         return default_hooks.allreduce_hook(None, bucket)
 
 
+@torch.compiler.set_stance("force_eager")
 def register_hook_objects(iterations_before: int) -> float:
     model = make_model()
     for _ in range(iterations_before):
@@ -273,8 +279,11 @@ def run_and_meet(scenario: Scenario) -> str:
     """What the scenario raised on this rank, in a group of short timeout; the ranks leave it together."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     started = time.monotonic()
+    # What a rank does before it waits is rarely a matter of compiling, which would take more of the timeout.
+    stance = "default" if scenario in (compile_for_long, take_another_branch) else "force_eager"
     try:
-        scenario(group)
+        with torch.compiler.set_stance(stance):
+            scenario(group)
         outcome = "nothing"
     except Exception as error:
         assert time.monotonic() - started < 30

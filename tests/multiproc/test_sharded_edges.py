@@ -22,6 +22,7 @@ from ddp_compile import ReductionError, ddp_compile, shard_optimizer
 Ranks = Callable[[int], RankPool]
 
 
+@torch.compiler.set_stance("force_eager")
 def ends_of(train: Callable[[Any, Any], None], **settings: Any) -> bool:
     """Whether some training ends with the same parameters with shards and without."""
     ends = []
@@ -182,6 +183,7 @@ def test_master_weights_through_edits_checkpoints_and_unwrapping(ranks: Ranks) -
 # Errors.
 
 
+@torch.compiler.set_stance("force_eager")
 def skips_one() -> str:
     """Rank 1 leaves a step out and goes on."""
     model, optimizer = make()
@@ -198,6 +200,7 @@ def test_a_rank_that_leaves_out_one_step_is_an_error_on_both(ranks: Ranks) -> No
         assert isinstance(said, RankFailure) and said.kind == "ReductionError", said
 
 
+@torch.compiler.set_stance("force_eager")
 def read_after_a_failure() -> list[str]:
     model, optimizer = make()
     for step in range(2):
@@ -219,6 +222,7 @@ def _raise(_gradient: Any) -> None:
     raise KeyError("bad sample")
 
 
+@torch.compiler.set_stance("force_eager")
 def ends() -> dict[str, Any]:
     """What is left of the optimizer when the model is given back, early and late, and what copies do."""
     found: dict[str, Any] = {}

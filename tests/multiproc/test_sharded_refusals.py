@@ -103,6 +103,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         assert of_one_rank[rank] in said[expected.index("")]
 
 
+@torch.compiler.set_stance("force_eager")
 def refused_behind_a_backward() -> list[str]:
     model, optimizer = make()
     first = next(model.parameters())
@@ -163,6 +164,7 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
             assert part in text
 
 
+@torch.compiler.set_stance("force_eager")
 def written_between() -> tuple[bool, bool, str]:
     """Edits of parameters between two steps: in place, by ``.data``, and to another dtype."""
     results = []
@@ -192,6 +194,7 @@ def test_what_users_write_into_parameters_is_stepped_from(ranks: Ranks) -> None:
         assert "ParametersChangedError" in converted and "layers.0.weight" in converted
 
 
+@torch.compiler.set_stance("force_eager")
 def steps_of_all_kinds() -> list[bool]:
     """Without a backward before, twice in a row, and with a part frozen: as without shards."""
     ends = []
@@ -216,6 +219,7 @@ def test_steps_without_gradients_and_twice_are_what_they_are_without_shards(rank
         assert all(equal)
 
 
+@torch.compiler.set_stance("force_eager")
 def custom_optimizer() -> bool:
     ends = []
     for sharded in (True, False):
@@ -236,6 +240,7 @@ def test_another_elementwise_optimizer_may_be_sharded(ranks: Ranks) -> None:
     assert ranks(2).run(custom_optimizer) == [True, True]
 
 
+@torch.compiler.set_stance("force_eager")
 def a_rank_that_does_not_step() -> str:
     model, optimizer = make()
     for step in range(2):
@@ -252,6 +257,7 @@ def test_a_rank_that_does_not_step_is_an_error_of_the_others(ranks: Ranks) -> No
     assert nothing == "" and "gather of parameters behind step 2 failed" in said
 
 
+@torch.compiler.set_stance("force_eager")
 def gradients_of_all() -> tuple[bool, bool]:
     found = []
     for sharded in (True, False):

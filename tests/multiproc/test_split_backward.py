@@ -83,27 +83,17 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
     return Trained(worst, tuple(num_early))
 
 
-# One of those in which the same thing happens to the buckets.
+# One of those in which the same thing happens to the buckets; SETTINGS_IN_CI has others.
 PATTERNS_IN_CI = [
-    "plain",
-    "regulariser_built_before",
     "two_forwards_later",
     "contributor_on_one_rank",
     "contributor_that_appears_on_one_rank",
-    "accumulate",
-    "accumulate_in_no_sync",
     "average_and_regularise",
     "tensor_hook_in_place",
     "hook_before_accumulation",
-    "hook_on_one_rank",
     "hook_while_accumulating",
     "losses_one_by_one",
-    "regulariser_by_itself_on_one_rank",
     "sparse_regulariser",
-    "frame_used_twice",
-    "tied_weights",
-    "shared_gradients",
-    "channels_last",
 ]
 
 
@@ -275,7 +265,7 @@ def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(pat
 CAPACITIES = [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)]
 
 
-@pytest.mark.parametrize(("cap_mb", "checkpointed"), only([(1, False), (0.25, True)], CAPACITIES))
+@pytest.mark.parametrize(("cap_mb", "checkpointed"), only([(0.25, True)], CAPACITIES))
 def test_every_bucket_but_the_last_leaves_inside_one_backward_whatever_the_capacity(
     cap_mb: float, checkpointed: bool, ranks: Ranks
 ) -> None:

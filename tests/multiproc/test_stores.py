@@ -37,6 +37,7 @@ def in_group_with_tcp_store() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+@torch.compiler.set_stance("force_eager")
 def train_on_a_tcp_store() -> tuple[int, list[str]]:
     in_group_with_tcp_store()
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
@@ -55,6 +56,7 @@ def test_agreement_points_leave_one_counter_behind(ranks: Ranks) -> None:
         assert len(counters) == 1
 
 
+@torch.compiler.set_stance("force_eager")
 def rank_0_exits() -> None:
     in_group_with_tcp_store()
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
@@ -118,6 +120,7 @@ def test_what_ends_an_interpreter_in_its_backward_is_told_to_the_others() -> Non
     end_in_backward(start)
 
 
+@pytest.mark.long
 def test_a_process_whose_store_froze_ends_with_its_own_exit_code() -> None:
     ended = run_script("frozen_store.py")
     assert ended.returncode == 7, ended.stderr

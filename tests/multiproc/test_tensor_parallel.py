@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from in_ci import only
 from models import relative_difference
 from rank_pool import RankPool, run_in_new_processes
 from torch import Tensor, nn
@@ -150,26 +149,26 @@ def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def go_through_recipes(names: list[str]) -> dict[str, float]:
-    mesh, found = make_mesh(), {}
+def go_through_recipes(names: list[str], mesh: DeviceMesh | None = None) -> dict[str, float]:
+    mesh, found = mesh or make_mesh(), {}
     for name in names:
         torch._dynamo.reset()
         found[name] = largest_difference(RECIPES[name], mesh)
     return found
 
 
-RECIPES_IN_CI = ["backward", "sequence", "comm hook"]
-OTHER_RECIPES = [name for name in RECIPES if name not in RECIPES_IN_CI]
+def test_gradients_are_averaged_over_replicas_only(seen: list[Seen]) -> None:
+    for each in seen:
+        assert max(each.differences.values()) < 1e-5, each.differences
 
 
-@pytest.mark.parametrize("names", only([RECIPES_IN_CI], [RECIPES_IN_CI, OTHER_RECIPES]), ids=str)
-def test_gradients_are_averaged_over_replicas_only(names: list[str], ranks: Ranks) -> None:
-    for differences in run_in_new_processes(ranks(4), go_through_recipes, names):
+@pytest.mark.long
+def test_gradients_are_averaged_over_replicas_only_however_it_is_compiled(ranks: Ranks) -> None:
+    for differences in run_in_new_processes(ranks(4), go_through_recipes, list(RECIPES)):
         assert max(differences.values()) < 1e-5, differences
 
 
-def refusals() -> dict[str, str]:
-    mesh = make_mesh()
+def refusals(mesh: DeviceMesh) -> dict[str, str]:
     tried: dict[str, Callable[[], object]] = {
         "two dimensions": lambda: ddp_compile(Blocks(), device_mesh=mesh),
         "the dimension of the parts": lambda: ddp_compile(
@@ -200,8 +199,9 @@ def delays_a_part(mesh: DeviceMesh) -> None:
     ddp_compile(model, device_mesh=mesh["dp"], param_to_hook_all_reduce=model.head.weight, **delayed)
 
 
-def test_meshes_that_do_not_fit_are_refused_on_every_rank_by_name(ranks: Ranks) -> None:
-    for rank, said in enumerate(run_in_new_processes(ranks(4), refusals)):
+def test_meshes_that_do_not_fit_are_refused_on_every_rank_by_name(seen: list[Seen]) -> None:
+    for rank, each in enumerate(seen):
+        said = each.refusals
         row, column = divmod(rank, 2)
         parts, replicas = [2 * row, 2 * row + 1], [column, column + 2]
         way_out = "ddp_compile(model, device_mesh=mesh['dp'])"
@@ -218,9 +218,8 @@ def test_meshes_that_do_not_fit_are_refused_on_every_rank_by_name(ranks: Ranks) 
         assert "first.up.weight is a DTensor, whose all-reduce cannot be delayed" in said["a delayed one"]
 
 
-def averages_without_gradients_somewhere() -> bool:
+def averages_without_gradients_somewhere(mesh: DeviceMesh) -> bool:
     """With `find_unused_parameters`, a replica that has not used a layer takes its gradient from the other one."""
-    mesh = make_mesh()
     torch.manual_seed(3)
     alone = Blocks()
     model: Any = parallelize(copy.deepcopy(alone), mesh["tp"], in_sequence)
@@ -241,13 +240,12 @@ def averages_without_gradients_somewhere() -> bool:
     return True
 
 
-def test_a_replica_that_has_not_used_a_layer(ranks: Ranks) -> None:
-    assert run_in_new_processes(ranks(4), averages_without_gradients_somewhere) == [True] * 4
+def test_a_replica_that_has_not_used_a_layer(seen: list[Seen]) -> None:
+    assert all(each.averages_without_gradients_somewhere for each in seen)
 
 
-def broadcasts_the_parts() -> list[float]:
+def broadcasts_the_parts(mesh: DeviceMesh) -> list[float]:
     """Parameters, and buffers that are DTensors, come from the first replica, part by part."""
-    mesh = make_mesh()
     torch.manual_seed(dist.get_rank() // 2)  # as different as the replicas are
     model: Any = parallelize(Blocks(), mesh["tp"], in_columns_and_rows)
     model.register_buffer("seen", distribute_tensor(torch.rand(4), mesh["tp"], [Shard(0)]))
@@ -259,20 +257,46 @@ def broadcasts_the_parts() -> list[float]:
     return [relative_difference(whole(ours), theirs) for ours, theirs in pairs]
 
 
-def test_the_first_replica_is_broadcast_part_by_part(ranks: Ranks) -> None:
-    assert all(max(differences) == 0 for differences in run_in_new_processes(ranks(4), broadcasts_the_parts))
+def test_the_first_replica_is_broadcast_part_by_part(seen: list[Seen]) -> None:
+    assert all(max(each.differences_of_parts) == 0 for each in seen)
 
 
-def left_by_ddp() -> tuple[int, int]:
+def left_by_ddp(mesh: DeviceMesh) -> tuple[int, int]:
     """How many parameters there are before and after a forward."""
-    mesh = make_mesh()
     model = DistributedDataParallel(parallelize(Blocks(), mesh["tp"], in_columns_and_rows), device_mesh=mesh["dp"])
     before = len(list(model.parameters()))
     model(torch.randn(ROWS, WIDTH))
     return before, len(list(model.parameters()))
 
 
-def test_ddp_takes_the_parameters_out(ranks: Ranks) -> None:
+def test_ddp_takes_the_parameters_out(seen: list[Seen]) -> None:
     """Why the comparison is with the whole batch; if this fails, torch has mended it, and DDP can stand beside."""
-    for before, after in run_in_new_processes(ranks(4), left_by_ddp):
+    for each in seen:
+        before, after = each.left_by_ddp
         assert after < before
+
+
+class Seen(NamedTuple):
+    """What one rank has seen of all that CI asks."""
+
+    differences: dict[str, float]
+    refusals: dict[str, str]
+    averages_without_gradients_somewhere: bool
+    differences_of_parts: list[float]
+    left_by_ddp: tuple[int, int]
+
+
+def see_everything() -> Seen:
+    """One of the recipes compiled, since to trace DTensors takes most of the time, and all else eagerly."""
+    mesh = make_mesh()
+    differences = go_through_recipes(["backward"], mesh)
+    with torch.compiler.set_stance("force_eager"):
+        differences |= go_through_recipes(["sequence", "comm hook"], mesh)
+        refused, averages = refusals(mesh), averages_without_gradients_somewhere(mesh)
+        return Seen(differences, refused, averages, broadcasts_the_parts(mesh), left_by_ddp(mesh))
+
+
+@pytest.fixture(scope="module")
+def seen(rank_pools: dict[int, RankPool]) -> list[Seen]:
+    """By rank; in one go, as a mesh needs ranks of its own."""
+    return run_in_new_processes(rank_pools.setdefault(4, RankPool(4)), see_everything)

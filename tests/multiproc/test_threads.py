@@ -138,7 +138,12 @@ DYNAMO_CRASHES = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo o
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=DYNAMO_CRASHES if way != "changing threads" else []) for way in WAYS]
+    "way",
+    [
+        "changing threads",
+        pytest.param("two models", marks=DYNAMO_CRASHES),
+        pytest.param("a loader's thread", marks=[DYNAMO_CRASHES, pytest.mark.long]),
+    ],
 )
 def test_gradients_are_ddps(ranks: Ranks, way: str) -> None:
     for ours, theirs in ranks(2).run(both, way):

@@ -182,13 +182,21 @@ def train(pattern: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        pytest.param(name, marks=needs_ddp_to_keep_buffers if name == "two_forwards_with_batch_norm" else [])
-        for name in PATTERNS
-    ],
-)
+# `test_algorithms` trains in the second and the third one, and the others are as the ones that are left.
+LEFT_OUT_IN_CI = {
+    "regulariser_first",
+    "watched_inside_no_sync",
+    "gradients_replaced_in_between",
+    "gradients_detached_in_between",
+}
+
+
+def marks_of(pattern: str) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.long] if pattern in LEFT_OUT_IN_CI else []
+    return [*marks, needs_ddp_to_keep_buffers] if pattern == "two_forwards_with_batch_norm" else marks
+
+
+@pytest.mark.parametrize("pattern", [pytest.param(name, marks=marks_of(name)) for name in PATTERNS])
 def test_gradients_equal_ddps(pattern: str, ranks: Ranks) -> None:
     # A bias before BatchNorm has a gradient of zero but for rounding, which regrouping changes.
     tolerance = 0.0 if pattern != "two_forwards_with_batch_norm" else 1e-5

@@ -125,8 +125,8 @@ STOPPED: list[Case] = [
 ]
 
 
-#: Every time, and every setting once.
-STOPPED_IN_CI = [STOPPED[1], STOPPED[4], STOPPED[5], STOPPED[6]]
+#: Every setting once; `test_a_parameter_that_a_graph_reads_without_a_gradient` has the time that is left out.
+STOPPED_IN_CI = [STOPPED[4], STOPPED[5], STOPPED[7]]
 OTHERS_STOPPED = [case for case in STOPPED if case not in STOPPED_IN_CI]
 
 
@@ -173,7 +173,7 @@ def in_micro_batches(hooked: bool, program: str) -> list[float]:
 MICRO_BATCHES = [(False, "du"), (False, "dU"), (True, "u"), (True, "U"), (True, "uU"), (True, "DdUuDU")]
 
 
-MICRO_BATCHES_IN_CI = [(False, "dU"), (True, "u"), (True, "DdUuDU")]
+MICRO_BATCHES_IN_CI = [(False, "dU"), (True, "DdUuDU")]
 OTHER_MICRO_BATCHES = [case for case in MICRO_BATCHES if case not in MICRO_BATCHES_IN_CI]
 
 

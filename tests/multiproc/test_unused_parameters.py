@@ -116,8 +116,8 @@ def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, back
 @pytest.mark.parametrize(
     ("set_to_none", "as_view"),
     [
-        (True, True),
         (False, False),
+        pytest.param(True, True, marks=pytest.mark.long),  # as on three ranks
         pytest.param(False, True, marks=pytest.mark.long),
         pytest.param(True, False, marks=pytest.mark.long),
     ],

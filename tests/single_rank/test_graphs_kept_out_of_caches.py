@@ -62,6 +62,7 @@ def largest_difference(model: nn.Module, x: Tensor, scales: tuple[float, ...] = 
     return max(differences)
 
 
+@pytest.mark.long
 def test_a_float_that_varies_is_not_the_one_that_a_cache_remembers() -> None:
     for scales in ((0.5, 0.25), (0.5, 1.5)):
         torch.manual_seed(0)

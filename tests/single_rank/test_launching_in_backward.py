@@ -26,9 +26,9 @@ from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.runtime import computed_bucket
 
 
-def replicated(split: str = "backward", **settings: Any) -> nn.Module:
+def replicated(split: str = "backward", make: Callable[[], nn.Module] = ResidualLayers, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = ddp_compile(ResidualLayers(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
+    model = ddp_compile(make(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
     # With a hook buckets are launched on a single rank as well, and so inside the backward.
     model.register_comm_hook(None, allreduce_hook)
     return model
@@ -152,12 +152,17 @@ def test_a_compiler_that_fails_at_a_piece_as_well_raises_its_error(single_rank_g
         step(model)
 
 
+def products() -> nn.Module:
+    """Which inductor needs no C++ compiler for."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+
+
 @pytest.mark.inductor
 def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_group: None) -> None:
     seen: list[str] = []
     backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        assert num_launched_early(replicated(backend=backend), MANY_ROWS) == 5
+        assert num_launched_early(replicated(make=products, backend=backend)) == 5
     assert seen == ["forward", "backward"]
 
 

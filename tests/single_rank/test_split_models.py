@@ -85,7 +85,7 @@ def tensor_sum(output: Any) -> Tensor:
 
 
 def assert_trains_alike(
-    model: nn.Module, reference: nn.Module, inputs: Callable[[int], tuple[Any, ...]], tolerance: float, steps: int = 4
+    model: nn.Module, reference: nn.Module, inputs: Callable[[int], tuple[Any, ...]], tolerance: float, steps: int = 3
 ) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(steps):
@@ -147,10 +147,22 @@ LEFT_TO_THE_FUZZER = {
     "custom_function",
     "graph_breaks",
 }
+# What is hard about them is in another one as well, or in the tests of the passes on graphs made by hand.
+AS_OTHERS = {
+    "plain",
+    "cast_at_the_top",
+    "augmented_matmul",
+    "keyword_order",
+    "ring_in_checkpoints",
+    "keyword_inplace_activations",
+    "conv_net_channels_last",
+    "nested_regions",
+    "autocast_inside",
+}
 # Where the backward split has to do with what is in the graph; the others are cut by the forward split alone.
 BACKWARD_CASES_IN_CI = {"checkpointed_whole", "function_transforms", "hook_on_a_gradient"}
-# Channels last say what the net says; transforms are in the backward split's.
-FORWARD_CASES_IN_CI = CASES.keys() - LEFT_TO_THE_FUZZER - {"conv_net", "function_transforms"}
+# Transforms and hooks are in the backward split's, a net of convolutions in `test_gradient_parity`.
+FORWARD_CASES_IN_CI = CASES.keys() - LEFT_TO_THE_FUZZER - AS_OTHERS - BACKWARD_CASES_IN_CI - {"conv_net"}
 
 
 def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -190,15 +202,15 @@ INDUCTOR_CASES = [
 ]
 
 
-# In CI the others are left to aot_eager, and inductor to `test_gradient_parity`.
+# In CI they are left to aot_eager, and inductor to `test_gradient_parity`.
 @pytest.mark.inductor
-@both_splits(INDUCTOR_CASES, [("forward", "no_grad_inside")])
+@both_splits(INDUCTOR_CASES, [])
 def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str, single_rank_group: None) -> None:
     make, inputs, _ = CASES[name]
     torch.manual_seed(0)
     reference = make()
     model = make_split(copy.deepcopy(reference), split, "inductor")
-    assert_trains_alike(model, reference, inputs, tolerance=1e-5, steps=3)
+    assert_trains_alike(model, reference, inputs, tolerance=1e-5)
     assert model._ddp_compile_state.compiler.failures == []
     if split == "backward":
         assert model._ddp_compile_state.reducer.early_buckets
