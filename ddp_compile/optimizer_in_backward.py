@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed import optim
 from torch.nn import Parameter
 
 
@@ -38,6 +37,8 @@ class OptimizersInBackward:
         """Take over from the hooks that ``_apply_optimizer_in_backward`` has set, before the first backward."""
         self._stepped = [p for p in self._parameters.values() if getattr(p, "_in_backward_optimizers", None)]
         if self._stepped:
+            from torch.distributed import optim  # takes a second
+
             handles: Any = optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map
             for parameter in self._stepped:
                 for handle in handles.get(parameter, ()):
@@ -47,6 +48,8 @@ class OptimizersInBackward:
         self, optimizer: type, parameters: Iterable[Parameter] | None, arguments: tuple[Any, ...], keywords: Any
     ) -> None:
         """See ``ReplicatedModule._register_fused_optim``."""
+        from torch.distributed import optim  # takes a second
+
         functional = optim.as_functional_optim(optimizer, *arguments, **keywords)
         chosen = set(self._parameters.values()) if parameters is None else set(parameters)
         if not chosen <= set(self._parameters.values()):

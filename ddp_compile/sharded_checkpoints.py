@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class HasPieces(Protocol):
@@ -129,8 +131,12 @@ class PartOfTensor(Tensor):
         )
 
     # What torch.distributed.checkpoint asks of tensors that are no plain ones (torch 2.13, checkpoint/planner_helpers).
+    # It has been imported then, which takes long.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, offsets),
@@ -145,6 +151,8 @@ class PartOfTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(offsets=offsets, sizes=box.shape) for offsets, box in self._boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

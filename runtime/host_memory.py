@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 import os
+import sys
 from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it was done.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or _has_settings_of_its_own(os.environ):
         return False
     done = bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))

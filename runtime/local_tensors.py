@@ -17,18 +17,20 @@ Source: ``_get_grad_inner_tensor`` of ``FSDPParam`` in torch 2.13, distributed/f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
 
 def has_dtensors(parameters: Sequence[Parameter]) -> bool:
     """Whether any of the parameters is one."""
-    return any(isinstance(parameter, DTensor) for parameter in parameters)
+    return any(map(torch_internals.is_dtensor, parameters))
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

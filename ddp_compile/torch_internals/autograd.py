@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo import types
 from torch.distributed import rpc
 from torch.utils.hooks import RemovableHandle
 
-_types: Any = types  # which has these without saying so
-_SKIP_ALL = _types.FrameExecStrategy(_types.FrameAction.SKIP, _types.FrameAction.SKIP)
+
+@functools.cache
+def _skip_all() -> Any:
+    from torch._dynamo import types  # imports all of Dynamo
+
+    actions: Any = types  # which has these without saying so
+    return actions.FrameExecStrategy(actions.FrameAction.SKIP, actions.FrameAction.SKIP)
 
 
 def never_compile(function: Callable[..., Any]) -> None:
@@ -25,7 +29,7 @@ def never_compile(function: Callable[..., Any]) -> None:
     In a training step that is compiled as a whole, Dynamo looks at every frame that runs, those of hooks included.
     ``torch.compiler.disable`` would cost each call a wrapper.
     """
-    set_code_exec_strategy(getattr(function, "__func__", function).__code__, _SKIP_ALL)
+    set_code_exec_strategy(getattr(function, "__func__", function).__code__, _skip_all())
 
 
 def current_graph_task_id() -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree

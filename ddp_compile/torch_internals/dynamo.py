@@ -1,4 +1,8 @@
-"""Dynamo: backends, logs, what it traces and compiles, and the context it compiles in."""
+"""Dynamo: backends, logs, what it traces and compiles, and the context it compiles in.
+
+Functions import it when they are called: it takes longer than all of torch, and a program that imports ddp_compile
+may never compile.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import fx
 
 #: In graphs of torch 2.11 an autograd.Function that communicates has zeros in place of its gradient; later versions
@@ -40,6 +43,8 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 def known_backends() -> list[str]:
     """Names that ``backend=`` may have, experimental and debugging ones included."""
+    import torch._dynamo
+
     return sorted(torch._dynamo.list_backends(exclude_tags=()))
 
 
@@ -108,6 +113,8 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
     Dynamo keeps it for as long as the code object lives, which compiled code itself keeps alive.
     """
+    import torch._dynamo
+
     torch._dynamo.eval_frame.reset_code(function.__code__)  # type: ignore[attr-defined]
 
 
@@ -123,6 +130,8 @@ def compile_isolated(
     ninth would hit the limit and run eagerly without a word. torch 2.13 can keep the lists apart. For an older torch
     the limits grow with the number of functions compiled here.
     """
+    import torch._dynamo
+
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     if has_isolated_recompiles():
         return _after_tracing(torch.compile(function, isolate_recompiles=True, **settings))  # type: ignore[call-overload]
@@ -148,6 +157,8 @@ def _after_tracing(compiled: Callable[..., Any]) -> Callable[..., Any]:
     Until torch 2.13 the flag that a graph is being traced is one for all threads, and Dynamo refuses to be called while
     it is set, "symbolically trace a dynamo-optimized function". Whoever traces holds Dynamo's lock.
     """
+    import torch._dynamo
+
     if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
         return compiled
 
@@ -183,6 +194,8 @@ def watch_compilations(begins: Callable[[str], None], ends: Callable[[], None]) 
     Returns:
         What ends the watching. ``torch._dynamo.reset()`` ends it too.
     """
+    import torch._dynamo
+
     handler = torch._dynamo.callback.callback_handler
     begins_with_arguments = handler.register_start_callback(lambda arguments: begins(str(arguments.compile_id)))
     ends_with_arguments = handler.register_end_callback(lambda _arguments: ends())
@@ -198,6 +211,8 @@ def watch_compilations(begins: Callable[[str], None], ends: Callable[[], None]) 
 
 def is_request_to_dynamo(error: BaseException) -> bool:
     """Whether a backend's exception asks Dynamo to trace the frame again, or to leave it to Python."""
+    import torch._dynamo
+
     # Those that call_user_compiler of torch 2.13 lets through; for any other one Dynamo raises BackendCompilerFailed.
     return isinstance(error, torch._dynamo.exc.TensorifyScalarRestartAnalysis | torch._dynamo.exc.SkipFrame)
 

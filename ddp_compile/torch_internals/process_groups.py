@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
 
 

@@ -8,12 +8,13 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch._dynamo  # the submodules of torch._dynamo are not imported by torch itself
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
@@ -74,17 +75,23 @@ def is_plain_tensor(value: Tensor) -> bool:
     )
 
 
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none, and it takes long
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """What of a DTensor lies on this rank, once it is complete; any other tensor itself."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def has_equal_parts(value: Any) -> bool:
     """Whether the ranks hold equally large parts of a DTensor; True for anything else."""
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return True
     num_parts = math.prod(
         size for size, each in zip(value.device_mesh.shape, value.placements, strict=True) if not each.is_replicate()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
@@ -67,7 +66,7 @@ def describe_module(
 
 def _part_here(tensor: Tensor) -> str:
     """What of a DTensor lies on this rank, in words; the same on all ranks that average it."""
-    if not isinstance(tensor, DTensor):
+    if not torch_internals.is_dtensor(tensor):
         return ""
     placements = ", ".join(map(str, tensor.placements))
     return f" as DTensor with {placements}, of which {list(torch_internals.local_tensor(tensor).shape)} is here"

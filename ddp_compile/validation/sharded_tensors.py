@@ -7,8 +7,8 @@ from collections.abc import Container
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
 
 
@@ -26,7 +26,7 @@ def refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], pro
     rank = dist.get_rank()
     averaged = dist.get_process_group_ranks(process_group)
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if name in ignored or not isinstance(tensor, DTensor):
+        if name in ignored or not torch_internals.is_dtensor(tensor):
             continue
         mesh = tensor.device_mesh
         ranks = mesh.mesh.flatten().tolist()

@@ -17,6 +17,7 @@ to start all its communication before it returns. On CUDA callbacks run at once,
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -24,25 +25,30 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 
 from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.local_tensors import local_tensors
 
-#: Hooks of torch that start all their communication before they return; ours say so by `starts_at_once`.
-_START_AT_ONCE: frozenset[object] = frozenset(
-    {
-        debugging_hooks.noop_hook,
-        default_hooks.allreduce_hook,
-        default_hooks.bf16_compress_hook,
-        default_hooks.fp16_compress_hook,
-        post_localSGD_hook.post_localSGD_hook,
-    }
-)
-
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
+
+
+@functools.cache
+def _hooks_of_torch_that_start() -> frozenset[object]:
+    """Those that start all their communication before they return; ours say so by `starts_at_once`."""
+    # Imported here: with these come torch's optimizers for many ranks, which take a second.
+    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
+
+    return frozenset(
+        {
+            debugging_hooks.noop_hook,
+            default_hooks.allreduce_hook,
+            default_hooks.bf16_compress_hook,
+            default_hooks.fp16_compress_hook,
+            post_localSGD_hook.post_localSGD_hook,
+        }
+    )
 
 
 def starts_at_once(hook: HookFunction) -> HookFunction:
@@ -242,7 +248,7 @@ class CommHook(CommAlgorithm):
 
 def _starts_at_once(function: Callable[..., Any]) -> bool:
     try:
-        return function in _START_AT_ONCE or getattr(function, "_ddp_compile_starts_at_once", False)
+        return function in _hooks_of_torch_that_start() or getattr(function, "_ddp_compile_starts_at_once", False)
     except TypeError:  # an object without a hash
         return False
 

