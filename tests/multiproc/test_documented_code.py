@@ -1,0 +1,226 @@
+"""The code of migration, tutorial and notebooks in docs/ runs, and recipes give what DistributedDataParallel gives."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import re
+import runpy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from process_copies import run_in_copy
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+Ranks = Callable[[int], RankPool]
+DOCS = Path(__file__).parents[2] / "docs"
+VOCABULARY = 11
+
+
+def code_in(text: str) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+def sections(page: str) -> dict[str, str]:
+    """The code in each section of a page, by the section's title."""
+    _, *parts = re.split(r"^## (.+)$", (DOCS / page).read_text(), flags=re.MULTILINE)
+    return {title: code_in(text) for title, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.tokens(tokens))))
+
+    def generate(self, tokens: Tensor, length: int) -> Tensor:
+        for _ in range(length):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+class NetWithBatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.BatchNorm1d(5))
+
+
+def loss_function(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def batches(number: int) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    return [
+        (x, (3 * x + 1) % VOCABULARY)
+        for x in (torch.randint(VOCABULARY, (4, 5), generator=random) for _ in range(number))
+    ]
+
+
+replicate_quickly = partial(ddp_compile, backend="aot_eager", bucket_cap_mb=0.0005)
+
+
+def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path) -> dict[str, Any]:
+    """What the names of a recipe stand for when it has run."""
+    torch.manual_seed(3)
+    model = replicate(Net())
+    names = {
+        "torch": torch,
+        "dist": dist,
+        "ddp_compile": replicate,
+        "Net": Net,
+        "NetWithBatchNorm": NetWithBatchNorm,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": batches(2 + 2 * dist.get_rank() if title == "Uneven inputs" else 4),
+        "loss_function": loss_function,
+        "tasks": [loss_function, lambda output, targets: loss_function(output, VOCABULARY - 1 - targets)],
+        "device": "cpu",
+        "path": path,
+        "prompt": torch.zeros(1, 2, dtype=torch.long),
+        "save_every": 2,
+    }
+    exec(compile(sections("migration.md")[title], f"migration.md: {title}", "exec"), names)
+    return names
+
+
+@torch.compiler.set_stance("force_eager")  # tracing would be most of the time
+def difference_to_ddp(title: str, folder: Path) -> tuple[float, dict[str, Any]]:
+    """Between the parameters of both, and names of ours whose values can be sent."""
+    ours = run_recipe(title, replicate_quickly, folder / "ours")
+    theirs = run_recipe(title, DistributedDataParallel, folder / "theirs")
+    start = run_recipe("Generating", replicate_quickly, folder)["model"]
+    parameters = list(zip(ours["model"].parameters(), theirs["model"].parameters(), start.parameters(), strict=True))
+    assert all((p - s).abs().max() > 1e-4 for p, _, s in parameters), "nothing was trained"
+    values = {name: ours[name] for name in ("norm", "conflict") if name in ours}
+    return max(float((p - q).detach().abs().max()) for p, q, _ in parameters), {k: float(v) for k, v in values.items()}
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Gradient accumulation",
+        "Clipping",
+        "Moving averages of weights",
+        "Gradients that are kept",
+        "Asynchronous checkpoints",
+        "Uneven inputs",
+    ],
+)
+def test_a_recipe_trains_as_ddp_does(title: str, ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(2).run(difference_to_ddp, title, tmp_path)
+    assert [difference for difference, _ in results] == [0.0, 0.0]
+    values = results[0][1]
+    assert values == results[1][1]  # the same bits on both ranks
+    if title == "Gradients that are kept":
+        assert values["conflict"] < 0
+    if title == "Moving averages of weights":
+        assert list(torch.load(tmp_path / "ours")) == list(Net().state_dict())
+    if title == "Asynchronous checkpoints":
+        state = {"model": Net().state_dict()}
+        before = copy.deepcopy(state)
+        dcp.load(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+        assert not torch.equal(state["model"]["mix.weight"], before["model"]["mix.weight"])
+
+
+@torch.compiler.set_stance("force_eager")
+def generated(path: Path) -> bool:
+    names = run_recipe("Generating", replicate_quickly, path)
+    if dist.get_rank() != 0:
+        return "tokens" not in names
+    return torch.equal(names["tokens"], names["model"].unwrap().generate(names["prompt"], 4))
+
+
+def test_one_rank_generates_alone(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(generated, tmp_path) == [True, True]
+
+
+def adapters_trained(path: Path) -> tuple[set[str], list[float]]:
+    names = run_recipe("Adapters of PEFT", replicate_quickly, path)
+    trained = {name: p for name, p in names["model"].named_parameters() if p.grad is None and p.requires_grad}
+    return set(trained), [float(p.detach().sum()) for p in names["model"].parameters()]
+
+
+@pytest.mark.long
+def test_adapters_are_trained_alike(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    (trained, rank_0), (_, rank_1) = ranks(2).run(adapters_trained, tmp_path)
+    assert {name.split(".")[-3] for name in trained} == {"lora_A", "lora_B"}
+    assert rank_0 == rank_1
+    assert (tmp_path / "adapter_config.json").exists()
+
+
+def train_with_synchronised_batch_norm(path: Path) -> None:
+    run_recipe("Synchronised BatchNorm", replicate_quickly, path)
+
+
+def test_synchronised_batch_norm_needs_a_gpu_and_torch_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    for failure in ranks(2).run_expecting_failures(train_with_synchronised_batch_norm, tmp_path):
+        assert failure.kind == "ValueError"
+        assert "SyncBatchNorm expected input tensor to be on" in failure.message
+
+
+def debugged(path: Path) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_recipe("Debugging", replicate_quickly, path)
+    return printed.getvalue()
+
+
+def test_debugging_compares_and_prints(ranks: Ranks, tmp_path: Path) -> None:
+    for printed in ranks(2).run(debugged, tmp_path):
+        assert printed.count("5 gradients") == 2  # the table, and once more in what explain() says
+        assert "graph 0: " in printed
+
+
+def run_tutorial(folder: Path) -> str:
+    """The script, in a process group that is there already, and with a backend that takes less time."""
+    printed = io.StringIO()
+    defaults = {**(ddp_compile.__kwdefaults__ or {}), "backend": "aot_eager"}
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(ddp_compile, "__kwdefaults__", defaults),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path("train.py", run_name="train")
+    return printed.getvalue()
+
+
+def test_the_script_of_the_tutorial_trains(ranks: Ranks, tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS / "tutorial.md").read_text(), re.M | re.S)
+    (tmp_path / "train.py").write_text(script)
+    rank_0, rank_1 = ranks(2).run(run_tutorial, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", rank_0)]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 2
+    assert "4 buckets, 8 gradients" in rank_0 and "4 partitions" in rank_0
+    assert rank_1 == ""
+    assert next(iter(torch.load(tmp_path / "model.pt"))) == "layers.0.weight"
+
+
+def run_cell_twice() -> None:
+    for _ in range(2):
+        exec(sections("compatibility.md")["Notebooks"], {"ddp_compile": ddp_compile, "Net": Net})
+
+
+def test_a_cell_of_a_notebook_can_run_again() -> None:
+    ended = run_in_copy(run_cell_twice)
+    assert ended.exit_code == 0, ended.stderr
+    assert ended.stdout.count("1 buckets, 5 gradients") == 2
