@@ -13,6 +13,7 @@ from ddp_compile.errors import (
     ReductionError,
     ReplicationError,
 )
+from ddp_compile.functions import explain, is_replicated, no_sync, unwrap
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, plan_buckets
 from ddp_compile.sharded_checkpoints import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
 from ddp_compile.sharded_optimizer import shard_optimizer
@@ -33,8 +34,12 @@ __all__ = [
     "ReductionError",
     "ReplicationError",
     "ddp_compile",
+    "explain",
+    "is_replicated",
     "load_sharded_optimizer_state_dict",
+    "no_sync",
     "plan_buckets",
     "shard_optimizer",
     "sharded_optimizer_state_dict",
+    "unwrap",
 ]

@@ -1,10 +1,11 @@
-"""The one function of the public interface."""
+"""``ddp_compile``, the function that all begins with."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -12,9 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
 from ddp_compile.compile.settings import CompileSettings
-from ddp_compile.config import ReplicateConfig, SplitMode, caps_from_mib, refuse_unknown_arguments
+from ddp_compile.config import (
+    ReplicateConfig,
+    SplitMode,
+    caps_from_mib,
+    refuse_positional_arguments,
+    refuse_unknown_arguments,
+)
 from ddp_compile.delayed_all_reduce import delayed_parameters
-from ddp_compile.module import replicate
+from ddp_compile.replicated_class import replicate
 from ddp_compile.validation.module_checks import check_module, names_to_ignore, resolve_process_group
 from ddp_compile.validation.torch_version import warn_of_newer_torch
 
@@ -25,7 +32,7 @@ GRADIENT_ALL_REDUCE = GradientAllReduce()
 
 def ddp_compile(
     module: ModuleT,
-    *,
+    *positional: Never,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     bucket_cap_mb: float | Sequence[float] | None = None,
@@ -47,18 +54,22 @@ def ddp_compile(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> ModuleT:
     """Make ``module`` train data-parallel and compiled, in place.
 
     Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the
     same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``,
-    ``require_backward_grad_sync``, ``bucket_plan``, ``explain()``, ``register_comm_hook()`` and ``unwrap()``.
+    ``require_backward_grad_sync``, ``bucket_plan``, ``explain()``, ``register_comm_hook()`` and ``unwrap()``. Type
+    checkers know of them where `ddp_compile.is_replicated` has been asked; `ddp_compile.no_sync`, `ddp_compile.explain`
+    and `ddp_compile.unwrap` are functions as well, and a module that has such a name itself keeps its own.
 
     After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
 
     Args:
         module: The module, on its device, built alike on every rank.
+        *positional: Nothing else is taken by position; ``device_ids``, DistributedDataParallel's second argument, is
+            refused with what to write instead.
         process_group: Ranks to average over; the default group when None.
         device_mesh: A one-dimensional mesh, in place of ``process_group``.
         bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one for each bucket in launch order.
@@ -108,7 +119,8 @@ def ddp_compile(
             as DistributedDataParallel's, and a ValueError.
         RanksDifferError: The ranks were given different models.
     """
-    refuse_unknown_arguments(unknown)
+    refuse_positional_arguments(positional)
+    refuse_unknown_arguments(unknown, argument_names())
     delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
     ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
@@ -144,3 +156,9 @@ def ddp_compile(
     warn_of_newer_torch(group.rank())
     replicate(module, group, config, algorithm, compile_settings)
     return module
+
+
+def argument_names() -> set[str]:
+    """The arguments that ``ddp_compile`` takes by name."""
+    parameters = inspect.signature(ddp_compile).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

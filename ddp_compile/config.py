@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -33,18 +34,34 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
 }
 
 
-def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
+def refuse_positional_arguments(values: Sequence[Any]) -> None:
+    """Raise a TypeError that names what was given by position beside the module, and says what to write."""
+    if not values:
+        return
+    raise TypeError(
+        f"ddp_compile() takes the module by position and everything else by name; {values[0]!r} stands where"
+        f" DistributedDataParallel takes device_ids: {DDP_ARGUMENTS_REPLACED['device_ids']}"
+    )
+
+
+def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] = ()) -> None:
     """Raise a TypeError that says what to write instead of an argument that ``ddp_compile`` does not take.
 
     Arguments of DistributedDataParallel that are given with the value that changes nothing (``None``, ``False``,
     ``dim=0``) are let through, so that a call written for it keeps working; so are defaults of arguments that only a
     torch has that is newer than this package.
+
+    Args:
+        arguments: They, by name.
+        taken: The names that it takes, one of which may have been meant.
     """
     for name, value in arguments.items():
         if name not in DDP_ARGUMENTS_REPLACED:
             newer = inspect.signature(DistributedDataParallel).parameters.get(name)
             if newer is None:
-                raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}")
+                close = difflib.get_close_matches(name, [*taken, *DDP_ARGUMENTS_REPLACED], n=1)
+                meant = f"; did you mean {close[0]}?" if close else ""
+                raise TypeError(f"ddp_compile() got an unexpected keyword argument {name!r}{meant}")
             if value is newer.default:
                 continue
             raise TypeError(

@@ -27,21 +27,21 @@ _READ: Mapping[str, Callable[[ReplicateState], Any]] = {
 }
 
 
-class _Attribute:
-    """One attribute of a replicated module; what the module has under that name itself, or is given, goes before.
+class OwnAttribute:
+    """An attribute of a replicated class; what the module has under that name itself, or is given, goes before.
 
     Not a ``__getattr__`` of the replicated class, which each look at a parameter or submodule would pass through.
 
     Args:
         name: Its name.
         original: The user's class.
-        state_of: Finds what a replicated module carries.
+        otherwise: What it is for a module that has none itself.
     """
 
-    def __init__(self, name: str, original: Any, state_of: Callable[[nn.Module], ReplicateState]) -> None:
+    def __init__(self, name: str, original: Any, otherwise: Callable[[nn.Module], Any]) -> None:
         self._name = name
         self._original = original
-        self._state_of = state_of
+        self._otherwise = otherwise
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
@@ -49,7 +49,7 @@ class _Attribute:
         try:
             return self._original.__getattr__(module, self._name)  # parameters, submodules, what a user's own one finds
         except AttributeError:
-            return _READ[self._name](self._state_of(module))
+            return self._otherwise(module)
 
 
 class _AdapterConfigs:
@@ -88,9 +88,15 @@ def attributes_for(original: type, state_of: Callable[[nn.Module], ReplicateStat
         original: The user's class.
         state_of: Finds what a replicated module carries.
     """
-    read = {name: _Attribute(name, original, state_of) for name in _READ}
+    read = {name: OwnAttribute(name, original, _of_state(read, state_of)) for name, read in _READ.items()}
     attributes = {**read, _AdapterConfigs._NAME: _AdapterConfigs(state_of)}
     return {name: attribute for name, attribute in attributes.items() if not hasattr(original, name)}
+
+
+def _of_state(
+    read: Callable[[ReplicateState], Any], state_of: Callable[[nn.Module], ReplicateState]
+) -> Callable[[nn.Module], Any]:
+    return lambda module: read(state_of(module))
 
 
 def bound_to(other: nn.Module, module: nn.Module, value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.comm_hooks import builtin_hook
-from ddp_compile.compile.settings import CompileSettings
-from ddp_compile.config import ReplicateConfig
-from ddp_compile.ddp_attributes import attributes_for, bound_to
+from ddp_compile.ddp_attributes import bound_to
 from ddp_compile.errors import ReplicationError
 from ddp_compile.explanation import explain
 from ddp_compile.plan.spec import BucketPlan
@@ -27,7 +24,7 @@ from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 from ddp_compile.state_dict_prefixes import without_wrapper_prefixes
 from ddp_compile.uneven_inputs import JoinOne
 
-_STATE = "_ddp_compile_state"
+STATE = "_ddp_compile_state"
 
 
 class ReplicatedModule(nn.Module):
@@ -35,10 +32,13 @@ class ReplicatedModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # ``type(model)(...)``, and slices of an nn.Sequential, mean the user's class.
-        return _original_class(cls)(*args, **kwargs)
+        return original_class(cls)(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep a user's ``__init_subclass__``, a registry for example, from hearing of the class made here."""
+
+    def __repr__(self) -> str:
+        return f"{state_of(self).describe()}: {super().__repr__()}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of(self).call(self, args, kwargs)
@@ -312,8 +312,8 @@ class ReplicatedModule(nn.Module):
         state.delayed.remove_hook()
         state.sharded.detach()
         state.parameters.release()
-        delattr(self, _STATE)
-        self.__class__ = _original_class(type(self))
+        delattr(self, STATE)
+        self.__class__ = original_class(type(self))
         # Last: where other ranks are gone, this raises.
         state.reducer.algorithm.detach(together=state.reducer.is_between_steps)
         return self
@@ -353,47 +353,18 @@ class ReplicatedModule(nn.Module):
 Joinable.register(ReplicatedModule)
 
 
-def replicate(
-    module: nn.Module,
-    process_group: dist.ProcessGroup,
-    config: ReplicateConfig,
-    algorithm: AlgorithmConfig,
-    compile_settings: CompileSettings,
-) -> None:
-    """Swap the module's class for one with our methods and give it its state."""
-    original: Any = type(module)
-    replicated = _replicated_class(original)
-    module.__dict__[_STATE] = ReplicateState(module, process_group, config, algorithm, compile_settings)
-    module.__class__ = replicated
-
-
-@functools.cache
-def _replicated_class(original: Any) -> type[nn.Module]:
-    # Libraries read these names off the class, and look modules up by them.
-    names = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_ddp_compile_original": original,
-        # Not where they are defined: torch.compiler.disable imports Dynamo, which takes seconds.
-        "__call__": torch.compiler.disable(ReplicatedModule.__call__, reason="ddp_compile arms its reducer"),
-        "finalize_backward": torch.compiler.disable(ReplicatedModule.finalize_backward, reason="ddp_compile waits"),
-        **attributes_for(original, state_of),
-    }
-    return type(original.__name__, (ReplicatedModule, original), names)
-
-
-def _original_class(replicated: Any) -> Any:
+def original_class(replicated: Any) -> Any:
+    """The user's class that a replicated one was made of."""
     return replicated._ddp_compile_original
 
 
 def state_of(module: nn.Module) -> ReplicateState:
     """What a replicated module carries."""
-    return module.__dict__[_STATE]
+    return module.__dict__[STATE]
 
 
 def _plain_shell(module: nn.Module) -> nn.Module:
     """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
-    shell: nn.Module = object.__new__(_original_class(type(module)))
-    shell.__dict__.update({name: bound_to(shell, module, v) for name, v in module.__dict__.items() if name != _STATE})
+    shell: nn.Module = object.__new__(original_class(type(module)))
+    shell.__dict__.update({name: bound_to(shell, module, v) for name, v in module.__dict__.items() if name != STATE})
     return shell

@@ -162,6 +162,11 @@ class ReplicateState:
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
 
+    def describe(self) -> str:
+        """The settings by which to tell that a printed module is replicated."""
+        backend = getattr(self.compiler.inner, "compiler_name", self.compiler.inner)
+        return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
+
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the module."""
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddp_compile.errors import ReplicationError
 from ddp_compile.module import ReplicatedModule
+from ddp_compile.replicated_class import defines, names_taken
 from ddp_compile.sharded_submodules import names_sharded
 from ddp_compile.validation.replicated_parameters import reduced_parameters
 from ddp_compile.validation.wrappers import refuse_wrappers_inside
@@ -33,8 +33,7 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
     _check_ignored(module, ignored)
     sharded = names_sharded(module)
     _check_trainable(reduced_parameters(module, ignored | sharded), bool(ignored), bool(sharded))
-    ours = [name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module)]
-    if hidden := [name for name in ours if _has_attribute(module, name)]:
+    if hidden := [name for name in names_taken() if defines(module, name)]:
         raise ReplicationError(
             f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
             " replicate a module that holds this one"
@@ -75,13 +74,6 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bo
             raise ReplicationError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
         if parameter.is_meta:
             raise ReplicationError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
-
-
-def _has_attribute(module: nn.Module, name: str) -> bool:
-    """Whether the module defines the name itself; a catch-all ``__getattr__`` does not count."""
-    if name in module._modules or name in module._parameters or name in module._buffers:
-        return True
-    return inspect.getattr_static(module, name, None) is not None
 
 
 def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:

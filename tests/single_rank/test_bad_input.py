@@ -47,7 +47,9 @@ from ddp_compile.config import DDP_ARGUMENTS_REPLACED
         ({"device_ids": [0]}, TypeError, "device_ids=[0]; move the module to its device first"),
         ({"find_unused_parameters": 1}, ValueError, "find_unused_parameters=1 is neither True nor False"),
         ({"static_graph": "yes"}, ValueError, "static_graph='yes' is neither True nor False"),
-        ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'"),
+        ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'; did you mean bucket_cap_mb"),
+        ({"find_unused_parameter": True}, TypeError, "did you mean find_unused_parameters?"),
+        ({"device_id": 0}, TypeError, "did you mean device_ids"),
     ],
 )
 def test_a_wrong_setting_is_named(
@@ -63,8 +65,8 @@ def frozen() -> nn.Module:
     return nn.Linear(3, 3).requires_grad_(False)
 
 
-class HasNoSync(nn.Linear):
-    def no_sync(self) -> None:
+class HasJoin(nn.Linear):
+    def join(self) -> None:
         """Something else than ours."""
 
 
@@ -85,7 +87,7 @@ class HasNoSync(nn.Linear):
         (nn.ReLU, "no parameter that requires a gradient"),
         (lambda: nn.LazyLinear(3), "weight has no shape yet; run one forward"),
         (lambda: nn.Linear(3, 3, device="meta"), "weight is on the meta device"),
-        (lambda: HasNoSync(3, 3), "HasNoSync.no_sync has the name of a method that ddp_compile adds"),
+        (lambda: HasJoin(3, 3), "HasJoin.join has the name of a method that ddp_compile adds"),
     ],
 )
 def test_a_module_that_cannot_be_replicated_is_refused(
@@ -198,6 +200,12 @@ def test_ddp_arguments_that_are_off_are_let_through(single_rank_group: None) -> 
     ddp_compile(
         nn.Linear(3, 3), bucket_cap_mb=None, dim=0, device_ids=None, find_unused_parameters=False, static_graph=False
     )
+
+
+def test_what_is_given_by_position_is_explained(single_rank_group: None) -> None:
+    said = "[0] stands where DistributedDataParallel takes device_ids: move the module to its device first"
+    with pytest.raises(TypeError, match=re.escape(said)):
+        ddp_compile(nn.Linear(3, 3), [0])
 
 
 def test_an_ignored_parameter_gets_a_local_gradient(single_rank_group: None) -> None:

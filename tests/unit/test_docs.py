@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -34,10 +35,17 @@ def test_every_argument_of_ddp_has_a_row() -> None:
 
 
 def test_rows_say_refused_where_the_code_refuses() -> None:
-    taken = set(inspect.signature(ddp_compile).parameters) - {"unknown"}
+    taken = set(inspect.signature(ddp_compile).parameters) - {"positional", "unknown"}
     for name, row in documented_arguments().items():
         assert (name in taken) == row.startswith("the same"), name
         assert (name in DDP_ARGUMENTS_REPLACED) == (name not in taken), name
+
+
+def test_type_checkers_see_the_code_of_the_readme() -> None:
+    (block,) = re.findall(r"^## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    checked = (ROOT / "tests" / "typing" / "readme_calls.py").read_text()
+    statements = textwrap.indent(block[block.index("dist.init_process_group") :], "    ")
+    assert statements in checked
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -1,0 +1,87 @@
+"""Functions of replicated modules: type checkers know them, and no name that a module has itself stands before them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
+
+from ddp_compile.errors import ReplicationError
+from ddp_compile.module import ReplicatedModule
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def is_replicated(model: object) -> TypeIs[ReplicatedModule]:
+    """Whether ``ddp_compile`` has replicated a module, and nothing has unwrapped it since.
+
+    Where it has been asked, ``assert is_replicated(model)`` for example, type checkers know all methods of ``model``.
+
+    Args:
+        model: Anything; a module that holds a replicated one is none itself.
+    """
+    return isinstance(model, ReplicatedModule)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Accumulate gradients locally: backwards of forwards made inside are not reduced.
+
+    The first backward of a forward made outside reduces everything accumulated until then.
+
+    Args:
+        model: What ``ddp_compile`` has returned.
+
+    Returns:
+        A context.
+
+    Raises:
+        ReplicationError: The module is not replicated.
+    """
+    return ReplicatedModule.no_sync(_replicated(model, "no_sync"))
+
+
+def explain(model: nn.Module) -> str:
+    """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled.
+
+    Args:
+        model: What ``ddp_compile`` has returned.
+
+    Returns:
+        Lines for people.
+
+    Raises:
+        ReplicationError: The module is not replicated.
+    """
+    return ReplicatedModule.explain(_replicated(model, "explain"))
+
+
+def unwrap(model: ModuleT) -> ModuleT:
+    """Make a module what it was before ``ddp_compile``; parameters and gradients keep their values.
+
+    Nothing is reduced or compiled any more. Where an algorithm lets parameters differ between the ranks, all ranks
+    unwrap together, and parameters become the mean over them.
+
+    Args:
+        model: What ``ddp_compile`` has returned.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ReplicationError: The module is not replicated.
+    """
+    ReplicatedModule.unwrap(_replicated(model, "unwrap"))
+    return model
+
+
+def _replicated(model: nn.Module, function: str) -> ReplicatedModule:
+    if not is_replicated(model):
+        raise ReplicationError(
+            f"{function}: model is a {type(model).__name__} that is not replicated; call ddp_compile(model) first, and"
+            " pass what it returned"
+        )
+    return model

@@ -1,0 +1,119 @@
+"""The functions beside the methods, modules with names of ours, and what a printed module says."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_net import Net, backward, replicated
+from torch import Tensor, nn
+
+import ddp_compile
+from ddp_compile import explain, is_replicated, no_sync, unwrap
+
+
+def test_functions_do_what_the_methods_do(single_rank_group: None) -> None:
+    model = replicated()
+    assert is_replicated(model) and not is_replicated(Net()) and not is_replicated(nn.Sequential(model))
+    with no_sync(model):
+        assert not model.require_backward_grad_sync
+        backward(model)
+        assert model._ddp_compile_state.builder.sealed is None
+    assert model.require_backward_grad_sync
+    backward(model)
+    assert explain(model) == model.explain() and explain(model).startswith("bucket ")
+    assert unwrap(model) is model and type(model) is Net and not is_replicated(model)
+
+
+@pytest.mark.parametrize("function", [no_sync, explain, unwrap])
+def test_functions_refuse_a_module_that_is_not_replicated(
+    function: Callable[[nn.Module], object], single_rank_group: None
+) -> None:
+    for module in (Net(), nn.Sequential(replicated()), copy.deepcopy(replicated())):
+        kind = type(module).__name__
+        said = f"{function.__name__}: model is a {kind} that is not replicated; call ddp_compile(model) first"
+        with pytest.raises(ddp_compile.ReplicationError, match=re.escape(said)):
+            function(module)
+
+
+class OwnMethods(Net):
+    def explain(self) -> str:
+        return "its author's"
+
+    @property
+    def no_sync(self) -> str:
+        return "a property"
+
+
+class OwnSubmodule(Net):
+    """Has `unwrap` as a submodule, and `explain` as an attribute, or neither."""
+
+    def __init__(self, has_them: bool) -> None:
+        super().__init__()
+        if has_them:
+            self.unwrap = nn.Linear(3, 3)
+            self.explain = "an attribute"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.unwrap(y) if "unwrap" in self._modules else y
+
+
+def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        model = ddp_compile.ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"rank 0: model.{name} stays what OwnMethods has under that name; write ddp_compile.{name}(model) for that of"
+        " ddp_compile"
+        for name in ("no_sync", "explain")
+    ]
+    assert (model.explain(), model.no_sync) == ("its author's", "a property")
+    with no_sync(model):
+        backward(model)
+        assert model._ddp_compile_state.builder.sealed is None
+    backward(model)
+    assert "graph 0" in explain(model)
+    assert model.unwrap() is model and model.explain() == "its author's"
+
+
+def test_names_of_one_module_are_not_those_of_its_class(single_rank_group: None) -> None:
+    with_them = ddp_compile.ddp_compile(OwnSubmodule(True), backend="eager", fullgraph=True)
+    without = ddp_compile.ddp_compile(OwnSubmodule(False), backend="eager", fullgraph=True)
+    assert isinstance(with_them.unwrap, nn.Linear) and with_them.explain == "an attribute"
+    for model in (with_them, without):
+        backward(model)
+        assert "graph 0" in explain(model)
+    assert without.explain() == explain(without)
+    assert type(unwrap(with_them)) is OwnSubmodule and isinstance(with_them.unwrap, nn.Linear)
+    assert type(without.unwrap()) is OwnSubmodule
+    with_them = ddp_compile.ddp_compile(with_them, backend="eager")
+    del with_them.unwrap
+    assert with_them.unwrap() is with_them and not is_replicated(with_them)
+
+
+class OwnRepr(nn.Linear):
+    def __repr__(self) -> str:
+        return "its author's"
+
+
+def test_a_printed_module_says_how_it_is_replicated(single_rank_group: None) -> None:
+    plain = Net()
+    keys = list(plain.state_dict())
+    printed = repr(plain)
+    model = ddp_compile.ddp_compile(plain, split="none", backend="aot_eager")
+    said = "ddp_compile(split='none', backend='aot_eager', world_size=1): "
+    assert repr(model) == said + printed and list(model.state_dict()) == keys
+    assert "(0): ddp_compile(split='none'" in repr(nn.Sequential(model))
+    assert repr(copy.deepcopy(model)) == repr(unwrap(model)) == printed
+    own = ddp_compile.ddp_compile(OwnRepr(2, 2))
+    assert repr(own) == "ddp_compile(split='auto', backend='inductor', world_size=1): its author's"
+    by_function = replicated(backend=lambda gm, inputs: gm.forward)
+    assert "<lambda>" in repr(by_function).splitlines()[0]
+    by_function(torch.randn(4, 6))

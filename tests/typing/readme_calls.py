@@ -1,0 +1,68 @@
+"""README's calls, as type checkers read them in strict mode. Not run; `make lint` checks it.
+
+Where an error is expected, a comment names it, and one that nothing needs is an error itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_type
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_compile import ddp_compile, explain, is_replicated, no_sync, shard_optimizer, unwrap
+from ddp_compile.comm_hooks import bf16_compress_hook
+
+
+class MyModel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def generate(self, x: Tensor) -> Tensor:
+        return x
+
+
+def use(device: torch.device, loader: Iterable[tuple[Tensor, Tensor]]) -> None:
+    dist.init_process_group()
+    model = ddp_compile(MyModel().to(device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in loader:  # with a DistributedSampler
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def settings(model: MyModel, mesh: DeviceMesh) -> None:
+    model = ddp_compile(model, bucket_cap_mb=25, mode="max-autotune")
+    model = ddp_compile(model, device_mesh=mesh["dp"], split="backward", static_graph=True)
+    model = ddp_compile(model, bucket_cap_mb=[1, 25], options={"triton.cudagraphs": True})
+    assert_type(model, MyModel)
+
+
+def functions(model: MyModel, optimizer: torch.optim.AdamW, x: Tensor) -> None:
+    with no_sync(model):
+        model(x).sum().backward()
+    assert_type(shard_optimizer(optimizer, model), torch.optim.AdamW)
+    print(explain(model))
+    assert_type(unwrap(model), MyModel)
+
+
+def methods(model: MyModel, x: Tensor) -> None:
+    assert is_replicated(model)
+    with model.no_sync():
+        model.generate(x)
+    print(model.bucket_plan.format_table(), model.explain())
+    model.register_comm_hook(None, bf16_compress_hook)
+    model.require_backward_grad_sync = False
+
+
+def refused(model: MyModel) -> None:
+    ddp_compile(model, find_unused_parameter=True)  # type: ignore[arg-type]
+    ddp_compile(model, device_ids=[0])  # type: ignore[arg-type]
+    ddp_compile(model, [0])  # type: ignore[arg-type]
+    ddp_compile(model, split="sideways")  # type: ignore[arg-type]
+    ddp_compile(MyModel)  # type: ignore[type-var]
+    unwrap(3)  # type: ignore[type-var]
