@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_algorithm
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import (
+    EvaluationMode,
     ReplicateConfig,
     SplitMode,
     caps_from_mib,
@@ -54,6 +55,7 @@ def ddp_compile(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    compile_evaluation: EvaluationMode = "auto",
     **unknown: Never,
 ) -> ModuleT:
     """Make ``module`` train data-parallel and compiled, in place.
@@ -107,6 +109,9 @@ def ddp_compile(
             graph, which otherwise runs eagerly with a warning.
         dynamic: As in ``torch.compile``.
         options: As in ``torch.compile``.
+        compile_evaluation: Whether forwards without gradients, as under ``torch.no_grad()``, are compiled. "auto": all
+            but those inside of the module's method ``generate``, which gives each forward another shape; True: those as
+            well; False: none.
         **unknown: Nothing else is taken; an argument of DistributedDataParallel is refused with what to write instead.
 
     Returns:
@@ -138,6 +143,7 @@ def ddp_compile(
         parameters_to_ignore=ignored,
         delayed=delayed,
         device_mesh=device_mesh,
+        compile_evaluation=compile_evaluation,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

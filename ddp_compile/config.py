@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
+EvaluationMode = Literal["auto", True, False]
 
 _MIB = 1024 * 1024
 
@@ -107,6 +108,7 @@ class ReplicateConfig:
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
         delayed: Those that the reducer leaves out, and that are averaged all the same.
         device_mesh: The mesh that the ranks were given as, if they were.
+        compile_evaluation: Whether forwards without gradients are compiled; "auto": but for those of ``generate``.
     """
 
     caps_bytes: tuple[int, ...]
@@ -121,11 +123,14 @@ class ReplicateConfig:
     parameters_to_ignore: frozenset[str] = frozenset()
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     device_mesh: DeviceMesh | None = None
+    compile_evaluation: EvaluationMode = "auto"
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
             known = ", ".join(repr(mode) for mode in get_args(SplitMode))
             raise ValueError(f"split={self.split!r} is not known; pass one of {known}")
+        if self.compile_evaluation != "auto" and not isinstance(self.compile_evaluation, bool):
+            raise ValueError(f"compile_evaluation={self.compile_evaluation!r} is not known; pass True, False or 'auto'")
         for name in (
             "broadcast_buffers",
             "init_sync",

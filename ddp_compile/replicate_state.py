@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class ReplicateState:
         self.process_group = process_group
         self.config = config
         self.requires_sync = True
+        self._is_generating = False
         self._num_forwards = 0
         self._num_with_gradients = 0  # of the forwards
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
@@ -158,6 +160,7 @@ class ReplicateState:
         # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         call = torch_internals.traced_call_of(type(module), _await_parameters_of(weakref.ref(self)))
         self.backend.root = call
+        self._call_eagerly = call
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
@@ -180,8 +183,9 @@ class ReplicateState:
         self.monitor.forward_begins(kind)
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
+            evaluate = self._call_eagerly if self._evaluates_eagerly else self._call_evaluation
             with self.reducer.algorithm.evaluation():
-                outputs = self._call_evaluation(module, *args, **kwargs)
+                outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
         self._refuse_distributed_autograd()
@@ -201,6 +205,20 @@ class ReplicateState:
         # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
+
+    @property
+    def _evaluates_eagerly(self) -> bool:
+        wanted = self.config.compile_evaluation
+        return self._is_generating if wanted == "auto" else not wanted
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around the module's method ``generate``, whose forwards are sequences that grow."""
+        before, self._is_generating = self._is_generating, True
+        try:
+            yield
+        finally:
+            self._is_generating = before
 
     def _call_with_gradients(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         algorithm, runs = self.reducer.algorithm, self.backend.runs

@@ -74,6 +74,7 @@ def _replicated_class(original: Any, kept: tuple[str, ...]) -> type[nn.Module]:
         "finalize_backward": torch.compiler.disable(ReplicatedModule.finalize_backward, reason="ddp_compile waits"),
         **attributes_for(original, state_of),
         **{name: _kept(original, name) for name in kept},
+        **_generate_of(original),
     }
     return type(original.__name__, (ReplicatedModule, original), names)
 
@@ -86,3 +87,17 @@ def _kept(original: Any, name: str) -> Any:
     # A submodule or an attribute of this one; another module of the class may have none.
     ours: Callable[..., Any] = vars(ReplicatedModule)[name].__get__
     return OwnAttribute(name, original, ours)
+
+
+def _generate_of(original: Any) -> dict[str, Any]:
+    """The class's method ``generate``, as Transformers' language models have it, told from other evaluation."""
+    generate = inspect.getattr_static(original, "generate", None)
+    if not inspect.isfunction(generate):
+        return {}
+
+    @functools.wraps(generate)
+    def generate_by_forwards(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with state_of(self).generating():
+            return generate(self, *args, **kwargs)
+
+    return {"generate": generate_by_forwards}

@@ -50,6 +50,8 @@ from ddp_compile.config import DDP_ARGUMENTS_REPLACED
         ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'; did you mean bucket_cap_mb"),
         ({"find_unused_parameter": True}, TypeError, "did you mean find_unused_parameters?"),
         ({"device_id": 0}, TypeError, "did you mean device_ids"),
+        ({"compile_evaluation": "no"}, ValueError, "compile_evaluation='no' is not known; pass True, False or 'auto'"),
+        ({"compile_evaluation": 0}, ValueError, "compile_evaluation=0 is not known"),
     ],
 )
 def test_a_wrong_setting_is_named(

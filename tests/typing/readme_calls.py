@@ -38,7 +38,7 @@ def use(device: torch.device, loader: Iterable[tuple[Tensor, Tensor]]) -> None:
 def settings(model: MyModel, mesh: DeviceMesh) -> None:
     model = ddp_compile(model, bucket_cap_mb=25, mode="max-autotune")
     model = ddp_compile(model, device_mesh=mesh["dp"], split="backward", static_graph=True)
-    model = ddp_compile(model, bucket_cap_mb=[1, 25], options={"triton.cudagraphs": True})
+    model = ddp_compile(model, bucket_cap_mb=[1, 25], options={"triton.cudagraphs": True}, compile_evaluation=False)
     assert_type(model, MyModel)
 
 
@@ -64,5 +64,6 @@ def refused(model: MyModel) -> None:
     ddp_compile(model, device_ids=[0])  # type: ignore[arg-type]
     ddp_compile(model, [0])  # type: ignore[arg-type]
     ddp_compile(model, split="sideways")  # type: ignore[arg-type]
+    ddp_compile(model, compile_evaluation="never")  # type: ignore[arg-type]
     ddp_compile(MyModel)  # type: ignore[type-var]
     unwrap(3)  # type: ignore[type-var]
