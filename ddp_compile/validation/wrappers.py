@@ -31,6 +31,7 @@ _PASS_INSIDE = "pass the module inside it, its .module"
 _INSTEAD: Mapping[str, str] = {
     "DistributedDataParallel": _PASS_INSIDE,
     "DataParallel": _PASS_INSIDE,
+    "DeepSpeedEngine": _PASS_INSIDE,
     "FullyShardedDataParallel": _SHARDS,
     "ReplicateModule": _REDUCES,  # torch.distributed._composable.replicate_with_fsdp
     "FSDPModule": _SHARDS,
@@ -40,7 +41,7 @@ _INSTEAD: Mapping[str, str] = {
     "ScriptModule": "Dynamo cannot trace TorchScript; use the Python module",
 }
 _SHARDING = frozenset({"FullyShardedDataParallel", "FSDPModule", "ReplicateModule"})
-_REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DDP"}
+_REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "DDP"}
 
 
 def refuse_wrappers_inside(module: nn.Module) -> None:
@@ -129,7 +130,7 @@ def _trains_adapters(wrapper: nn.Module, module: nn.Module) -> bool:
 def _kind_of(cls: type) -> str | None:
     """Which wrapper a class is or derives from."""
     for base in cls.__mro__:
-        if base.__name__ in _INSTEAD and base.__module__.split(".")[0] in ("torch", "ddp_compile"):
+        if base.__name__ in _INSTEAD and base.__module__.split(".")[0] in ("torch", "deepspeed", "ddp_compile"):
             return base.__name__
     return None
 

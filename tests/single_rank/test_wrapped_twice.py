@@ -150,6 +150,25 @@ def test_a_wrapper_around_a_replicated_module_is_refused_at_the_first_forward(wr
         model(torch.randn(2, 4))
 
 
+class DeepSpeedEngine(nn.Module):
+    """Stands in for DeepSpeed's, which needs a build of its own: a module that calls the one inside it."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.module(x)
+        return output
+
+
+def test_a_deepspeed_engine_around_a_replicated_module_is_refused() -> None:
+    with pytest.raises(ReplicationError, match=r"rank 0: .*called by a DeepSpeedEngine, which takes 4 of its 4"):
+        backward(DeepSpeedEngine(replicated()))
+
+
 @pytest.fixture
 def python_reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Under it DistributedDataParallel does not say that its forward is under way."""
