@@ -263,6 +263,25 @@ class ReplicateState:
             self._refuse_changes(module)  # which may be why they are missing
             raise
 
+    def broadcast_buffers(self, before: str) -> None:
+        """Give all ranks the same buffers before what does not call the module with gradients; together, by all ranks.
+
+        Args:
+            before: What it is, "validation" for example.
+        """
+        self.reducer.await_at_the_end(self.buffers.before_forward(before, source=0))
+
+    def prepare_for_backward_of(self, module: nn.Module, loss: Any) -> None:
+        """Before a backward behind no call of the module: get ready for its gradients, as a forward does.
+
+        Args:
+            module: The module.
+            loss: What is differentiated.
+        """
+        self._prepare_for_backward(module)
+        if self.requires_sync:
+            self.reducer.search_unused_parameters(loss)
+
     def _refuse_changes(self, module: nn.Module) -> None:
         self.parameters.refuse_changes(self.process_group.rank(), module)
 

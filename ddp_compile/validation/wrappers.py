@@ -106,8 +106,8 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
             f" {kind}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]}, ...), so that"
             f" their gradients would be reduced twice, or not at all. Train the module without {kind}, around it or"
             " around a module that holds it. With Accelerate, leave ddp_compile out, and call"
-            " ddp_compile.integrations.accelerate.use(accelerator) before accelerator.prepare(model); with"
-            " Lightning, pass a DDPStrategy whose _setup_model(self, model) returns ddp_compile(model)"
+            " ddp_compile.integrations.accelerate.use(accelerator) before accelerator.prepare(model); with Lightning,"
+            " leave it out and pass Trainer(strategy=ddp_compile.integrations.lightning.DDPCompileStrategy())"
         )
 
 

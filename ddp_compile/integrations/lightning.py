@@ -1,0 +1,219 @@
+"""Lightning: ``Trainer(strategy=DDPCompileStrategy())`` in the place of ``Trainer(strategy="ddp")``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+try:
+    import lightning
+except ImportError as error:
+    raise ImportError(
+        "ddp_compile.integrations.lightning needs Lightning: pip install 'ddp-compile[lightning]'"
+    ) from error
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torchmetrics import Metric, MetricCollection
+
+from ddp_compile.api import argument_names, ddp_compile
+from ddp_compile.config import refuse_unknown_arguments
+from ddp_compile.errors import ReplicationError
+from ddp_compile.functions import is_replicated, no_sync, unwrap
+from ddp_compile.module import state_of
+from ddp_compile.plan.spec import shorten_names
+from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
+
+#: The oldest Lightning that this has been run with.
+OLDEST = "2.5"
+
+
+class _Steps(nn.Module):
+    """What is replicated in a LightningModule's place: a call of it is one of the LightningModule's steps.
+
+    The LightningModule stays what it is, so that what a step calls of it, ``self(batch)`` for example, is part of the
+    step.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, step)(*args, **kwargs)
+
+    @property
+    def training(self) -> bool:
+        """As the LightningModule, whose mode Lightning restores after an evaluation."""
+        module = self._modules.get("module")
+        return module is None or module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """``train()`` goes on to the LightningModule."""
+
+
+class DDPCompileStrategy(DDPStrategy):
+    """Trains a LightningModule by `ddp_compile.ddp_compile`, where ``DDPStrategy`` has DistributedDataParallel.
+
+    ``training_step`` is compiled, and while fitting ``validation_step`` too. With manual optimization the steps run
+    eagerly, and what ``manual_backward`` brings is averaged.
+
+    Args:
+        **settings: Those of ``DDPStrategy``, ``process_group_backend`` or ``ddp_comm_hook`` for example, but for
+            arguments of DistributedDataParallel: in their place those of `ddp_compile.ddp_compile`.
+
+    Raises:
+        TypeError: An argument that is not taken.
+        ReplicationError: This Lightning is too old.
+    """
+
+    strategy_name = "ddp_compile"
+
+    def __init__(self, **settings: Any) -> None:
+        if _release(lightning.__version__) < _release(OLDEST):
+            raise ReplicationError(
+                f"DDPCompileStrategy needs Lightning {OLDEST} or newer, and this is {lightning.__version__}; run"
+                f" pip install 'lightning>={OLDEST}'"
+            )
+        super().__init__(**settings)
+        self._untraced = ExitStack()
+        taken = argument_names()
+        refuse_unknown_arguments({n: value for n, value in self._ddp_kwargs.items() if n not in taken}, taken)
+
+    def configure_ddp(self) -> None:
+        """Replicate the LightningModule.
+
+        Raises:
+            ReplicationError: It cannot be replicated, or is replicated or compiled already.
+        """
+        module = self.model
+        assert isinstance(module, LightningModule)
+        self._refuse(module)
+        settings = dict(self._ddp_kwargs)
+        if (ignored := settings.get("parameters_to_ignore")) and not isinstance(ignored, str):
+            settings["parameters_to_ignore"] = [f"module.{name}" for name in ignored]
+        model = ddp_compile(_Steps(module), **settings)
+        assert is_replicated(model)
+        if (hook := self._ddp_comm_hook) is not None:
+            wrap = self._ddp_comm_wrapper
+            model.register_comm_hook(self._ddp_comm_state, hook if wrap is None else wrap(hook))
+        for owner, name in _python_methods(module):
+            self._untraced.enter_context(_untraced(owner, name))
+        self.model = model
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Let the LightningModule make its optimizers.
+
+        Raises:
+            ReplicationError: One of them is sharded.
+        """
+        super().setup_optimizers(trainer)
+        if isinstance(self.model, _Steps) and isinstance(state_of(self.model).reducer.algorithm, ShardedAlgorithm):
+            raise ReplicationError(
+                f"rank {self.global_rank}: configure_optimizers has called shard_optimizer, and Lightning clips, logs"
+                " and saves whole gradients and states; leave shard_optimizer out"
+            )
+
+    def _refuse(self, module: LightningModule) -> None:
+        for name, submodule in module.named_modules():
+            if is_replicated(submodule):
+                raise ReplicationError(
+                    f"rank {self.global_rank}: {name or 'the LightningModule'} is replicated already; leave"
+                    " ddp_compile(...) out, DDPCompileStrategy calls it with the arguments that it is given"
+                )
+        if parts := [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]:
+            raise ReplicationError(
+                f"rank {self.global_rank}: {shorten_names(parts)} are DTensors, of which a checkpoint of this strategy"
+                " would hold rank 0's part alone; use Lightning's ModelParallelStrategy or FSDPStrategy"
+            )
+        if getattr(module, "_compiler_ctx", None) is not None:
+            raise ReplicationError(
+                f"rank {self.global_rank}: the Trainer was given torch.compile(module); give it the module itself, and"
+                " arguments of torch.compile to DDPCompileStrategy(mode=..., dynamic=...)"
+            )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The training step, compiled unless the module optimizes manually."""
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The validation step, compiled while fitting."""
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def _run(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, model = self.lightning_module, self.model
+        assert module is not None and model is not None
+        if isinstance(model, _Steps):
+            if step != "training_step" or module.automatic_optimization:
+                return model(step, *args, **kwargs)
+            # Its backwards come inside of it, any number of them.
+            state_of(model).broadcast_buffers("training step")
+        return getattr(module, step)(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """All ranks validate with rank 0's buffers, as with ``strategy="ddp"``; a checkpoint holds these."""
+        if isinstance(self.model, _Steps):
+            state_of(self.model).broadcast_buffers("validation")
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """With manual optimization: get ready for the gradients of a backward behind no call of the module."""
+        assert self.lightning_module is not None
+        if isinstance(self.model, _Steps) and not self.lightning_module.automatic_optimization:
+            state_of(self.model).prepare_for_backward_of(self.model, closure_loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally, but for the last micro-batch of a step."""
+        if isinstance(self.model, _Steps):
+            with no_sync(self.model):
+                yield
+        else:
+            yield
+
+    def teardown(self) -> None:
+        """Make the LightningModule plain again."""
+        self._untraced.close()
+        model = self.model
+        try:
+            if isinstance(model, _Steps):
+                self.model = self.lightning_module
+                unwrap(model)
+        finally:
+            super().teardown()
+
+
+def _python_methods(module: LightningModule) -> Iterator[tuple[nn.Module, str]]:
+    """What Dynamo shall not look into: Python that counts calls, for each of which it would compile the step again."""
+    for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
+        yield module, name
+    for submodule in module.modules():
+        if isinstance(submodule, Metric | MetricCollection):
+            for name in ("forward", "update", "compute", "reset"):
+                yield submodule, name
+
+
+@contextmanager
+def _untraced(owner: nn.Module, name: str) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, torch.compiler.disable(getattr(owner, name), reason="it runs in Python"))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

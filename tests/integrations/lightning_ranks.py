@@ -1,0 +1,277 @@
+"""What the tests of `DDPCompileStrategy` run on each rank; importing Lightning takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+from ddp_compile import ddp_compile, is_replicated, shard_optimizer
+from ddp_compile.comm_hooks import bf16_compress_hook
+from ddp_compile.integrations.lightning import DDPCompileStrategy
+
+SMALL = {"backend": "eager", "bucket_cap_mb": 0.001}
+
+
+class Net(LightningModule):
+    """Notes what its training comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before BatchNorm would have gradients of rounding errors alone, of which AdamW makes whole steps.
+        first = nn.Linear(6, 16, bias=False)
+        self.body = nn.Sequential(first, nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+        self.error = MeanSquaredError()
+        self.noted: dict[str, list[float]] = {"loss": [], "norm": [], "validation": []}
+        self.kinds: set[str] = set()
+        self.graphs: list[tuple[int, int]] = []
+        self.num_evaluation_graphs = 0
+        self.reduced: list[str] = []
+        self.untraced: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x))
+        return output
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        output = self(batch[0])
+        loss = (output - batch[1]).square().mean()
+        self.log_sometimes(loss)
+        self.error(output, batch[1])
+        self.log("error", self.error)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        return loss
+
+    @torch.compiler.disable
+    def log_sometimes(self, loss: Tensor) -> None:
+        if self.global_step % 4 == 0:
+            self.log("loss", loss)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("validation", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kinds.add(type(self.trainer.model).__name__)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted["loss"].append(outputs["loss"].item())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.noted["norm"].append(nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
+
+    def on_train_start(self) -> None:
+        self.untraced = untraced(self)
+
+    def on_train_end(self) -> None:
+        model = self.trainer.model
+        if is_replicated(model):
+            state = model._ddp_compile_state
+            reports = state.backend.reports
+            self.graphs = [(each.num_buckets, each.num_partitions) for each in reports if each.num_buckets]
+            self.num_evaluation_graphs = state._num_graphs - len(reports)
+            self.reduced = [g.fqn for bucket in model.bucket_plan.buckets for g in bucket.gradients]
+
+    def on_validation_epoch_end(self) -> None:
+        self.noted["validation"].append(self.trainer.callback_metrics["validation"].item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Adversaries(Net):
+    """Optimizes manually, two parts of it one after the other, each backward reaching its own part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        for optimizer, detaches in zip(self.optimizers(), (True, False), strict=True):
+            hidden = self.body(batch[0])
+            loss = (self.head(hidden.detach() if detaches else hidden) - batch[1]).square().mean()
+            self.manual_backward(loss)
+            self.noted["loss"].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.noted["norm"].append(nn.utils.get_total_norm(gradients).item())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.head, self.body)]
+
+
+def make_trainer(strategy: DDPStrategy, **settings: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"enable_checkpointing": False, "max_epochs": 2, **quiet}
+    environment = LightningEnvironment()
+    return Trainer(accelerator="cpu", devices=2, strategy=strategy, plugins=[environment], **{**defaults, **settings})
+
+
+def loaders() -> list[DataLoader[Any]]:
+    generator = torch.Generator().manual_seed(5)
+    sets = [
+        TensorDataset(torch.randn(n, 6, generator=generator), torch.randn(n, 1, generator=generator)) for n in (48, 16)
+    ]
+    return [DataLoader(each, 4) for each in sets]
+
+
+def trained(make: type[Net], strategy: DDPStrategy, **settings: Any) -> Net:
+    torch.manual_seed(1)
+    net = make()
+    make_trainer(strategy, **settings).fit(net, *loaders())
+    return net
+
+
+def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """By what training with the two strategies differs, of what kinds the trained modules were, and the graphs."""
+    net = trained(globals()[make], DDPCompileStrategy(**{**SMALL, **ours}), **settings)
+    reference = trained(globals()[make], DDPStrategy(**theirs), **settings)
+    assert net.noted.keys() == reference.noted.keys() and len(net.noted["loss"]) > 6
+    found = {
+        name: max((abs(a - b) for a, b in zip(net.noted[name], reference.noted[name], strict=True)), default=0.0)
+        for name in net.noted
+    }
+    states = zip(net.state_dict().values(), reference.state_dict().values(), strict=True)
+    found["states"] = max((a.double() - b.double()).abs().max().item() for a, b in states)
+    return {
+        "differences": found,
+        "kinds": (net.kinds, reference.kinds),
+        "is plain": is_plain(net),
+        "graphs": (net.graphs, net.num_evaluation_graphs),
+        "untraced": (net.untraced, reference.untraced),
+    }
+
+
+def is_plain(net: Net) -> bool:
+    """Whether nothing of ours is left in a module that had been trained."""
+    return bool(net.untraced) and not untraced(net) and not any(map(is_replicated, net.modules()))
+
+
+def untraced(net: nn.Module) -> list[str]:
+    """The methods that were put into a module's own attributes so that Dynamo does not look into them."""
+    own = [(name, value) for module in net.modules() for name, value in vars(module).items()]
+    return [name for name, value in own if getattr(value, "_torchdynamo_disable", False)]
+
+
+def resume(folder: Path) -> tuple[bool, bool, float]:
+    """Whether two halves make the same as a run without a stop, and a checkpoint is that of a plain module."""
+    whole = trained(Net, DDPCompileStrategy(**SMALL), accumulate_grad_batches=2)
+    torch.manual_seed(1)
+    first, second = Net(), Net()
+    trainer = make_trainer(DDPCompileStrategy(**SMALL), accumulate_grad_batches=2, max_epochs=1)
+    trainer.fit(first, *loaders())
+    trainer.save_checkpoint(folder / "half.ckpt")
+    going_on = make_trainer(DDPCompileStrategy(**SMALL), accumulate_grad_batches=2)
+    going_on.fit(second, *loaders(), ckpt_path=folder / "half.ckpt")
+    (validated,) = going_on.validate(second, loaders()[1], verbose=False)
+    states = zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
+    is_equal = all(torch.equal(a, b) for a, b in states)
+    is_equal &= whole.noted["loss"] == [*first.noted["loss"], *second.noted["loss"]]
+    keys = torch.load(folder / "half.ckpt", weights_only=False)["state_dict"].keys()
+    return is_equal, keys == Net().state_dict().keys(), abs(validated["validation"] - whole.noted["validation"][-1])
+
+
+def reduced_names(ignored: list[str]) -> list[str]:
+    return trained(Net, DDPCompileStrategy(**SMALL, parameters_to_ignore=ignored)).reduced
+
+
+def hooked() -> tuple[int, bool]:
+    """How often a comm hook was called that a wrapper was put around, and whether training came to numbers."""
+    calls: list[int] = []
+
+    def hook(state: str, bucket: Any) -> Any:
+        assert state == "state"
+        calls.append(bucket.index())
+        return bf16_compress_hook(None, bucket)
+
+    def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda state, bucket: hook(state.removesuffix(", wrapped"), bucket)
+
+    ours = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrap, "ddp_comm_state": "state, wrapped"}
+    net = trained(Net, DDPCompileStrategy(backend="eager", **ours))
+    return len(calls), all(bool(torch.isfinite(p).all()) for p in net.parameters())
+
+
+def replicated_inside() -> Net:
+    net = Net()
+    net.body = ddp_compile(net.body, backend="eager")
+    return net
+
+
+class HoldsParts(Net):
+    def configure_model(self) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        self.head.weight = nn.Parameter(DTensor.from_local(self.head.weight.detach(), mesh, [Shard(0)]))
+
+
+class ShardsOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return shard_optimizer(torch.optim.AdamW(self.parameters()), self.trainer.model)
+
+
+REFUSED: dict[str, tuple[type[DDPStrategy], Callable[[], Any]]] = {
+    "replicated": (DDPCompileStrategy, lambda: ddp_compile(Net(), backend="eager")),
+    "replicated inside": (DDPCompileStrategy, replicated_inside),
+    "compiled": (DDPCompileStrategy, lambda: torch.compile(Net(), backend="eager")),
+    "sharded": (DDPCompileStrategy, HoldsParts),
+    "sharded optimizer": (DDPCompileStrategy, ShardsOptimizer),
+    "replicated, in ddp": (DDPStrategy, lambda: ddp_compile(Net(), backend="eager")),
+    "replicated inside, in ddp": (DDPStrategy, replicated_inside),
+}
+
+
+def errors_of_fit() -> dict[str, str]:
+    errors = {}
+    for name, (strategy, make) in REFUSED.items():
+        try:
+            make_trainer(strategy()).fit(make(), *loaders())
+        except RuntimeError as error:  # a ReplicationError is one
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def errors_of_strategies() -> list[str]:
+    """What is said about arguments that are not taken, and about a Lightning that is too old."""
+    errors = []
+    for settings in ({"find_unused_parameter": True}, {"mixed_precision": torch.bfloat16}):
+        try:
+            DDPCompileStrategy(**settings)
+        except TypeError as error:
+            errors.append(str(error))
+    with mock.patch.object(lightning, "__version__", "2.4.0.post0"):
+        try:
+            DDPCompileStrategy()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def is_plain_after_an_error() -> bool:
+    class Fails(Net):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            raise ArithmeticError("on every rank")
+
+    net = Fails()
+    with contextlib.suppress(ArithmeticError):
+        make_trainer(DDPCompileStrategy(**SMALL)).fit(net, *loaders())
+        return False
+    return is_plain(net)
