@@ -123,7 +123,6 @@ def test_links_have_their_rates_and_count_what_is_sent(measured: Measured) -> No
     assert float(unshaped["achieved_gbit"]) > float(slow["achieved_gbit"])
     # Each of two ranks sends half of the sum and half of the result, and headers.
     assert float(slow["sent_mib"]) == pytest.approx(float(slow["payload_mib"]), rel=0.15)
-    assert float(slow["step_ms"]) > float(unshaped["step_ms"])
 
 
 def test_failing_implementations_stay_in_the_table(measured: Measured) -> None:
