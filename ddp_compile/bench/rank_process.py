@@ -27,7 +27,8 @@ from ddp_compile.bench.settings import Prepared, Profiled, RankContext, StepReco
 from ddp_compile.bench.training import Communication, Steppable, Training, timed_steps
 from ddp_compile.bench.workloads import make_workload
 from ddp_compile.config import caps_from_mib
-from ddp_compile.plan.spec import GradientSpec, plan_buckets
+from ddp_compile.plan.packing import plan_buckets
+from ddp_compile.plan.spec import GradientSpec
 
 GROUP_TIMEOUT_S = 300
 NUM_WARMUP_STEPS = 4

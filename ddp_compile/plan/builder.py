@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
-from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, check_caps, pack, renumbered
+from ddp_compile.plan.packing import check_caps, pack
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
 
 class _Place(NamedTuple):
@@ -30,17 +32,26 @@ class PlanBuilder:
         gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
         caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
         layout: See `BucketSpec`.
+        region_of: By parameter index the region that is compiled by itself, of those that are in one. Gradients of one
+            region come all at once, so buckets of the eager tail begin and end where regions do; see `pack`.
 
     Raises:
         ValueError: As `plan_buckets`.
     """
 
-    def __init__(self, gradients: Sequence[GradientSpec], caps_bytes: Sequence[int], layout: Layout = "padded") -> None:
+    def __init__(
+        self,
+        gradients: Sequence[GradientSpec],
+        caps_bytes: Sequence[int],
+        layout: Layout = "padded",
+        region_of: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         check_caps(caps_bytes, layout)
         assert [gradient.index for gradient in gradients] == list(range(len(gradients)))
         self.gradients = tuple(gradients)
         self.caps_bytes = tuple(caps_bytes)
         self.layout = layout
+        self.region_of = region_of
         self.sealed: BucketPlan | None = None
         self._frames: list[list[BucketSpec]] = []
         self._num_buckets = 0  # of all frames
@@ -86,9 +97,9 @@ class PlanBuilder:
         The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
         What no frame showed is the eager tail: reverse registration order, after all frames.
         """
-        tail = [gradient for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
+        tail = [gradient.index for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
         compiled = [bucket for frame in reversed(self._frames) for bucket in frame]
-        return BucketPlan(renumbered(compiled + pack(tail, self.caps_bytes, self.layout, frame=None)))
+        return BucketPlan(renumbered(compiled + self._pack_tail(tail)))
 
     def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
         """The sealed plan's next generation: the eager tail packed as its gradients came, each bucket in its place.
@@ -106,10 +117,20 @@ class PlanBuilder:
         place = {index: i for i, index in enumerate(order)}
         compiled = [bucket for bucket in self.sealed.buckets if bucket.frame is not None]
         in_tail = {g.index for bucket in self.sealed.buckets if bucket.frame is None for g in bucket.gradients}
-        tail = [self.gradients[index] for index in order if index in in_tail]
-        buckets = [*compiled, *pack(tail, self.caps_bytes, self.layout, frame=None)]
+        buckets = [*compiled, *self._pack_tail([index for index in order if index in in_tail])]
         buckets.sort(key=lambda bucket: max(place[gradient.index] for gradient in bucket.gradients))
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
+
+    def _pack_tail(self, order: Sequence[int]) -> list[BucketSpec]:
+        """Buckets of these parameters, those of a region behind the first of them."""
+        begins: dict[int, int] = {}
+        for place, index in enumerate(order):
+            if index in self.region_of:
+                begins.setdefault(self.region_of[index], place)
+        # Sorting is stable: in a region they stay in the order given.
+        places = {index: begins.get(self.region_of.get(index, -1), place) for place, index in enumerate(order)}
+        tail = [self.gradients[index] for index in sorted(order, key=places.__getitem__)]
+        return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
 
     def lay_out_as(self, layout: Layout) -> None:
         """Give every bucket another layout, those of a sealed plan as well; the gradients in it stay the same."""

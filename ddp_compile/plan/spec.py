@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from textwrap import shorten
 from typing import Any, Literal, get_args
@@ -291,80 +291,6 @@ def _shown(value: Any) -> str:
 
 def _malformed(what: str) -> ValueError:
     return ValueError(f"bucket plan is malformed: {what}. Pass the text that BucketPlan.to_json() returned, unchanged")
-
-
-def plan_buckets(
-    gradients: Iterable[GradientSpec],
-    caps_bytes: int | Sequence[int],
-    *,
-    first_cap_bytes: int | None = None,
-    layout: Layout = "padded",
-    generation: int = 0,
-) -> BucketPlan:
-    """Pack gradients into buckets in the order given, which should be the order in which they become ready.
-
-    Args:
-        gradients: The gradients in gradient-ready order.
-        caps_bytes: One capacity in bytes, or one for each bucket, the last of which holds for all further buckets.
-        first_cap_bytes: Capacity of the first bucket beside a single ``caps_bytes``; no larger than that is used.
-        layout: See `BucketSpec`.
-        generation: See `BucketPlan`.
-
-    Returns:
-        A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are
-        ordered by when their last gradient is ready.
-
-    Raises:
-        ValueError: A capacity is not positive, or the layout is not known.
-
-    Source: the packing rule (a bucket closes once it has reached its capacity; each dtype and device steps through the
-    capacities by itself) is ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
-    """
-    caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
-    if first_cap_bytes is not None:
-        caps = (min(first_cap_bytes, caps[0]), *caps)
-    check_caps(caps, layout)
-    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)), generation)
-
-
-def check_caps(caps: Sequence[int], layout: Layout) -> None:
-    if not caps or any(cap <= 0 for cap in caps):
-        raise ValueError(f"bucket capacities {list(caps)} (bytes) must be positive and at least one must be given")
-    if layout not in get_args(Layout):
-        raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
-
-
-def pack(gradients: Iterable[GradientSpec], caps: Sequence[int], layout: Layout, frame: int | None) -> list[BucketSpec]:
-    closed: list[_OpenBucket] = []
-    still_open: dict[tuple[str, str], _OpenBucket] = {}
-    num_opened: dict[tuple[str, str], int] = {}
-    for position, gradient in enumerate(gradients):
-        if gradient.is_sparse:
-            closed.append(_OpenBucket(caps[-1], [gradient], last=position))
-            continue
-        key = (gradient.dtype, gradient.device)
-        if key not in still_open:
-            ordinal = num_opened.get(key, 0)
-            num_opened[key] = ordinal + 1
-            still_open[key] = _OpenBucket(caps[min(ordinal, len(caps) - 1)])
-        bucket = still_open[key]
-        bucket.gradients.append(gradient)
-        bucket.num_bytes += gradient.num_bytes
-        bucket.last = position
-        if bucket.num_bytes >= bucket.cap_bytes:
-            closed.append(still_open.pop(key))
-    ordered = sorted([*closed, *still_open.values()], key=lambda bucket: bucket.last)
-    return [BucketSpec(i, tuple(b.gradients), b.cap_bytes, frame, layout) for i, b in enumerate(ordered)]
-
-
-@dataclass(slots=True)
-class _OpenBucket:
-    """A bucket that is being packed; ``last`` is the position of its latest gradient in the order given."""
-
-    cap_bytes: int
-    gradients: list[GradientSpec] = field(default_factory=list)
-    num_bytes: int = 0
-    last: int = -1
 
 
 def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plans import gradients, members, plan_in_frames, random_gradients
+from plans import gradient, gradients, members, plan_in_frames, random_gradients
 
 from ddp_compile.plan import builder as plan_builder
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, pack, plan_buckets
+from ddp_compile.plan.packing import pack, plan_buckets
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout
 
 
 def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registration_order() -> None:
@@ -215,3 +216,55 @@ def test_any_order_of_arrival_gives_a_plan_of_every_parameter_with_the_frames_bu
     assert of_frames == {tuple(g.index for g in b.gradients) for b in plan.buckets if b.frame is not None}
     last = [max(order.index(i) if i in order else len(order) for i in bucket) for bucket in members(plan.buckets)]
     assert last == sorted(last)
+
+
+# Regions, whose gradients come all at once.
+
+
+def test_small_regions_share_buckets_that_end_where_one_of_them_does() -> None:
+    specs = gradients(*[100] * 8)
+    assert members(pack(specs, [1000], "padded", None, dict(enumerate([0, 0, 1, 1, 2, 2, 3, 3])))) == [
+        *([0, 1, 2, 3], [4, 5, 6, 7])
+    ]
+    assert members(pack(specs, [1000], "padded", None)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_a_large_region_has_buckets_of_its_own_and_nothing_waits_for_it() -> None:
+    specs = gradients(*[100] * 8)
+    region_of = {2: 0, 3: 0, 4: 0, 5: 0, 6: 1}
+    assert members(pack(specs, [900], "padded", None, region_of)) == [[0, 1], [2, 3, 4], [5], [6, 7]]
+
+
+def test_a_region_that_exceeds_the_first_capacity_alone_goes_into_the_second_bucket_with_others() -> None:
+    specs = gradients(*[100] * 7)
+    region_of = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2}
+    assert members(pack(specs, [500, 1500], "padded", None, region_of)) == [[0], [1, 2, 3, 4], [5, 6]]
+
+
+def test_gradients_of_a_region_are_packed_by_dtype_and_sparse_ones_alone() -> None:
+    specs = [gradient(0, 10), gradient(1, 10, "bfloat16"), gradient(2, 10, sparse=True), gradient(3, 10)]
+    assert members(pack(specs, [1000], "padded", None, dict.fromkeys(range(4), 0))) == [[2], [0, 3], [1]]
+
+
+def test_regions_stay_together_in_any_order_of_arrival() -> None:
+    builder = PlanBuilder(gradients(*[100] * 7), [400 * 3], region_of={1: 0, 2: 0, 4: 1, 5: 1})
+    assert members(builder.propose().buckets) == [[6, 5, 4], [3, 2, 1], [0]]
+    builder.seal(builder.propose())
+    # What has not come at all, 2, stays with its region, whose bucket is then the last one.
+    assert members(builder.reorder_tail([4, 0, 1, 5, 3, 6]).buckets) == [[4, 5, 0], [6], [1, 2, 3]]
+    assert members(builder.reorder_tail([0, 6, 4, 3, 1, 5, 2]).buckets) == [[0, 6, 4, 5], [3, 1, 2]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_region_is_alone_in_its_buckets_or_whole_in_one_of_each_kind(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = random_gradients(seed)
+    region_of = {i: i // 5 for i in range(len(specs)) if i // 5 % 3}
+    buckets = pack(specs, [rng.randint(1, 20_000) for _ in range(2)], "padded", None, region_of)
+    assert sorted(i for bucket in members(buckets) for i in bucket) == list(range(len(specs)))
+    for region in set(region_of.values()):
+        for dtype in ("float32", "bfloat16"):
+            held = [b for b in buckets if b.dtype == dtype and not b.is_sparse]
+            held = [b for b in held if any(region_of.get(g.index) == region for g in b.gradients)]
+            owners = [{region_of.get(g.index) for g in b.gradients} for b in held]
+            assert len(held) <= 1 or all(each == {region} for each in owners)

@@ -16,14 +16,8 @@ from plans import gradient, gradients, members, plan_in_frames, random_gradients
 from process_copies import run_in_copy
 
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import (
-    PADDED_ALIGNMENT_BYTES,
-    BucketPlan,
-    BucketSpec,
-    GradientSpec,
-    device_labels,
-    plan_buckets,
-)
+from ddp_compile.plan.packing import plan_buckets
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec, device_labels
 
 MIB = 2**20
 

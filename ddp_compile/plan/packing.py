@@ -1,0 +1,166 @@
+"""Packs gradients into buckets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import get_args
+
+from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
+
+#: Dtype and device, of which a bucket holds one each.
+_Kind = tuple[str, str]
+
+
+def plan_buckets(
+    gradients: Iterable[GradientSpec],
+    caps_bytes: int | Sequence[int],
+    *,
+    first_cap_bytes: int | None = None,
+    layout: Layout = "padded",
+    generation: int = 0,
+) -> BucketPlan:
+    """Pack gradients into buckets in the order given, which should be the order in which they become ready.
+
+    Args:
+        gradients: The gradients in gradient-ready order.
+        caps_bytes: One capacity in bytes, or one for each bucket, the last of which holds for all further buckets.
+        first_cap_bytes: Capacity of the first bucket beside a single ``caps_bytes``; no larger than that is used.
+        layout: See `BucketSpec`.
+        generation: See `BucketPlan`.
+
+    Returns:
+        A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are
+        ordered by when their last gradient is ready.
+
+    Raises:
+        ValueError: A capacity is not positive, or the layout is not known.
+
+    Source: the packing rule (a bucket closes once it has reached its capacity; each dtype and device steps through the
+    capacities by itself) is ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
+    """
+    caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
+    if first_cap_bytes is not None:
+        caps = (min(first_cap_bytes, caps[0]), *caps)
+    check_caps(caps, layout)
+    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)), generation)
+
+
+def check_caps(caps: Sequence[int], layout: Layout) -> None:
+    if not caps or any(cap <= 0 for cap in caps):
+        raise ValueError(f"bucket capacities {list(caps)} (bytes) must be positive and at least one must be given")
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout={layout!r} is not known; pass one of {get_args(Layout)}")
+
+
+def pack(
+    gradients: Iterable[GradientSpec],
+    caps: Sequence[int],
+    layout: Layout,
+    frame: int | None,
+    region_of: Mapping[int, int] = MappingProxyType({}),
+) -> list[BucketSpec]:
+    """Buckets of gradients in the order given.
+
+    Args:
+        region_of: By parameter index the region that it belongs to; gradients of one region come all at once, and stand
+            behind each other. Where such a region is smaller than the capacity, a bucket takes it whole; where it is
+            not, no bucket has gradients of it and others.
+    """
+    packing = _Packing(caps)
+    for region, members in itertools.groupby(gradients, key=lambda gradient: region_of.get(gradient.index)):
+        if region is None:
+            for gradient in members:
+                packing.add(gradient)
+        else:
+            packing.add_region(list(members))
+    return [BucketSpec(i, tuple(b.gradients), b.cap_bytes, frame, layout) for i, b in enumerate(packing.ordered())]
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket that is being packed; ``last`` is the position of its latest gradient in the order given."""
+
+    cap_bytes: int
+    gradients: list[GradientSpec] = field(default_factory=list)
+    num_bytes: int = 0
+    last: int = -1
+
+
+class _Packing:
+    """Buckets being packed; each dtype and device steps through the capacities by itself."""
+
+    def __init__(self, caps: Sequence[int]) -> None:
+        self._caps = caps
+        self._closed: list[_OpenBucket] = []
+        self._open: dict[_Kind, _OpenBucket] = {}
+        self._num_opened: dict[_Kind, int] = {}
+        self._num_added = 0
+
+    def add(self, gradient: GradientSpec) -> None:
+        """Put a gradient into the open bucket of its kind, which closes once it has reached its capacity."""
+        if gradient.is_sparse:
+            self._closed.append(_OpenBucket(self._caps[-1], [gradient], last=self._num_added))
+            self._num_added += 1
+            return
+        self._append(gradient)
+        self._close_if_full(_kind(gradient))
+
+    def add_region(self, members: Sequence[GradientSpec]) -> None:
+        """Add gradients that come all at once."""
+        by_kind: dict[_Kind, list[GradientSpec]] = {}
+        for gradient in members:
+            if gradient.is_sparse:
+                self.add(gradient)
+            else:
+                by_kind.setdefault(_kind(gradient), []).append(gradient)
+        for kind, gradients in by_kind.items():
+            num_bytes = sum(gradient.num_bytes for gradient in gradients)
+            if num_bytes >= self._cap_of(kind):
+                self._close(kind)  # what came before is not to wait for the region
+            is_small = num_bytes < self._cap_of(kind)
+            for gradient in gradients:
+                if is_small:
+                    self._append(gradient)
+                else:
+                    self.add(gradient)
+            if is_small:
+                self._close_if_full(kind)
+            else:
+                self._close(kind)
+
+    def ordered(self) -> list[_OpenBucket]:
+        """All buckets, by when their last gradient is ready."""
+        return sorted([*self._closed, *self._open.values()], key=lambda bucket: bucket.last)
+
+    def _append(self, gradient: GradientSpec) -> None:
+        kind = _kind(gradient)
+        if kind not in self._open:
+            cap_bytes = self._cap_of(kind)
+            self._num_opened[kind] = self._num_opened.get(kind, 0) + 1
+            self._open[kind] = _OpenBucket(cap_bytes)
+        bucket = self._open[kind]
+        bucket.gradients.append(gradient)
+        bucket.num_bytes += gradient.num_bytes
+        bucket.last = self._num_added
+        self._num_added += 1
+
+    def _cap_of(self, kind: _Kind) -> int:
+        """Capacity of the open bucket, or of the next one."""
+        if kind in self._open:
+            return self._open[kind].cap_bytes
+        return self._caps[min(self._num_opened.get(kind, 0), len(self._caps) - 1)]
+
+    def _close_if_full(self, kind: _Kind) -> None:
+        if self._open[kind].num_bytes >= self._open[kind].cap_bytes:
+            self._close(kind)
+
+    def _close(self, kind: _Kind) -> None:
+        if kind in self._open:
+            self._closed.append(self._open.pop(kind))
+
+
+def _kind(gradient: GradientSpec) -> _Kind:
+    return gradient.dtype, gradient.device
