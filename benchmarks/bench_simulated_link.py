@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.multiprocessing as mp
@@ -36,8 +37,14 @@ STEPS_OF_A_TURN = 4  #: of which the first one is not timed
 DEFAULT = "ddp-eager,compile-ddp,ddp-inner-compile,ddp_compile-forward,ddp_compile-backward"
 
 
-#: Makes the training of one name, in the process that it is measured in.
-Make = Callable[[str, argparse.Namespace], Training]
+class Steps(Protocol):
+    """What trains."""
+
+    def step(self) -> object: ...
+
+
+#: Makes what trains under one name, in the process that it is measured in.
+Make = Callable[[str, argparse.Namespace], Steps]
 
 
 def make_training(implementation: str, arguments: argparse.Namespace) -> Training:

@@ -15,6 +15,7 @@ from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce, check_alg
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import (
     EvaluationMode,
+    RegionClasses,
     ReplicateConfig,
     SplitMode,
     caps_from_mib,
@@ -56,6 +57,7 @@ def ddp_compile(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
     compile_evaluation: EvaluationMode = "auto",
+    regions: RegionClasses | None = None,
     **unknown: Never,
 ) -> ModuleT:
     """Make ``module`` train data-parallel and compiled, in place.
@@ -112,6 +114,10 @@ def ddp_compile(
         compile_evaluation: Whether forwards without gradients, as under ``torch.no_grad()``, are compiled. "auto": all
             but those inside of the module's method ``generate``, which gives each forward another shape; True: those as
             well; False: none.
+        regions: Compile blocks that repeat by themselves, once for all that are alike, rather than the whole module,
+            which takes much less time to compile. "auto": the children of a ModuleList, Sequential or ModuleDict of
+            which two or more are of one class, and have submodules. Or a list of classes of modules. What is outside of
+            them runs eagerly. Buckets begin and end where regions do; ``split`` stays "auto".
         **unknown: Nothing else is taken; an argument of DistributedDataParallel is refused with what to write instead.
 
     Returns:
@@ -144,6 +150,7 @@ def ddp_compile(
         delayed=delayed,
         device_mesh=device_mesh,
         compile_evaluation=compile_evaluation,
+        regions=regions,
     )
     if find_unused_parameters and static_graph:
         warnings.warn(

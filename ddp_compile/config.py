@@ -10,11 +10,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 SplitMode = Literal["auto", "forward", "backward", "none"]
 EvaluationMode = Literal["auto", True, False]
+#: "auto", or classes of modules.
+RegionClasses = Literal["auto"] | Sequence[type[Module]]
 
 _MIB = 1024 * 1024
 
@@ -109,6 +111,7 @@ class ReplicateConfig:
         delayed: Those that the reducer leaves out, and that are averaged all the same.
         device_mesh: The mesh that the ranks were given as, if they were.
         compile_evaluation: Whether forwards without gradients are compiled; "auto": but for those of ``generate``.
+        regions: Which submodules are compiled by themselves, in place of the whole module; None for none.
     """
 
     caps_bytes: tuple[int, ...]
@@ -124,6 +127,7 @@ class ReplicateConfig:
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     device_mesh: DeviceMesh | None = None
     compile_evaluation: EvaluationMode = "auto"
+    regions: RegionClasses | None = None
 
     def __post_init__(self) -> None:
         if self.split not in get_args(SplitMode):
@@ -131,6 +135,8 @@ class ReplicateConfig:
             raise ValueError(f"split={self.split!r} is not known; pass one of {known}")
         if self.compile_evaluation != "auto" and not isinstance(self.compile_evaluation, bool):
             raise ValueError(f"compile_evaluation={self.compile_evaluation!r} is not known; pass True, False or 'auto'")
+        if self.regions is not None:
+            _check_regions(self.regions, self.split)
         for name in (
             "broadcast_buffers",
             "init_sync",
@@ -142,6 +148,19 @@ class ReplicateConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False; pass one of them")
+
+
+def _check_regions(regions: RegionClasses, split: SplitMode) -> None:
+    if regions != "auto":
+        is_list = isinstance(regions, Sequence) and not isinstance(regions, str)
+        if not is_list or not regions or not all(isinstance(c, type) and issubclass(c, Module) for c in regions):
+            raise ValueError(f"regions={regions!r} is neither 'auto' nor a list of classes of modules, as [Block] is")
+    if split != "auto":
+        raise ValueError(
+            f"split={split!r} cannot be used with regions={regions!r}: what is compiled for a region is shared by all"
+            " regions of its class, and never cut; buckets are launched behind the backward of each region. Drop split,"
+            " or regions"
+        )
 
 
 # Measured on two CPU ranks (benchmarks/README.md): at 1 Gbit/s 5 MiB saves a tenth of the step that 25 MiB takes, on an

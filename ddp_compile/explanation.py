@@ -8,11 +8,12 @@ from ddp_compile.replicate_state import ReplicateState
 
 
 def explain(state: ReplicateState, plan: BucketPlan) -> str:
-    """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
+    """The bucket table, how each graph was cut or shared, which cuts were declined, and what could not be compiled."""
     failures = [f"{failure.graph} runs eagerly: {failure.error}" for failure in state.compiler.failures]
     reports = [_format_report(report) for report in state.backend.reports]
+    by_region = state.regions.explain() or _format_eager(plan)
     by_algorithm = state.reducer.algorithm.explain()
-    return "\n".join([plan.format_table(), *reports, *_format_eager(plan), *by_algorithm, *failures])
+    return "\n".join([plan.format_table(), *reports, *by_region, *by_algorithm, *failures])
 
 
 def _format_report(report: GraphReport) -> str:

@@ -311,6 +311,7 @@ class ReplicatedModule(nn.Module):
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
         state.sharded.detach()
+        state.regions.remove()
         state.parameters.release()
         delattr(self, STATE)
         self.__class__ = original_class(type(self))

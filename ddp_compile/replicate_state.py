@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.regions import CompiledRegions, find_regions, region_of_parameters
 from ddp_compile.replicated_buffers import ReplicatedBuffers
 from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.agreement_points import is_agreement_point
@@ -61,6 +62,7 @@ class ReplicateState:
         algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
+        regions = find_regions(module, config.regions, process_group.rank())
         sharded = sharded_submodules(module)
         if sharded:
             # FSDP2 may send over the group as well, at places between our launches that are not certain.
@@ -82,10 +84,10 @@ class ReplicateState:
         parameters = list(reduced.values())
         self.device = parameters[0].device
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
-        in_backward = launches_in_backward(config.split, self.compiler)
+        in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
-        self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced))
+        self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced), regions)
         self.monitor = DesyncMonitor(process_group, self.device)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
@@ -98,7 +100,8 @@ class ReplicateState:
         refuse_what_waits(algorithm, config, self.buffers, bool(sharded), process_group)
         algorithm.attach(parameters)
         self.sharded.attach(broadcast=config.init_sync)
-        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout)
+        region_of = region_of_parameters(list(reduced), regions)
+        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         ordinal = next_reducer_ordinal()
         numbers = {id(p): i for i, p in enumerate(parameters)}
         # What is not sent need not move, and where somebody may add to a gradient it must not.
@@ -107,7 +110,7 @@ class ReplicateState:
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.optimizers = OptimizersInBackward(reduced)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
-        self._compile_calls(module, compile_settings)
+        self._compile_calls(module, compile_settings, bool(regions))
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
         self.algorithms = AlgorithmSwitch(
             self.reducer, gradients, reduced, config, self.buffers, bool(sharded), process_group
@@ -117,6 +120,7 @@ class ReplicateState:
         )
         register_receiver(ordinal, self.reducer.receiver)
         self.parameters.register()
+        self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
 
     def _agree(
         self,
@@ -125,6 +129,7 @@ class ReplicateState:
         in_backward: bool,
         not_reduced: Container[str],
         objection: str,
+        regions: Iterable[str],
     ) -> None:
         """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
@@ -134,6 +139,7 @@ class ReplicateState:
             f"parameters that another replicated module reduces={shared}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
+            f"modules that are compiled by themselves={', '.join(regions) or 'none'}",
             *describe_module(module, self.config, in_backward, not_reduced),
             *self.sharded.describe(),
         ]
@@ -156,11 +162,13 @@ class ReplicateState:
         )
         return Reducer(parameters, self.builder, self.process_group, settings)
 
-    def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings) -> None:
-        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
+    def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings, by_regions: bool) -> None:
         call = torch_internals.traced_call_of(type(module), _await_parameters_of(weakref.ref(self)))
         self.backend.root = call
-        self._call_eagerly = call
+        self._call_eagerly = self._call_training = self._call_evaluation = call
+        if by_regions:
+            return
+        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
@@ -183,7 +191,7 @@ class ReplicateState:
         self.monitor.forward_begins(kind)
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
-            evaluate = self._call_eagerly if self._evaluates_eagerly else self._call_evaluation
+            evaluate = self._call_eagerly if self.evaluates_eagerly else self._call_evaluation
             with self.reducer.algorithm.evaluation():
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
@@ -206,8 +214,13 @@ class ReplicateState:
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
 
+    def await_parameters(self) -> None:
+        """Parameters are about to be read: return when they are complete."""
+        self.reducer.algorithm.await_parameters()
+
     @property
-    def _evaluates_eagerly(self) -> bool:
+    def evaluates_eagerly(self) -> bool:
+        """Whether a forward without gradients, if it came now, would not be compiled."""
         wanted = self.config.compile_evaluation
         return self._is_generating if wanted == "auto" else not wanted
 
@@ -287,7 +300,7 @@ class ReplicateState:
 
     @property
     def _num_graphs(self) -> int:
-        return len(self.backend.reports) + self._evaluation_backend.num_graphs
+        return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
 
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
@@ -317,14 +330,15 @@ class ReplicateState:
                 rank,
             )
             return
-        if not reports and not self._evaluation_backend.num_graphs:
+        if not self._num_graphs:
             log.warning(
                 "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."
                 ' TORCH_LOGS="graph_breaks,recompiles" says why',
                 rank,
             )
             return
-        if self.config.split == "none" or not _needs_overlap(self.process_group):
+        # Each region's backward brings its gradients by itself, however many regions there are.
+        if self.config.split == "none" or len(self.regions) or not _needs_overlap(self.process_group):
             return
         whole = graphs_without_cut(reports)
         caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
@@ -349,7 +363,7 @@ def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], Non
     # Dynamo keeps the function that calls this for good.
     def await_parameters() -> None:
         if (alive := state()) is not None:
-            alive.reducer.algorithm.await_parameters()
+            alive.await_parameters()
 
     return await_parameters
 

@@ -321,16 +321,31 @@ class EvaluationBackend:
     """Compiles the graphs of one module that no gradients come back through, or only in evaluation mode: whole.
 
     Dynamo keeps every backend for good, so this one, like `TrainingBackend`, must not lead to the module.
+
+    Args:
+        compiler: Compiles each graph.
+        kind: What the log calls the graphs.
     """
 
-    def __init__(self, compiler: GraphCompiler) -> None:
+    def __init__(self, compiler: GraphCompiler, kind: str = "evaluation graph") -> None:
         self.compiler = compiler
+        self.kind = kind
         self.num_graphs = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        name = f"evaluation graph {self.num_graphs}"
+        name = f"{self.kind} {self.num_graphs}"
         self.num_graphs += 1
         return self.compiler.compile(gm, example_inputs, name)
+
+
+class RegionBackend(EvaluationBackend):
+    """Compiles training graphs that several modules share: whole, so that nothing in them is about one module."""
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if torch_internals.loses_gradients_of_collectives(gm):
+            raise _loses_gradients(self.compiler.rank, f"{self.kind} {self.num_graphs}")
+        GraphDump(f"{self.kind} {self.num_graphs}", "those of all modules that share the graph").before_pipeline(gm)
+        return super().__call__(gm, example_inputs)
 
 
 def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:

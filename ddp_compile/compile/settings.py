@@ -53,8 +53,16 @@ class CompileSettings:
         self.fullgraph = fullgraph
         self.dynamic = dynamic
 
-    def compile(self, function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-        """``torch.compile`` of ``function`` with these settings, and ``backend`` in the place of the inner one."""
+    def compile(
+        self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int = 1
+    ) -> Callable[..., Any]:
+        """``torch.compile`` of ``function`` with these settings, and ``backend`` in the place of the inner one.
+
+        Args:
+            function: What is compiled.
+            backend: Called with each graph.
+            num_modules: How many modules the function is called with.
+        """
         return torch_internals.compile_isolated(
-            function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+            function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, num_modules=num_modules
         )

@@ -59,7 +59,13 @@ from ddp_compile.torch_internals.fully_shard import (
     remove_all_reduce_hook,
     state_of_fully_shard,
 )
-from ddp_compile.torch_internals.module_calls import active_ddp, inside_optimizer_step, is_module_call
+from ddp_compile.torch_internals.module_calls import (
+    active_ddp,
+    compiled_call_of,
+    inside_optimizer_step,
+    is_module_call,
+    set_compiled_call,
+)
 from ddp_compile.torch_internals.process_groups import (
     all_gather_single,
     backend_name,
@@ -121,6 +127,7 @@ __all__ = [
     "compile_isolated",
     "compile_with_eager_backward",
     "compiled_autograd_is_on",
+    "compiled_call_of",
     "copy_dynamo_metadata",
     "current_graph_task_id",
     "disabled_join_config",
@@ -171,6 +178,7 @@ __all__ = [
     "right_cache_entries",
     "right_donations",
     "run_last",
+    "set_compiled_call",
     "shut_down_connection",
     "started",
     "state_of_fully_shard",

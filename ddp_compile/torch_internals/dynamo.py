@@ -122,22 +122,38 @@ _num_isolated_functions = 0
 
 
 def compile_isolated(
-    function: Callable[..., Any], *, backend: Callable[..., Any], fullgraph: bool, dynamic: bool | None
+    function: Callable[..., Any],
+    *,
+    backend: Callable[..., Any],
+    fullgraph: bool,
+    dynamic: bool | None,
+    num_modules: int = 1,
 ) -> Callable[..., Any]:
     """``torch.compile`` with a recompile limit of its own.
 
     Dynamo guards on the backend, and the models of one class share code, so each model adds an entry to one list; the
     ninth would hit the limit and run eagerly without a word. torch 2.13 can keep the lists apart. For an older torch
     the limits grow with the number of functions compiled here.
+
+    Args:
+        function: What is compiled.
+        backend: As in ``torch.compile``.
+        fullgraph: As in ``torch.compile``.
+        dynamic: As in ``torch.compile``.
+        num_modules: How many modules the function is called with, each of which may need a graph of its own.
     """
     import torch._dynamo
 
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     if has_isolated_recompiles():
-        return _after_tracing(torch.compile(function, isolate_recompiles=True, **settings))  # type: ignore[call-overload]
+        # None stands for what torch's setting is when something is compiled again.
+        limit = None if num_modules == 1 else torch._dynamo.config.recompile_limit + num_modules - 1
+        return _after_tracing(
+            torch.compile(function, isolate_recompiles=True, recompile_limit=limit, **settings)  # type: ignore[call-overload]
+        )
     compiled = _after_tracing(torch.compile(function, **settings))  # type: ignore[call-overload]
     global _num_isolated_functions
-    _num_isolated_functions += 1
+    _num_isolated_functions += num_modules
 
     def call(*args: Any, **kwargs: Any) -> Any:
         config = torch._dynamo.config

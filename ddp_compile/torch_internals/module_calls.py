@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,6 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 def is_module_call(code: CodeType) -> bool:
     """Whether a frame of this code is the call of a module, which is its ``self``; compiled ones have it as well."""
     return code is torch.nn.Module._call_impl.__code__
+
+
+def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has put in the place of the module's call; copies and pickles leave it out."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Put something in the place of the call of one module, inside of a ``__call__`` of its class; None for nothing.
+
+    Args:
+        module: The module.
+        call: Called with the arguments of the module's call.
+    """
+    module.__dict__.pop("_compiled_call_impl", None)
+    if call is not None:
+        module._compiled_call_impl = call
 
 
 def active_ddp() -> DistributedDataParallel | None:

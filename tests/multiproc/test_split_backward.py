@@ -58,7 +58,7 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
     torch.manual_seed(3)
     reference = make()
     torch.manual_seed(3)
-    model = ddp_compile(make(), bucket_cap_mb=0.003, split="backward", backend=backend, **settings)
+    model = ddp_compile(make(), bucket_cap_mb=0.003, backend=backend, **{"split": "backward", **settings})
     if is_ddps:
         reference = DistributedDataParallel(reference)
     launched, num_early, worst = count_early(model), [], 0.0

@@ -39,6 +39,8 @@ def settings(model: MyModel, mesh: DeviceMesh) -> None:
     model = ddp_compile(model, bucket_cap_mb=25, mode="max-autotune")
     model = ddp_compile(model, device_mesh=mesh["dp"], split="backward", static_graph=True)
     model = ddp_compile(model, bucket_cap_mb=[1, 25], options={"triton.cudagraphs": True}, compile_evaluation=False)
+    model = ddp_compile(model, regions="auto")
+    model = ddp_compile(model, regions=[MyModel])
     assert_type(model, MyModel)
 
 
@@ -65,5 +67,6 @@ def refused(model: MyModel) -> None:
     ddp_compile(model, [0])  # type: ignore[arg-type]
     ddp_compile(model, split="sideways")  # type: ignore[arg-type]
     ddp_compile(model, compile_evaluation="never")  # type: ignore[arg-type]
+    ddp_compile(model, regions=[model])  # type: ignore[list-item]
     ddp_compile(MyModel)  # type: ignore[type-var]
     unwrap(3)  # type: ignore[type-var]

@@ -1,0 +1,285 @@
+"""Regional compilation on one rank: what a region is, what is compiled how often, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from ddp_compile import ddp_compile
+from ddp_compile.regions import find_regions, region_of_parameters
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * torch.tanh(self.linear(self.norm(x)))
+
+
+class Other(Block):
+    """Another class of blocks."""
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int = 4, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(make() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Stages(nn.Module):
+    """Lists in lists, under several kinds of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"0": Block(), "1": Block()})
+        self.stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.mixed = nn.ModuleList([Block(), Other(), nn.Tanh(), Block(), nn.Tanh()])
+
+
+def backward(model: nn.Module, rows: int = 4) -> None:
+    model(torch.randn(rows, WIDTH)).square().mean().backward()
+
+
+# What is a region.
+
+
+def test_auto_finds_what_repeats_in_a_container_from_the_outside() -> None:
+    assert list(find_regions(Stages(), "auto", 0)) == [
+        *("encoder.0", "encoder.1", "stages.0.0", "stages.0.1", "mixed.0", "mixed.3")
+    ]
+    nested = nn.Sequential(Model(), Model())
+    assert list(find_regions(nested, "auto", 0)) == ["0", "1"]
+
+
+def test_a_list_names_classes_and_subclasses_from_the_outside() -> None:
+    assert list(find_regions(Stages(), [Other, nn.Sequential], 0)) == ["stages", "mixed.1"]
+    assert list(find_regions(nn.Sequential(Model(), Model()), (Block, Model), 0)) == ["0", "1"]
+    assert "mixed.1" in find_regions(Stages(), [Block], 0)
+
+
+def test_a_block_that_stands_in_several_places_is_one_region() -> None:
+    block = Block()
+    model = nn.ModuleDict({"a": nn.ModuleList([block, block]), "b": nn.ModuleList([Block(), block])})
+    assert list(find_regions(model, "auto", 0)) == ["a.0", "b.0"]
+
+
+def test_parameters_belong_to_the_region_of_their_first_name() -> None:
+    model = Model(3)
+    model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    model.blocks[1].linear.weight = model.stem.weight
+    names = [name for name, _ in model.named_parameters()]
+    found = region_of_parameters(names, find_regions(model, "auto", 0))
+    by_name = {names[index]: ordinal for index, ordinal in found.items()}
+    assert by_name.pop("blocks.0.linear.weight") == 0
+    assert "stem.weight" not in by_name
+    assert "blocks.1.linear.weight" not in by_name
+    assert all(name.startswith(f"blocks.{ordinal}.") for name, ordinal in by_name.items())
+    assert len(by_name) == 9
+
+
+# How often something is compiled.
+
+
+def test_24_blocks_are_compiled_once_for_training_and_once_for_evaluation(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Model(24), regions="auto", backend=counter)
+    reference = copy.deepcopy(model)
+    x = torch.randn(4, WIDTH)
+    for _ in range(2):
+        for each in (model, reference):
+            each(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+    assert counter.frame_count == 1
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+    assert counter.frame_count == 2
+    says = "24 regions of Block (blocks.0, blocks.1, ..., blocks.23): 1 graph for training, 1 graph for evaluation"
+    assert says in model.explain()
+
+
+def test_another_shape_is_one_graph_more_for_all_regions(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model = ddp_compile(Model(), regions="auto", backend=counter)
+    for rows in (4, 6, 7, 4):
+        backward(model, rows)
+    assert counter.frame_count == 2  # the second one has any number of rows
+
+
+def test_evaluation_of_regions_is_left_eager_where_that_is_asked_for(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model = ddp_compile(Model(), regions="auto", backend=counter, compile_evaluation=False)
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    assert counter.frame_count == 0
+    backward(model)
+    assert counter.frame_count == 1
+
+
+class Numbered(Block):
+    """As blocks that know which layer they are."""
+
+    counter = itertools.count(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(self.counter)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, 1 / self.number)
+
+
+def test_blocks_that_differ_are_all_compiled_beyond_dynamos_limit(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = ddp_compile(Model(4, Numbered), regions="auto", backend=counter)
+        backward(model)
+    assert counter.frame_count == 4
+
+
+class WithCallOfItsOwn(Block):
+    num_calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).num_calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_call_of_the_class_stays_around_its_regions(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model = ddp_compile(Model(make=WithCallOfItsOwn), regions="auto", backend=counter)
+    backward(model)
+    assert (counter.frame_count, WithCallOfItsOwn.num_calls) == (1, 4)
+
+
+class Drops(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_a_region_with_a_graph_break_is_not_taken_for_the_other_mode(single_rank_group: None) -> None:
+    model = ddp_compile(Model(make=Drops), regions="auto", backend="eager")
+    x = torch.randn(4, WIDTH)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_fullgraph_refuses_a_graph_break_inside_a_region_alone(single_rank_group: None) -> None:
+    backward(ddp_compile(BreaksOutside(), regions="auto", backend="eager", fullgraph=True))
+    model = ddp_compile(Model(make=Drops), regions="auto", backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        backward(model)
+
+
+class BreaksOutside(Model):
+    """A graph break in a loop, at which Dynamo gives up the whole frame."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(self.stem(x))
+
+
+def test_a_forward_that_dynamo_gives_up_has_its_regions_all_the_same(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model = ddp_compile(BreaksOutside(), regions="auto", backend=counter)
+    x = torch.randn(4, WIDTH, requires_grad=True)  # as what the blocks behind the first one get
+    model(x).square().mean().backward()
+    assert counter.frame_count == 1
+
+
+# What is left when it is gone.
+
+
+def test_regions_are_plain_again_in_copies_and_behind_unwrap(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Model(), regions="auto", backend=counter)
+    keys = list(model.state_dict())
+    assert keys == list(Model().state_dict())
+    assert "regions" in model.explain()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    block = copy.deepcopy(model.blocks[0])
+    for plain in (*copies, model.unwrap()):
+        backward(plain)
+    block(torch.randn(4, WIDTH))
+    assert counter.frame_count == 0
+
+
+def test_the_module_and_its_regions_are_freed(single_rank_group: None) -> None:
+    model = ddp_compile(Model(), regions="auto", backend="eager")
+    backward(model)
+    seen = [weakref.ref(model), weakref.ref(model.blocks[1]), weakref.ref(model.blocks[1].linear.weight)]
+    del model
+    gc.collect()
+    assert [each() for each in seen] == [None, None, None]
+
+
+def test_a_region_that_outlives_the_module_runs_eagerly(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model = ddp_compile(Model(), regions="auto", backend=counter)
+    block = model.blocks[0]
+    del model
+    gc.collect()
+    block(torch.randn(4, WIDTH))
+    assert counter.frame_count == 0
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"regions": "all"}, "regions='all' is neither 'auto' nor a list of classes"),
+        ({"regions": []}, r"regions=\[\] is neither"),
+        ({"regions": Block}, "is neither 'auto' nor a list of classes of modules"),
+        ({"regions": [Block()]}, "is neither 'auto' nor a list of classes of modules"),
+        ({"regions": "auto", "split": "backward"}, "split='backward' cannot be used with regions='auto'"),
+        ({"regions": [Block], "split": "none"}, "split='none' cannot be used with regions="),
+        ({"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, and no submodule of Model is one"),
+        ({"regions": [Model]}, "rank 0: regions names Model, and no submodule of Model is one"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], says: str, single_rank_group: None) -> None:
+    with pytest.raises(ValueError, match=says):
+        ddp_compile(Model(), backend="eager", **settings)
+
+
+def test_nothing_that_repeats(single_rank_group: None) -> None:
+    with pytest.raises(ValueError, match="rank 0: regions='auto' finds no block that repeats"):
+        ddp_compile(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), regions="auto", backend="eager")
+
+
+def test_a_region_that_is_compiled_already(single_rank_group: None) -> None:
+    model = Model()
+    model.blocks[2].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"rank 0: regions='auto' would compile blocks\.2, which is compiled already"):
+        ddp_compile(model, regions="auto", backend="eager")
+    assert model.blocks[0](torch.randn(2, WIDTH)).shape == (2, WIDTH)
