@@ -71,7 +71,7 @@ class ReplicateState:
         self.process_group = process_group
         self.config = config
         self.requires_sync = True
-        self._is_generating = False
+        self._is_generating = self._is_training = False  # ``generate``, or a forward with gradients, is under way
         self._num_forwards = 0
         self._num_with_gradients = 0  # of the forwards
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
@@ -221,6 +221,8 @@ class ReplicateState:
     @property
     def evaluates_eagerly(self) -> bool:
         """Whether a forward without gradients, if it came now, would not be compiled."""
+        if self._is_training or torch_internals.is_inside_backward():
+            return False  # of a part of the module, in a reentrant checkpoint: it is to compute what training computes
         wanted = self.config.compile_evaluation
         return self._is_generating if wanted == "auto" else not wanted
 
@@ -237,6 +239,7 @@ class ReplicateState:
         algorithm, runs = self.reducer.algorithm, self.backend.runs
         number, number_whole = runs.number, runs.number_whole
         is_one_graph = False
+        self._is_training = True
         try:
             if not module.training:
                 algorithm.await_parameters()
@@ -244,6 +247,7 @@ class ReplicateState:
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
         finally:
+            self._is_training = False
             algorithm.after_forward(is_one_graph)
         return outputs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -25,6 +25,7 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError
+from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module import ReplicatedModule, state_of
 
 OLDEST = "1.0.0"
@@ -159,6 +160,12 @@ class _ReplicatesModels:
             handler.register_comm_hook(model)
         return model
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """As Accelerate's, which would take a method ``no_sync`` of the user's own."""
+        if isinstance(model, ReplicatedModule):
+            return no_sync(model)
+        return super().no_sync(model)  # type: ignore[misc]
+
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """As Accelerate's: the next backward is reduced although its forward ran inside ``no_sync``."""
@@ -182,7 +189,7 @@ def _with_handler(arguments: Mapping[str, Any], handler: Any, rank: int) -> dict
 def _refuse_states_of_ranks(model: Any, rank: int) -> None:
     algorithm = model.comm_algorithm
     if algorithm.traits.payload != "gradients" or algorithm.state_dict():
-        model.unwrap()
+        unwrap(model)
         raise ReplicationError(
             f"rank {rank}: with the {algorithm.name} each rank has parameters or states of its own, and checkpoints of"
             " Accelerate and Trainer hold those of one; drop algorithm=, or call ddp_compile(model, algorithm=...) in a"

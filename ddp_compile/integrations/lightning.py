@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -205,7 +206,7 @@ def _python_methods(module: LightningModule) -> Iterator[tuple[nn.Module, str]]:
 @contextmanager
 def _untraced(owner: nn.Module, name: str) -> Iterator[None]:
     own = vars(owner).get(name)
-    setattr(owner, name, torch.compiler.disable(getattr(owner, name), reason="it runs in Python"))
+    setattr(owner, name, _Untraced(owner, name))
     try:
         yield
     finally:
@@ -213,6 +214,28 @@ def _untraced(owner: nn.Module, name: str) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+class _Untraced:
+    """A method that Dynamo calls and does not look into; of copies and pickles of its owner it is the plain one.
+
+    Args:
+        owner: The object.
+        name: The method.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._method = getattr(owner, name)
+        functools.update_wrapper(self, self._method)
+
+    @torch.compiler.disable(reason="it runs in Python")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, self._name)  # of the copy, which does not have this attribute yet
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -145,23 +145,33 @@ def compile_isolated(
     import torch._dynamo
 
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
+    patches: dict[str, Any] = {}
+    if num_modules > 1:
+        # Dynamo takes a module that has no hooks for one that never has any, and its code would serve those that have.
+        patches["skip_nnmodule_hook_guards"] = False
     if has_isolated_recompiles():
         # None stands for what torch's setting is when something is compiled again.
         limit = None if num_modules == 1 else torch._dynamo.config.recompile_limit + num_modules - 1
-        return _after_tracing(
-            torch.compile(function, isolate_recompiles=True, recompile_limit=limit, **settings)  # type: ignore[call-overload]
-        )
+        compiled = torch.compile(function, isolate_recompiles=True, recompile_limit=limit, **settings)  # type: ignore[call-overload]
+        return _patched(_after_tracing(compiled), lambda: patches) if patches else _after_tracing(compiled)
     compiled = _after_tracing(torch.compile(function, **settings))  # type: ignore[call-overload]
     global _num_isolated_functions
     _num_isolated_functions += num_modules
+    limits = ("recompile_limit", "accumulated_recompile_limit")
+
+    def patches_now() -> dict[str, Any]:
+        grown = {name: getattr(torch._dynamo.config, name) * _num_isolated_functions for name in limits}
+        return patches | grown
+
+    return _patched(compiled, patches_now)
+
+
+def _patched(compiled: Callable[..., Any], patches: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
+    """Compiled code that is called, and maybe compiled anew, with some settings of Dynamo."""
+    import torch._dynamo
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        config = torch._dynamo.config
-        limits = {
-            name: getattr(config, name) * _num_isolated_functions
-            for name in ("recompile_limit", "accumulated_recompile_limit")
-        }
-        with config.patch(limits):
+        with torch._dynamo.config.patch(patches()):
             return compiled(*args, **kwargs)
 
     return call

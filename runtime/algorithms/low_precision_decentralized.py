@@ -64,9 +64,10 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._num_exchanges = 0
         self._exchanges = False  # when the step that is under way is done
         self._under_way: list[_Messages] = []  # of the last exchange
+        self._begins_anew = False  # parameters were loaded, and W, L and R were not
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Take process groups of its own, and three copies of the parameters.
+        """Take process groups of its own, and copies of the parameters.
 
         Raises:
             ValueError: On every rank, where a rank does not know its node, or the nodes have different sizes.
@@ -83,8 +84,11 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 f" {', '.join(map(str, self._groups.sizes))} ranks; pass hierarchical=False"
             )
         self._parameters = FlatParameters(parameters)
-        self._own, self._left, self._right = (self._parameters.new() for _ in range(3))
-        for flats in (self._own, self._left, self._right):
+        leaders = self._groups.leaders
+        has_two_neighbours = leaders is not None and leaders.size() > 2
+        self._own, self._left = self._parameters.new(), self._parameters.new()
+        self._right = self._parameters.new() if has_two_neighbours else self._left  # both are one rank
+        for flats in self._kept().values():
             self._parameters.read(flats)
         call_at_exit(self._finish)
 
@@ -131,24 +135,38 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._receive()
         size, place = group.size(), group.rank()
         left, right = (place - 1) % size, (place + 1) % size
+        if self._begins_anew:
+            self._exchange_whole(flats, left, right, group)
+            return
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
-            for kept in zip(*(flat.split(SEGMENT_NUMEL) for flat in (x, own, of_left, of_right)), strict=True):
-                sent = _compress(*kept)
-                received = {peer: [torch.empty_like(rows) for rows in sent] for peer in {left, right}}
+            kept = {left: of_left, right: of_right}  # by neighbour, of whom there may be one
+            scratch = torch.empty(min(BLOCK_NUMEL, x.numel()), dtype=torch.float32, device=x.device)
+            for in_x, in_own, *in_kept in zip(*(f.split(SEGMENT_NUMEL) for f in (x, own, *kept.values())), strict=True):
+                sent = _compress(in_x, in_own, in_kept, scratch)
+                received = {peer: [torch.empty_like(rows) for rows in sent] for peer in kept}
                 works = exchange(sent, list(received.items()), group, self._num_exchanges)
-                in_x, in_own, in_left, in_right = kept
-                self._under_way.append(_Messages(works, sent, ((in_left, received[left]), (in_right, received[right]))))
-                _add(in_own, sent)
+                into = tuple(zip(in_kept, received.values(), strict=True))
+                self._under_way.append(_Messages(works, sent, into))
+                _add(in_own, sent, scratch)
                 in_x.copy_(in_own)
+
+    def _exchange_whole(self, flats: Sequence[Tensor], left: int, right: int, group: dist.ProcessGroup) -> None:
+        """Let W, L and R be what the ranks have, all bits of it."""
+        for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
+            received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
+            wait_for(exchange([x], received, group, self._num_exchanges), self._failed)
+            own.copy_(x)
+        self._begins_anew = False
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Let L and R be what the neighbours had after the last exchange."""
-        under_way, self._under_way = self._under_way, []
-        for messages in under_way:
+        """Let L and R be what the neighbours had after the last exchange; if that fails, it does so from then on."""
+        while self._under_way:
+            messages = self._under_way[0]
             wait_for(messages.works, self._failed)
+            del self._under_way[0]
             for segment, rows in messages.received:
-                _add(segment, rows)
+                _add(segment, rows, torch.empty(BLOCK_NUMEL, dtype=torch.float32, device=segment.device))
 
     def _finish(self) -> None:
         """The process ends: let the neighbours have what this one has sent, if they come for it."""
@@ -156,18 +174,25 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             for work in messages.works:
                 work.wait(LONGEST_AT_EXIT)
 
+    def _kept(self) -> dict[str, list[Tensor]]:
+        return {"own": self._own, "left": self._left, "right": self._right}
+
+    def before_load(self) -> None:
+        """Unless W, L and R are loaded behind the module's parameters, the next exchange sends these whole."""
+        self._begins_anew = True
+
     def state_dict(self) -> dict[str, Any]:
         """W, L and R, and the numbers of steps and exchanges; to be called on every rank."""
         self.pay()
         self._receive()
-        kept = {"own": self._own, "left": self._left, "right": self._right}
         return {
             "algorithm": type(self).__name__,
             "rank": self._process_group.rank(),
             "world_size": self._process_group.size(),
             "num_steps": self._num_steps,
             "num_exchanges": self._num_exchanges,
-            **{key: [flat.clone() for flat in flats] for key, flats in kept.items()},
+            "begins_anew": self._begins_anew,
+            **{key: [flat.clone() for flat in flats] for key, flats in self._kept().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -180,15 +205,15 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 f" {state['world_size']}, whose neighbours are others; every rank loads its own, on as many ranks. To"
                 " begin anew from one checkpoint, load none: parameters are broadcast when ddp_compile is called"
             )
-        for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
+        for key, flats in self._kept().items():
             if [flat.shape for flat in flats] != [given.shape for given in state[key]]:
                 raise ValueError(f"the {self.name} was given the state of other parameters; build the same model")
         self._receive()
-        for key, flats in (("own", self._own), ("left", self._left), ("right", self._right)):
+        for key, flats in self._kept().items():
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
         self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
-        self._owes = False
+        self._owes, self._begins_anew = False, state["begins_anew"]
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
@@ -202,22 +227,25 @@ class _Messages(NamedTuple):
     received: tuple[tuple[Tensor, list[Tensor]], ...]  # what it is added to, and where it comes
 
 
-def _compress(x: Tensor, own: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
-    """C(z) of a segment, block by block."""
+def _compress(x: Tensor, own: Tensor, neighbours: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
+    """C(z) of a segment, block by block; a neighbour on both sides counts twice."""
     rows = []
-    for block in zip(*(flat.split(BLOCK_NUMEL) for flat in (x, own, left, right)), strict=True):
-        x, own, left, right = (part.float() for part in block)
-        z = x + (left + right) / 3 - own * (5 / 3)
+    for of_x, of_own, *of_neighbours in zip(*(f.split(BLOCK_NUMEL) for f in (x, own, *neighbours)), strict=True):
+        z = scratch[: of_x.numel()]
+        torch.mul(of_own.float(), -5 / 3, out=z)
+        z.add_(of_x)
+        for each in of_neighbours:
+            z.add_(each, alpha=2 / 3 / len(neighbours))
         rows.append(minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL)))
     return rows
 
 
-def _add(segment: Tensor, rows: Sequence[Tensor]) -> None:
+def _add(segment: Tensor, rows: Sequence[Tensor], scratch: Tensor) -> None:
     """Add compressed values; where the sum is rounded to 16 bits, that is done alike on every rank."""
     for block, of_block in zip(segment.split(BLOCK_NUMEL), rows, strict=True):
-        values = torch.empty(block.shape, dtype=torch.float32, device=block.device)
+        values = scratch[: block.numel()]
         minmax_u8_decompress(of_block, values)
-        block.copy_(values.add_(block))
+        block.add_(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +253,7 @@ class LowPrecisionDecentralized(AlgorithmConfig):
     """Every rank trains parameters of its own, and sends its two neighbours in a ring eight bits of each change.
 
     What is sent is computed behind the optimizer's step, and is under way while the rank trains on. It needs three
-    copies of the parameters, and half of one or, with more than two ranks, three quarters for what is under way.
+    copies of the parameters, two if there are two ranks, and what is under way: a quarter of one for each of them.
 
     Args:
         communication_interval: How many steps there are from one exchange to the next.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
+from torchmetrics.wrappers import MetricTracker
 
 from ddp_compile import ddp_compile, is_replicated, shard_optimizer
 from ddp_compile.comm_hooks import bf16_compress_hook
@@ -91,6 +93,47 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Copies(Net):
+    """Counts batches by copies of metrics that are made while it is fitted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = MetricTracker(MeanSquaredError(), maximize=False)
+        self.collection = MetricCollection([MeanSquaredError(), MeanAbsoluteError()])
+
+    def on_fit_start(self) -> None:
+        self.copied = self.collection.clone(prefix="validation ")
+        self.twins = [copy.deepcopy(self)]  # no submodule
+        self.noted |= {"tracked": [], "trained": []}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.collection.update(self(batch[0]).detach(), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.tracker(self(batch[0]), batch[1])
+        self.copied.update(self(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        found = self.copied.compute()
+        assert sorted(found) == ["validation MeanAbsoluteError", "validation MeanSquaredError"]
+        self.noted["tracked"] += [self.tracker.compute().item(), *(value.item() for value in found.values())]
+        self.copied.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.noted["trained"] += [value.item() for value in self.collection.compute().values()]
+        self.collection.reset()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        assert not untraced(self.twins[0]) and self.twins[0].log.__self__ is self.twins[0]
 
 
 class Adversaries(Net):
@@ -169,7 +212,7 @@ def is_plain(net: Net) -> bool:
 def untraced(net: nn.Module) -> list[str]:
     """The methods that were put into a module's own attributes so that Dynamo does not look into them."""
     own = [(name, value) for module in net.modules() for name, value in vars(module).items()]
-    return [name for name, value in own if getattr(value, "_torchdynamo_disable", False)]
+    return [name for name, value in own if type(value).__module__ == DDPCompileStrategy.__module__]
 
 
 def resume(folder: Path) -> tuple[bool, bool, float]:

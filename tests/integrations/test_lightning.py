@@ -52,6 +52,12 @@ def test_training_in_bf16_is_that_of_ddp(ranks: Ranks) -> None:
         assert max(found["differences"].values()) < 1e-5, found
 
 
+def test_copies_of_metrics_and_of_the_module_are_copies(ranks: Ranks) -> None:
+    for found in ranks(2).run(call, "lightning_ranks.differences", "Copies", {}, {}):
+        assert max(found["differences"].values()) < 1e-5, found
+        assert found["is plain"]
+
+
 def test_manual_optimization_is_that_of_ddp(ranks: Ranks) -> None:
     # With manual optimization Lightning's "ddp" broadcasts buffers before the first step alone.
     settings = {"find_unused_parameters": True, "broadcast_buffers": False}

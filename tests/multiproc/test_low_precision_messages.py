@@ -70,6 +70,25 @@ def test_messages_under_way_do_not_outlive_the_algorithm(how: str, ranks: Ranks)
 
 
 @torch.compiler.set_stance("force_eager")
+def load_other_parameters() -> float:
+    """How far parameters are from what was loaded, behind two steps that change nothing."""
+    model, _ = make_model(LowPrecisionDecentralized(), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_step(model, optimizer, 0)
+    torch.manual_seed(1)
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for step in range(1, 3):
+        train_step(model, optimizer, step)
+    check_invariants(model.comm_algorithm)
+    return max((value - loaded[name]).abs().max().item() for name, value in model.state_dict().items())
+
+
+def test_what_is_loaded_is_not_rounded(ranks: Ranks) -> None:
+    assert max(ranks(2).run(load_other_parameters)) < 1e-6  # eight bits of such a change would be 0.01
+
+
+@torch.compiler.set_stance("force_eager")
 def lose_a_neighbour() -> str:
     model, optimizer = make_model(LowPrecisionDecentralized(), backend="eager")
     for step in range(2):

@@ -98,8 +98,8 @@ def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> 
         if step % config.communication_interval == 0 and size > 1:  # one rank alone sends nothing and loses nothing
             q = []
             for rank in range(size):
-                x = simulation.flat(rank)
-                q.append(coded(x + (left[rank] + right[rank]) / 3 - own[rank] * (5 / 3)))
+                neighbours = [left[rank], right[rank]] if size > 2 else [left[rank]]
+                q.append(coded(simulation.flat(rank), own[rank], neighbours))
             for rank in range(size):
                 left[rank] = left[rank] + q[(rank - 1) % size]
                 right[rank] = right[rank] + q[(rank + 1) % size]
@@ -108,10 +108,16 @@ def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> 
         yield
 
 
-def coded(z: Tensor) -> Tensor:
-    values = torch.empty_like(z)
-    for block, result in zip(z.split(ring.BLOCK_NUMEL), values.split(ring.BLOCK_NUMEL), strict=True):
-        rows = minmax_u8_compress(block, -(-block.numel() // ring.CHUNK_NUMEL), implementation="reference")
+def coded(x: Tensor, own: Tensor, neighbours: list[Tensor]) -> Tensor:
+    """Of blocks alone, since the last bits of a sum depend on where a vector ends, and a code on these."""
+    values = torch.empty_like(x)
+    for of_x, of_own, result, *others in zip(
+        *(f.split(ring.BLOCK_NUMEL) for f in (x, own, values, *neighbours)), strict=True
+    ):
+        z = (of_own * (-5 / 3)).add(of_x)
+        for each in others:
+            z = z.add(each, alpha=2 / 3 / len(neighbours))
+        rows = minmax_u8_compress(z, -(-z.numel() // ring.CHUNK_NUMEL), implementation="reference")
         minmax_u8_decompress(rows, result, implementation="reference")
     return values
 

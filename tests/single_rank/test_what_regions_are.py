@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -213,6 +214,66 @@ def test_a_forward_that_dynamo_gives_up_has_its_regions_all_the_same(single_rank
     x = torch.randn(4, WIDTH, requires_grad=True)  # as what the blocks behind the first one get
     model(x).square().mean().backward()
     assert counter.frame_count == 1
+
+
+# Hooks.
+
+
+def steps_with_hooks(model: nn.Module, where: str, when: int) -> list[Tensor]:
+    """Outputs and a gradient of three steps, with a hook of each kind from one of them on."""
+    x = torch.ones(2, WIDTH)
+    found = []
+    for step in range(3):
+        module = model.get_submodule(where)
+        if step == when:
+            module.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+            module.register_forward_hook(lambda _module, _args, output: 3 * output)
+            module.register_full_backward_hook(lambda _module, gradients, _: (5 * gradients[0],))
+        model.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+        assert model.stem.weight.grad is not None
+        found += [output.detach(), model.stem.weight.grad]
+    return found
+
+
+@pytest.mark.parametrize("where", ["blocks.2", "blocks.0.linear"])
+@pytest.mark.parametrize("when", [0, 1])
+def test_hooks_of_one_block_are_called_and_no_others(where: str, when: int, single_rank_group: None) -> None:
+    model = Model()
+    expected = steps_with_hooks(copy.deepcopy(model), where, when)
+    found = steps_with_hooks(ddp_compile(model, regions="auto", backend="aot_eager"), where, when)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# What checkpoints compute again.
+
+
+class Checkpoints(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is(single_rank_group: None) -> None:
+    runs = []
+
+    def backend(gm: Any, _inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            runs.append(torch.is_grad_enabled())
+            return gm.forward(*args)
+
+        return run
+
+    model = ddp_compile(Checkpoints(), regions="auto", backend=backend, compile_evaluation=False)
+    backward(model)
+    assert runs == 4 * [False] + 4 * [True]  # random numbers of compiled code are others than those of eager code
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    assert len(runs) == 8
 
 
 # What is left when it is gone.
