@@ -77,6 +77,7 @@ class DDPCompileStrategy(DDPStrategy):
     """
 
     strategy_name = "ddp_compile"
+    model: nn.Module | None  # the LightningModule; from `configure_ddp` on, what is replicated in its place
 
     def __init__(self, **settings: Any) -> None:
         if _release(lightning.__version__) < _release(OLDEST):

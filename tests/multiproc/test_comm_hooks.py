@@ -146,7 +146,7 @@ def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
 
 
 # Those that are made of these in CI by a wrapper, or for another format, are left out of it, and what three ranks have.
-HOOKS_IN_CI = ["power", "object", "other tensor", "resizing", "post local"]
+HOOKS_IN_CI = ["power", "other tensor", "post local"]
 
 
 @pytest.mark.parametrize("name", only(HOOKS_IN_CI, [name for name in HOOKS if not name.startswith("ours")]))

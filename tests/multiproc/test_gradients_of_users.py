@@ -226,6 +226,9 @@ def train(user: str, backend: str, settings: dict[str, Any] | None = None) -> fl
 
 
 SAID_BY_OTHERS = (
+    "ClipsThroughData",
+    "SharesMemory",
+    "HeldBeforeTheyAreReduced",
     "User",
     "ClipsThroughDataInPlaceOfZeros",
     "SharesMemoryInPlaceOfZeros",

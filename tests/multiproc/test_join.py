@@ -117,7 +117,7 @@ TWO_RANKS, THREE_RANKS = [3, 6], [6, 3, 4]  # how many batches each has
 @pytest.mark.parametrize(
     ("counts", "settings", "arguments"),
     only(
-        [(TWO_RANKS, *WAYS[1]), (TWO_RANKS, *WAYS[3]), (TWO_RANKS, *WAYS[4]), (THREE_RANKS, *WAYS[2])],
+        [(TWO_RANKS, *WAYS[4]), (THREE_RANKS, *WAYS[2])],
         [(counts, *way) for counts in (TWO_RANKS, THREE_RANKS) for way in WAYS],
     ),
     ids=str,

@@ -101,6 +101,7 @@ def lose_a_neighbour() -> str:
     raise RuntimeError(str(raised.value))
 
 
+@pytest.mark.long
 def test_a_neighbour_that_is_gone_is_an_error_of_the_next_exchange(ranks: Ranks) -> None:
     said = ranks(2).run_expecting_failures(lose_a_neighbour, timeout_s=2.0)[0].message
     assert "low-precision decentralized average" in said

@@ -216,7 +216,6 @@ def sizes_of(name: str) -> list[int]:
 
 EVERYWHERE = [(name, size) for name in CASES for size in sizes_of(name)]
 IN_CI = [
-    ("all in intervals", 4),
     ("shift_one in intervals", 4),
     ("low precision in intervals", 4),
     ("local SGD", 3),
