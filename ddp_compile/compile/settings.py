@@ -54,14 +54,14 @@ class CompileSettings:
         self.dynamic = dynamic
 
     def compile(
-        self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int = 1
+        self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int | None = None
     ) -> Callable[..., Any]:
         """``torch.compile`` of ``function`` with these settings, and ``backend`` in the place of the inner one.
 
         Args:
             function: What is compiled.
             backend: Called with each graph.
-            num_modules: How many modules the function is called with.
+            num_modules: How many regions the function is called with; None for a module as a whole.
         """
         return torch_internals.compile_isolated(
             function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, num_modules=num_modules

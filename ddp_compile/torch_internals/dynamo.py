@@ -127,7 +127,7 @@ def compile_isolated(
     backend: Callable[..., Any],
     fullgraph: bool,
     dynamic: bool | None,
-    num_modules: int = 1,
+    num_modules: int | None = None,
 ) -> Callable[..., Any]:
     """``torch.compile`` with a recompile limit of its own.
 
@@ -140,23 +140,24 @@ def compile_isolated(
         backend: As in ``torch.compile``.
         fullgraph: As in ``torch.compile``.
         dynamic: As in ``torch.compile``.
-        num_modules: How many modules the function is called with, each of which may need a graph of its own.
+        num_modules: How many modules the function is called with, each of which may need a graph of its own; None for
+            the one whose class it calls.
     """
     import torch._dynamo
 
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     patches: dict[str, Any] = {}
-    if num_modules > 1:
+    if num_modules is not None:
         # Dynamo takes a module that has no hooks for one that never has any, and its code would serve those that have.
         patches["skip_nnmodule_hook_guards"] = False
     if has_isolated_recompiles():
         # None stands for what torch's setting is when something is compiled again.
-        limit = None if num_modules == 1 else torch._dynamo.config.recompile_limit + num_modules - 1
+        limit = None if num_modules is None else torch._dynamo.config.recompile_limit + num_modules - 1
         compiled = torch.compile(function, isolate_recompiles=True, recompile_limit=limit, **settings)  # type: ignore[call-overload]
         return _patched(_after_tracing(compiled), lambda: patches) if patches else _after_tracing(compiled)
     compiled = _after_tracing(torch.compile(function, **settings))  # type: ignore[call-overload]
     global _num_isolated_functions
-    _num_isolated_functions += num_modules
+    _num_isolated_functions += num_modules or 1
     limits = ("recompile_limit", "accumulated_recompile_limit")
 
     def patches_now() -> dict[str, Any]:

@@ -33,6 +33,8 @@ CHUNK_NUMEL = 1 << 16
 BLOCK_NUMEL = 4 * CHUNK_NUMEL
 #: Values that are sent at once, while the next ones are computed.
 SEGMENT_NUMEL = 8 * BLOCK_NUMEL
+#: Added to the tags of whole parameters: a rank that sends them alone is waited for in vain, and meets nothing else.
+_WHOLE = 1 << 30
 
 
 class LowPrecisionDecentralizedAlgorithm(AfterStep):
@@ -154,7 +156,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         """Let W, L and R be what the ranks have, all bits of it."""
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
-            wait_for(exchange([x], received, group, self._num_exchanges), self._failed)
+            wait_for(exchange([x], received, group, _WHOLE + self._num_exchanges), self._failed)
             own.copy_(x)
         self._begins_anew = False
 

@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_compile import shard_optimizer
+from ddp_compile import ReplicationError, is_replicated, shard_optimizer
+from ddp_compile.algorithms import Decentralized
 from ddp_compile.integrations.accelerate import use
 
 SETTINGS = {"backend": "aot_eager", "bucket_cap_mb": 0.001}
@@ -200,6 +201,28 @@ def prepare_again() -> None:
 
     frozen = accelerator.prepare(new_model().requires_grad_(False))
     assert type(frozen) is nn.Sequential
+
+
+class HasNamesItself(nn.Linear):
+    def no_sync(self) -> None:
+        raise AssertionError("the module's own")
+
+    unwrap = no_sync
+
+
+def accumulate_with_names_itself() -> tuple[bool, bool]:
+    """Whether a gradient is this rank's own inside ``no_sync``, and the module plain where it is refused."""
+    accelerator = use(new_accelerator(), backend="eager")
+    model = accelerator.prepare(HasNamesItself(3, 1))
+    with accelerator.no_sync(model):
+        model(torch.full((2, 3), float(accelerator.process_index))).sum().backward()
+    is_own = bool((model.weight.grad == 2 * accelerator.process_index).all())
+    refused = HasNamesItself(3, 1)
+    try:
+        use(new_accelerator(), backend="eager", algorithm=Decentralized()).prepare(refused)
+    except ReplicationError:
+        return is_own, not is_replicated(refused)
+    return is_own, False
 
 
 def read_handler() -> tuple[Any, ...]:

@@ -120,6 +120,11 @@ def test_what_cannot_train_is_an_error_on_every_rank(ranks: Ranks) -> None:
             assert re.search(pattern, errors[case], re.DOTALL), f"{case} on rank {rank}: {errors[case]}"
 
 
+def test_a_model_with_such_names_of_its_own_is_accumulated_and_given_back(ranks: Ranks) -> None:
+    for is_own, is_plain in ranks(2).run(call, "accelerate_ranks.accumulate_with_names_itself"):
+        assert is_own and is_plain
+
+
 def test_the_example_trains(ranks: Ranks) -> None:
     printed, of_other = ranks(2).run(call, "accelerate_ranks.run_example")
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]

@@ -89,6 +89,21 @@ def test_what_is_loaded_is_not_rounded(ranks: Ranks) -> None:
 
 
 @torch.compiler.set_stance("force_eager")
+def load_alone() -> None:
+    model, optimizer = make_model(LowPrecisionDecentralized(), backend="eager")
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 0:
+            model.load_state_dict(model.state_dict())
+        train_step(model, optimizer, step)
+
+
+@pytest.mark.long
+def test_parameters_that_one_rank_loads_are_an_error_of_both(ranks: Ranks) -> None:
+    for failure in ranks(2).run_expecting_failures(load_alone, timeout_s=2.0):
+        assert "low-precision decentralized average" in failure.message
+
+
+@torch.compiler.set_stance("force_eager")
 def lose_a_neighbour() -> str:
     model, optimizer = make_model(LowPrecisionDecentralized(), backend="eager")
     for step in range(2):

@@ -220,7 +220,9 @@ def test_a_forward_that_dynamo_gives_up_has_its_regions_all_the_same(single_rank
 # Hooks.
 
 
-def steps_with_hooks(model: nn.Module, where: str, when: int) -> list[Tensor]:
+def steps_with_hooks(
+    model: nn.Module, where: str, when: int, first: Callable[[Any], nn.Linear] = lambda model: model.stem
+) -> list[Tensor]:
     """Outputs and a gradient of three steps, with a hook of each kind from one of them on."""
     x = torch.ones(2, WIDTH)
     found = []
@@ -233,8 +235,9 @@ def steps_with_hooks(model: nn.Module, where: str, when: int) -> list[Tensor]:
         model.zero_grad()
         output = model(x)
         output.square().sum().backward()
-        assert model.stem.weight.grad is not None
-        found += [output.detach(), model.stem.weight.grad]
+        gradient = first(model).weight.grad
+        assert gradient is not None
+        found += [output.detach(), gradient]
     return found
 
 
@@ -246,6 +249,16 @@ def test_hooks_of_one_block_are_called_and_no_others(where: str, when: int, sing
     model = Model()
     expected = steps_with_hooks(copy.deepcopy(model), where, when)
     found = steps_with_hooks(ddp_compile(model, regions="auto", backend="aot_eager"), where, when)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_hooks_that_come_later_to_the_only_region_of_its_class_are_called(single_rank_group: None) -> None:
+    model = nn.Sequential(Model(1), nn.Linear(3, 3))
+    expected, found = (
+        steps_with_hooks(each, "0.blocks.0", 1, lambda model: model[0].stem)
+        for each in (copy.deepcopy(model), ddp_compile(model, regions=[Block], backend="eager"))
+    )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
