@@ -15,6 +15,10 @@ TORCH_PIN := requirements/torch.txt
 # Written last, so that an installation that was cut short is done again.
 STAMP := $(VENV)/.installed
 
+# What a checkout needs beside the package. It is downloaded, which leaves the processor idle, while the C++ library is
+# built and what torch's compilers import is compiled to bytecode.
+EXTRAS := test dev docs bench examples integrations
+
 .DEFAULT_GOAL := help
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
@@ -136,8 +140,12 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --no-compile -r $(TORCH_PIN); \
 	fi
 	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
+	@$(BIN)/python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print(*(each for name in sys.argv[1:] for each in project["optional-dependencies"][name]), sep="\n")' \
+	    $(EXTRAS) > $(VENV)/extras.txt
 	@{ $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
-	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
-	    -e '.[test,dev,docs,bench,examples,integrations]' && wait
+	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . & library=$$!; \
+	    $(BIN)/python -m pip install --quiet --no-compile -r $(VENV)/extras.txt; status=$$?; \
+	    wait $$library && wait && exit $$status
 	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
+from functools import cache
 from traceback import StackSummary
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch._dynamo.guards as dynamo_guards
 import torch._dynamo.side_effects as side_effects
 import torch._dynamo.symbolic_convert as symbolic_convert
+import torch._dynamo.trace_rules as trace_rules
 import torch._dynamo.utils as dynamo_utils
 import torch._functorch._aot_autograd.graph_compile as graph_compile
 import torch._inductor.config as inductor_config
+import torch._subclasses.fake_tensor as fake_tensor
+from torch._decomp.decompositions_for_rng import PhiloxState
 
 SETTINGS_AS_TEXT = (
     "_get_dynamo_config_for_logging",
@@ -32,13 +39,30 @@ def make_compiles_cheap() -> None:
     Dynamo empties the processor's caches after each graph to measure how long its guards take, for a metric. The
     garbage collector goes over everything that torch has imported, again and again: what there is now is not looked at
     any more, and the rest less often. Texts are made of all settings, graphs and call stacks for logs that are off. The
-    C++ compiler takes three times as long where a kernel has vector instructions.
+    C++ compiler takes three times as long where a kernel has vector instructions. Each init_process_group() lets Dynamo
+    look up two thousand functions of torch again, in case torch.distributed was not imported when it did so first.
+    Stacks are kept of every seed, for a GPU that is not there, and of every fake mode. Six empty tensors for random
+    numbers that a backend computes itself are made around each graph, by the slow way of tensors that are traced.
     """
     guards: Any = dynamo_guards
     guards.profile_guard_manager = lambda *_: 0.0
 
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+    rules: Any = trace_rules
+    rules.clear_lru_cache = cache(rules.clear_lru_cache)  # of what was looked up in imports; once
+
+    empty = torch.empty(0)
+    philox: Any = PhiloxState
+    philox.reset = lambda self: vars(self).update(
+        seed=empty, base_offset=empty, relative_offset=0, offset_advanced_at_least_once=False
+    )
+
+    stackless = SimpleNamespace(**{**vars(traceback), "extract_stack": StackSummary, "format_stack": list})
+    keeping_stacks: list[Any] = [fake_tensor, torch.cuda, torch.xpu, torch.mtia]
+    for module in keeping_stacks:
+        module.traceback = stackless
 
     for name in SETTINGS_AS_TEXT:
         setattr(dynamo_utils, name, lambda: None)
