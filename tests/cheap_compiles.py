@@ -48,7 +48,7 @@ def make_compiles_cheap() -> None:
     guards.profile_guard_manager = lambda *_: 0.0
 
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(200_000, 20, 50)
 
     rules: Any = trace_rules
     rules.clear_lru_cache = cache(rules.clear_lru_cache)  # of what was looked up in imports; once

@@ -128,6 +128,7 @@ COUNTS_AS = {
 }
 
 
+@pytest.mark.long
 def test_cases_count_as_what_they_are(ranks: Ranks) -> None:
     verdicts = ranks(2).run(judge_all, list(COUNTS_AS.values()))[0]
     assert dict(zip(COUNTS_AS, (verdict.outcome for verdict in verdicts), strict=True)) == {
