@@ -34,7 +34,7 @@ help:
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
-	@echo 'make lint    run ruff and mypy'
+	@echo 'make lint    run ruff, mypy and pyright'
 	@echo 'make docs    build the site of the documentation, site/index.html; warnings are errors'
 	@echo 'make dist    build the source archive and a wheel for any Linux of this processor, in dist/'
 	@echo 'make clean   delete the virtual environments, caches, builds and outputs of the examples'
@@ -104,6 +104,7 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m basedpyright
 
 # Not --quiet: warnings that are not printed are no errors either.
 docs: $(STAMP)

@@ -7,6 +7,8 @@ As bench_simulated_link.py: one rank on a link that only takes time, whole steps
 process of its own and in turns. Each process has an empty cache directory of its own, and compiles while the others
 sleep. Beside the milliseconds of a step:
 
+- start_s: what it takes to compile the sum of one tensor, before there is a model: imports, a precompiled header, which
+  vector instructions there are. A process, or a cache directory, pays that once, whatever it compiles;
 - cold_s: what the first step, which compiles, takes longer than the third one. Inductor compiles in this process and in
   C++ compilers that it waits for, so that cold_cpu_s, the same in processor seconds, says it on a busy machine too;
 - cpu_ms: median of the processor time of a step;
@@ -86,6 +88,7 @@ class Measured(NamedTuple):
         training: What trains.
         launches: Its buckets.
         path: The file.
+        start_s: Seconds of the compilation before there was a model.
         wall_s: Seconds of each step.
         cpu_s: Processor seconds of each step.
     """
@@ -93,6 +96,7 @@ class Measured(NamedTuple):
     training: Training
     launches: Launches
     path: Path
+    start_s: float
     wall_s: list[float]
     cpu_s: list[float]
 
@@ -106,6 +110,7 @@ class Measured(NamedTuple):
             return
         found = {
             "cpu_ms": round(1000 * statistics.median(self.cpu_s[NUM_WARM // 2 :]), 1),
+            "start_s": round(self.start_s, 1),
             "cold_s": round(self.wall_s[0] - self.wall_s[2], 1),
             "cold_cpu_s": round(self.cpu_s[0] - self.cpu_s[2], 1),
             "early": f"{self.launches.num_early} of {self.launches.num_all}",
@@ -113,9 +118,18 @@ class Measured(NamedTuple):
         self.path.write_text(json.dumps(found))
 
 
+def start_compiler(backend: str) -> float:
+    """Compile next to nothing, forward and backward; returns the seconds."""
+    start = time.perf_counter()
+    torch.compile(lambda values: values.sin().sum(), backend=backend)(torch.ones(64, requires_grad=True)).backward()
+    torch._dynamo.reset()
+    return time.perf_counter() - start
+
+
 def make_training(name: str, arguments: argparse.Namespace) -> Measured:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=arguments.directory)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    start_s = start_compiler(arguments.backend)
     settings = WorkloadSettings(
         model=arguments.model, depth=arguments.depth, width=arguments.width, optimizer="adamw", device="cpu"
     )
@@ -126,7 +140,7 @@ def make_training(name: str, arguments: argparse.Namespace) -> Measured:
         workload.model, bucket_cap_mb=arguments.bucket_cap_mb, backend=arguments.backend, **VARIANTS[name]
     )
     training = Training(Implementation(forward=model), workload.model, workload, settings, 0, 1)
-    return Measured(training, Launches(model), arguments.directory / f"{name}.json", [], [])
+    return Measured(training, Launches(model), arguments.directory / f"{name}.json", start_s, [], [])
 
 
 def main() -> None:

@@ -167,9 +167,7 @@ def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     world_settings = WorldSettings(
         world_size=1, workload=workload, simulated_bits_per_second=1.5e8, simulated_world_size=4
     )
-    cases = tuple(
-        Case(implementation=name, bucket_cap_mb=25) for name in ("communication", "bench_entries:replicated")
-    )
+    cases = tuple(Case(implementation=name, bucket_cap_mb=25) for name in ("communication", "bench_entries:replicated"))
     link = SimulatedLink([Rate.parse("150mbit"), Rate.parse("75mbit")])
     with RankWorld(world_settings) as world:
         result = BenchmarkRun(world, link, RunSettings(cases=cases, rounds=1, steps=2), lambda _: None).measure()
