@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.kernels import flatten_scale, unflatten
+from ddp_compile.kernels.layout import is_non_overlapping_and_dense
 from ddp_compile.runtime.algorithms.peers import wait_for
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -47,6 +48,33 @@ class FlatParameters:
         """Copy such buffers into the parameters."""
         for flat, parameters in zip(flats, self._kinds.values(), strict=True):
             unflatten(flat, _local(parameters))
+
+    def blocks(self, numel: int) -> list[list[list[Tensor]]] | None:
+        """The parameters themselves in the order in which they lie in such buffers.
+
+        Args:
+            numel: Elements of a block.
+
+        Returns:
+            For each buffer its blocks, the last one shorter, each in one-dimensional pieces of parameters. None where a
+            parameter has gaps in its memory.
+        """
+        of_kinds = []
+        for parameters in self._kinds.values():
+            blocks: list[list[Tensor]] = []
+            room = 0
+            for parameter in filter(Tensor.numel, _local(parameters)):
+                if not is_non_overlapping_and_dense(parameter):
+                    return None
+                memory = parameter.as_strided((parameter.numel(),), (1,))
+                while len(memory):
+                    if room == 0:
+                        blocks.append([])
+                        room = numel
+                    blocks[-1].append(memory[:room])
+                    memory, room = memory[room:], room - len(blocks[-1][-1])
+            of_kinds.append(blocks)
+        return of_kinds
 
     def versions(self) -> list[int]:
         """What changes whenever a parameter is written."""

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from ddp_compile.errors import ReductionError
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.executors import KERNEL_DTYPES
+from ddp_compile.kernels.reference import row_bytes
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.after_step import AfterStep
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Traits
@@ -31,7 +32,7 @@ from ddp_compile.runtime.process_groups import NodeGroups
 CHUNK_NUMEL = 1 << 16
 #: Values that are computed at once: what is read, and what is made of it, fits into a processor's cache.
 BLOCK_NUMEL = 4 * CHUNK_NUMEL
-#: Values that are sent at once, while the next ones are computed.
+#: Values that are sent at once, while the next ones are computed; whole blocks.
 SEGMENT_NUMEL = 8 * BLOCK_NUMEL
 #: Added to the tags of whole parameters: a rank that sends them alone is waited for in vain, and meets nothing else.
 _WHOLE = 1 << 30
@@ -65,7 +66,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._num_steps = 0
         self._num_exchanges = 0
         self._exchanges = False  # when the step that is under way is done
-        self._under_way: list[_Messages] = []  # of the last exchange
+        self._under_way: dict[int, _Messages] = {}  # of the last exchange, by the number of the segment
         self._begins_anew = False  # parameters were loaded, and W, L and R were not
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
@@ -119,41 +120,64 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        groups = self._groups
+        blocks = self._parameters.blocks(BLOCK_NUMEL) if groups.within is None and not self._begins_anew else None
+        if blocks is None or groups.leaders is None:
+            self._exchange_copies()
+        else:
+            self._exchange_with_neighbours(blocks, groups.leaders)
+        self._num_exchanges += 1
+
+    def _exchange_copies(self) -> None:
+        """Where the parameters are not what the neighbours hear of, but a node's mean, or all of them as they are."""
+        groups = self._groups
         flats = self._parameters.new()
         self._parameters.read(flats)
-        groups = self._groups
         if groups.within is not None:
             for flat in flats:
                 flat.mul_(1 / groups.sizes[groups.node])
             wait_for([groups.reduce(flat) for flat in flats], self._failed)
         if groups.leaders is not None and groups.leaders.size() > 1:
-            self._exchange_with_neighbours(flats, groups.leaders)
+            if self._begins_anew:
+                self._exchange_whole(flats, groups.leaders)
+            else:
+                blocks = [[[block] for block in flat.split(BLOCK_NUMEL)] for flat in flats]
+                self._exchange_with_neighbours(blocks, groups.leaders)
         wait_for([groups.broadcast(flat) for flat in flats], self._failed)
         self._parameters.write(flats)
-        self._num_exchanges += 1
 
-    def _exchange_with_neighbours(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Let the flat buffers, which hold x, hold the new W; segment by segment, which are sent at once."""
-        self._receive()
-        size, place = group.size(), group.rank()
-        left, right = (place - 1) % size, (place + 1) % size
-        if self._begins_anew:
-            self._exchange_whole(flats, left, right, group)
-            return
-        for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
+    def _exchange_with_neighbours(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
+        """Let x become the new W; segment by segment, each of which is sent while the next one is computed.
+
+        Args:
+            blocks: x, see `FlatParameters.blocks`.
+            group: The ring.
+        """
+        for messages in self._under_way.values():
+            wait_for(messages.works, self._failed)
+        left, right = _neighbours_in(group)
+        num_blocks = SEGMENT_NUMEL // BLOCK_NUMEL
+        number = 0  # of the segment
+        for of_kind, own, of_left, of_right in zip(blocks, self._own, self._left, self._right, strict=True):
             kept = {left: of_left, right: of_right}  # by neighbour, of whom there may be one
-            scratch = torch.empty(min(BLOCK_NUMEL, x.numel()), dtype=torch.float32, device=x.device)
-            for in_x, in_own, *in_kept in zip(*(f.split(SEGMENT_NUMEL) for f in (x, own, *kept.values())), strict=True):
-                sent = _compress(in_x, in_own, in_kept, scratch)
-                received = {peer: [torch.empty_like(rows) for rows in sent] for peer in kept}
-                works = exchange(sent, list(received.items()), group, self._num_exchanges)
+            scratch = torch.empty(2, min(BLOCK_NUMEL, own.numel()), dtype=torch.float32, device=own.device)
+            segments = zip(*(flat.split(SEGMENT_NUMEL) for flat in (own, *kept.values())), strict=True)
+            for i, (in_own, *in_kept) in enumerate(segments):
+                if (arrived := self._under_way.pop(number, None)) is not None:
+                    arrived.add(scratch[0])
+                x = of_kind[i * num_blocks : (i + 1) * num_blocks]
+                sent = _change(x, in_own, in_kept, scratch)
+                received = {peer: torch.empty_like(sent) for peer in kept}
+                pairs = [(peer, [message]) for peer, message in received.items()]
+                works = exchange([sent], pairs, group, self._num_exchanges)
                 into = tuple(zip(in_kept, received.values(), strict=True))
-                self._under_way.append(_Messages(works, sent, into))
-                _add(in_own, sent, scratch)
-                in_x.copy_(in_own)
+                self._under_way[number] = _Messages(works, sent, into)
+                number += 1
 
-    def _exchange_whole(self, flats: Sequence[Tensor], left: int, right: int, group: dist.ProcessGroup) -> None:
+    def _exchange_whole(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         """Let W, L and R be what the ranks have, all bits of it."""
+        self._receive()
+        left, right = _neighbours_in(group)
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
             wait_for(exchange([x], received, group, _WHOLE + self._num_exchanges), self._failed)
@@ -163,16 +187,15 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
     @torch.no_grad()
     def _receive(self) -> None:
         """Let L and R be what the neighbours had after the last exchange; if that fails, it does so from then on."""
-        while self._under_way:
-            messages = self._under_way[0]
+        for number, messages in list(self._under_way.items()):
             wait_for(messages.works, self._failed)
-            del self._under_way[0]
-            for segment, rows in messages.received:
-                _add(segment, rows, torch.empty(BLOCK_NUMEL, dtype=torch.float32, device=segment.device))
+            del self._under_way[number]
+            first = messages.received[0][0]
+            messages.add(torch.empty(min(BLOCK_NUMEL, len(first)), dtype=torch.float32, device=first.device))
 
     def _finish(self) -> None:
         """The process ends: let the neighbours have what this one has sent, if they come for it."""
-        for messages in self._under_way:
+        for messages in self._under_way.values():
             for work in messages.works:
                 work.wait(LONGEST_AT_EXIT)
 
@@ -225,29 +248,53 @@ class _Messages(NamedTuple):
     """To and from both neighbours, about one segment."""
 
     works: list[dist.Work]
-    sent: list[Tensor]  # kept until it has gone
-    received: tuple[tuple[Tensor, list[Tensor]], ...]  # what it is added to, and where it comes
+    sent: Tensor  # kept until it has gone
+    received: tuple[tuple[Tensor, Tensor], ...]  # what it is added to, and where it comes
+
+    def add(self, scratch: Tensor) -> None:
+        """Add what has come, block by block; where a sum is rounded to 16 bits, that is done alike on every rank."""
+        for segment, message in self.received:
+            blocks = segment.split(BLOCK_NUMEL)
+            for block, rows in zip(blocks, message.split([_num_bytes(block) for block in blocks]), strict=True):
+                values = scratch[: len(block)]
+                minmax_u8_decompress(rows.view(_num_chunks(block), -1), values)
+                block.add_(values)
 
 
-def _compress(x: Tensor, own: Tensor, neighbours: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
-    """C(z) of a segment, block by block; a neighbour on both sides counts twice."""
-    rows = []
-    for of_x, of_own, *of_neighbours in zip(*(f.split(BLOCK_NUMEL) for f in (x, own, *neighbours)), strict=True):
-        z = scratch[: of_x.numel()]
+def _neighbours_in(ring: dist.ProcessGroup) -> tuple[int, int]:
+    """The ranks on the left and on the right."""
+    return (ring.rank() - 1) % ring.size(), (ring.rank() + 1) % ring.size()
+
+
+def _num_chunks(block: Tensor) -> int:
+    return -(-len(block) // CHUNK_NUMEL)
+
+
+def _num_bytes(block: Tensor) -> int:
+    num_chunks = _num_chunks(block)
+    return num_chunks * row_bytes(-(-len(block) // num_chunks))
+
+
+def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Tensor], scratch: Tensor) -> Tensor:
+    """Let x and W of a segment be W + D(C(z)), block by block; a neighbour on both sides counts twice.
+
+    Returns:
+        C(z), one block behind the other.
+    """
+    message = []
+    for pieces, of_own, *of_neighbours in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbours)), strict=True):
+        z, values = scratch[:, : len(of_own)]
         torch.mul(of_own.float(), -5 / 3, out=z)
-        z.add_(of_x)
+        z.add_(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), out=values.view_as(of_own)))
         for each in of_neighbours:
             z.add_(each, alpha=2 / 3 / len(neighbours))
-        rows.append(minmax_u8_compress(z, -(-z.numel() // CHUNK_NUMEL)))
-    return rows
-
-
-def _add(segment: Tensor, rows: Sequence[Tensor], scratch: Tensor) -> None:
-    """Add compressed values; where the sum is rounded to 16 bits, that is done alike on every rank."""
-    for block, of_block in zip(segment.split(BLOCK_NUMEL), rows, strict=True):
-        values = scratch[: block.numel()]
-        minmax_u8_decompress(of_block, values)
-        block.add_(values)
+        rows = minmax_u8_compress(z, _num_chunks(of_own))
+        message.append(rows.view(-1))
+        minmax_u8_decompress(rows, values)
+        of_own.add_(values)
+        for piece, new in zip(pieces, of_own.split([len(piece) for piece in pieces]), strict=True):
+            piece.copy_(new)
+    return torch.cat(message)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,9 +39,9 @@ class Measured(NamedTuple):
 measure_warm_start = BenchmarkRun._measure_warm_start
 
 
-def measure_warm_start_without_inductor(run: BenchmarkRun, result: CaseResult) -> None:
-    """Of the others, as inductor takes seconds to begin in each process."""
-    if result.case.implementation != "local":
+def measure_one_warm_start(run: BenchmarkRun, result: CaseResult) -> None:
+    """Processes take seconds to begin, and the bounds inductor too."""
+    if result.case.implementation == "bench_entries:replicated":
         measure_warm_start(run, result)
 
 
@@ -59,7 +59,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
         patch.chdir(HERE)
         patch.setattr("ddp_compile.bench.run.MESSAGE_BYTES", (2**11, 2**23))  # up to 32 MiB takes ten seconds
         patch.setattr("ddp_compile.bench.run.MESSAGE_S", 0.1)
-        patch.setattr(BenchmarkRun, "_measure_warm_start", measure_warm_start_without_inductor)
+        patch.setattr(BenchmarkRun, "_measure_warm_start", measure_one_warm_start)
         for name, value in QUICK_COMPILES.items():
             patch.setenv(name, value)
         assert main([*BENCH, *arguments]) == 0
