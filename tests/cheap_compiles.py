@@ -40,7 +40,7 @@ def make_compiles_cheap() -> None:
     garbage collector goes over everything that torch has imported, again and again: what there is now is not looked at
     any more, and the rest less often. Texts are made of all settings, graphs and call stacks for logs that are off. The
     C++ compiler takes three times as long where a kernel has vector instructions. Each init_process_group() lets Dynamo
-    look up two thousand functions of torch again, in case torch.distributed was not imported when it did so first.
+    look up thousands of torch's functions again, in case torch.distributed was not imported when it did so first.
     Stacks are kept of every seed, for a GPU that is not there, and of every fake mode. Six empty tensors for random
     numbers that a backend computes itself are made around each graph, by the slow way of tensors that are traced.
     """

@@ -142,7 +142,7 @@ def skip_the_backward_on_rank_1() -> str:
     return "came through"
 
 
-@pytest.mark.long  # `test_ranks_that_differ` names what a rank does that others wait for, and the test above the bucket
+@pytest.mark.long  # `test_waiting_ranks` names what a rank does that others wait for, and the test above the bucket
 def test_a_rank_that_skips_its_backward_times_the_others_out_naming_the_bucket(ranks: Ranks) -> None:
     waiting, skipping = ranks(2).run_expecting_failures(skip_the_backward_on_rank_1, timeout_s=3.0)
     assert skipping == "skipped"

@@ -65,7 +65,7 @@ EVERYONE = [0, 1, 2, 3]
 @pytest.mark.parametrize(
     ("sizes", "algorithm", "members"),
     only(
-        [(ONE_AND_THREE, BYTE_GRAD, [1, 2, 3])],
+        [(ONE_AND_THREE, ALL_REDUCE, EVERYONE), (TWO_AND_TWO, BYTE_GRAD, [1, 2, 3])],
         itertools.product([TWO_AND_TWO, ONE_AND_THREE, [4]], TOLERANCES, [EVERYONE, [1, 2, 3], [0, 3], [2, 3]]),
     ),
     ids=str,

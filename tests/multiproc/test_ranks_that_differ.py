@@ -1,26 +1,26 @@
-"""Ranks that do not do the same: an error naming rank and difference, or exact means; docs/divergence.md lists them.
-
-The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
-meet in a group of their own afterwards.
-"""
+"""Ranks that do not do the same: an error naming rank and difference, or exact means; docs/divergence.md lists them."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import queue
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from differing_ranks import (
+    WIDTH,
+    evaluate,
+    evaluate_with_gradients,
+    forward_and_backward,
+    make_model,
+    some_rows,
+    with_batch_norm,
+)
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
+from models import loss_of, relative_difference
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -29,21 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import ddp_compile
 
 Ranks = Callable[[int], RankPool]
-Scenario = Callable[[dist.ProcessGroup], None]
-
-TIMEOUT_S = 5.0  # beside other tests, what a rank does meanwhile must fit in
-NUM_POOLS = 4  #: that wait beside each other
-WIDTH = 8
-
-
-def make_model(group: dist.ProcessGroup | None = None, **settings: Any) -> nn.Module:
-    torch.manual_seed(3)
-    settings = {"backend": "eager", "bucket_cap_mb": 4e-4, **settings}
-    return ddp_compile(Mlp(width=WIDTH, num_layers=2), process_group=group, **settings)
-
-
-def some_rows() -> Tensor:
-    return torch.randn(4, WIDTH)
 
 
 # Ranks that get out of step without anybody waiting in vain
@@ -122,19 +107,6 @@ def test_no_rank_goes_on_after_the_error(ranks: Ranks) -> None:
 # Ranks that differ, and yet average what they should
 
 
-def evaluate(model: nn.Module) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(some_rows())
-    model.train()
-
-
-def evaluate_with_gradients(model: nn.Module) -> None:
-    model.eval()
-    model(some_rows())
-    model.train()
-
-
 def forward_in_no_sync(model: nn.Module) -> None:
     with getattr(model, "no_sync", contextlib.nullcontext)():  # which the plain copy has not
         model(some_rows())
@@ -187,11 +159,6 @@ def test_what_one_rank_may_do_alone(
     assert max(ranks(2).run(train_beside, only_rank_1)) < 1e-6
 
 
-def with_batch_norm() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
-
-
 def one_rank_in_evaluation_mode() -> float:
     """The largest difference to DistributedDataParallel; rank 1 fine-tunes with fixed statistics every other step."""
     models = [ddp_compile(with_batch_norm(), backend="aot_eager"), DistributedDataParallel(with_batch_norm())]
@@ -201,7 +168,7 @@ def one_rank_in_evaluation_mode() -> float:
             torch.manual_seed(10 * number + dist.get_rank())
             model.train(not (dist.get_rank() == 1 and number % 2))
             model.zero_grad()
-            step(model)
+            forward_and_backward(model)
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             worst = max(worst, relative_difference(ours.grad, theirs.grad))
     return worst
@@ -270,204 +237,3 @@ def register_hook_objects(iterations_before: int) -> float:
 @pytest.mark.parametrize("iterations_before", [0, 1])
 def test_hooks_that_are_objects_of_one_class_are_equal(iterations_before: int, ranks: Ranks) -> None:
     assert max(ranks(2).run(register_hook_objects, iterations_before)) < 1e-6
-
-
-# Ranks that others wait for in vain
-
-
-def run_and_meet(scenario: Scenario) -> str:
-    """What the scenario raised on this rank, in a group of short timeout; the ranks leave it together."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    started = time.monotonic()
-    # What a rank does before it waits is rarely a matter of compiling, which would take more of the timeout.
-    stance = "default" if scenario in (compile_for_long, take_another_branch) else "force_eager"
-    try:
-        with torch.compiler.set_stance(stance):
-            scenario(group)
-        outcome = "nothing"
-    except Exception as error:
-        assert time.monotonic() - started < 30
-        outcome = f"{type(error).__name__}: {error}"
-    dist.barrier()
-    return outcome
-
-
-def step(model: nn.Module) -> None:
-    loss_of(model(some_rows())).backward()
-
-
-def evaluate_for_long(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    step(model)
-    if dist.get_rank() == 1:
-        evaluate(model)
-        return
-    step(model)
-
-
-def compile_for_long(group: dist.ProcessGroup) -> None:
-    def slow_on_rank_1(gm: Any, _inputs: Any) -> Any:
-        if dist.get_rank() == 1:
-            time.sleep(TIMEOUT_S + 3)
-            raise KeyError("not needed any more")
-        return gm.forward
-
-    model = make_model(group, backend=slow_on_rank_1, fullgraph=True)  # or it would go on eagerly
-    step(model)
-
-
-def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    model = ddp_compile(model, process_group=group, backend="eager")
-    step(model)
-    if dist.get_rank() == 1:
-        model(some_rows())
-    step(model)
-
-
-def evaluate_with_gradients_and_buffers(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(with_batch_norm(), process_group=group, backend="eager")
-    step(model)
-    if dist.get_rank() == 1:
-        evaluate_with_gradients(model)
-    step(model)
-
-
-def stop_early(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    for _ in range(3 - dist.get_rank()):
-        step(model)
-
-
-def step_once_in_no_sync(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    for number in range(3):
-        alone = (dist.get_rank(), number) == (1, 1)
-        with model.no_sync() if alone else contextlib.nullcontext():
-            step(model)
-
-
-class RaisesInForward(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] == 1:
-            raise KeyError("bad sample")
-        return super().forward(x)
-
-
-def raise_in_forward(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(RaisesInForward(WIDTH, 2), process_group=group, backend="eager")
-    step(model)
-    loss_of(model(torch.randn(1 if dist.get_rank() == 1 else 4, WIDTH))).backward()
-
-
-def refuse(_gradient: Tensor) -> None:
-    raise ValueError("bad gradient")
-
-
-def raise_in_backward(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    step(model)
-    if dist.get_rank() == 1:
-        model.layers[0].weight.register_hook(refuse)
-    step(model)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if dist.get_rank() == 0 else self.right(x)
-
-
-def take_another_branch(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(Branches(), process_group=group, backend="eager", bucket_cap_mb=1e-4)
-    for _ in range(2):
-        step(model)
-
-
-def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    step(model)
-    if dist.get_rank() == 1:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    step(model)
-
-
-def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), process_group=group, backend="eager"
-    )
-    if dist.get_rank() == 1:
-        model(some_rows())
-
-
-@pytest.fixture(scope="module")
-def said_by_ranks(
-    shared_inductor_cache: Path, request: pytest.FixtureRequest
-) -> Iterator[dict[Scenario, Future[list[str]]]]:
-    """What `run_and_meet` returns on two ranks, for each selected scenario: they wait for timeouts at the same time."""
-    pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
-    for _ in range(NUM_POOLS):
-        pools.put(RankPool(2))
-
-    def run(scenario: Scenario) -> list[str]:
-        pool = pools.get()
-        try:
-            return pool.run(run_and_meet, scenario)
-        finally:
-            pools.put(pool)
-
-    selected = [
-        item.callspec.params["scenario"] if hasattr(item, "callspec") else late_for_the_broadcast
-        for item in request.session.items
-        if "said_by_ranks" in item.fixturenames
-    ]
-    with ThreadPoolExecutor(NUM_POOLS) as executor:
-        yield {scenario: executor.submit(run, scenario) for scenario in selected}
-    while not pools.empty():
-        pools.get().close()
-
-
-@pytest.mark.parametrize(
-    ("scenario", "culprit_stood", "culprit_raised"),
-    [
-        (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
-        (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
-        (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
-        pytest.param(
-            evaluate_with_gradients_and_buffers,
-            "training forward 2, broadcast of buffers: failed",
-            "ReductionError",
-            marks=pytest.mark.long,
-        ),
-        (stop_early, "iteration 2 is over", "nothing"),
-        pytest.param(step_once_in_no_sync, "iteration 2 is over", "nothing", marks=pytest.mark.long),
-        (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
-        pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
-        (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
-        (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before iteration 2", "RanksDifferError"),
-    ],
-)
-def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
-    scenario: Scenario,
-    culprit_stood: str,
-    culprit_raised: str,
-    said_by_ranks: dict[Scenario, Future[list[str]]],
-) -> None:
-    waiting, culprit = said_by_ranks[scenario].result()
-    assert waiting.startswith("ReductionError: rank 0: ") and culprit.startswith(culprit_raised)
-    rows = waiting[waiting.index("Where each rank was heard last") :].splitlines()[2:]
-    assert [row.split()[0] for row in rows] == ["0", "1"]
-    assert "failed" in rows[0] and culprit_stood in rows[1]
-
-
-def test_a_broadcast_of_buffers_that_fails_says_where_rank_0_stands(
-    said_by_ranks: dict[Scenario, Future[list[str]]],
-) -> None:
-    late, waiting = said_by_ranks[late_for_the_broadcast].result()
-    assert late == "nothing"
-    assert waiting.startswith("ReductionError: rank 1: the broadcast of 3 buffers from rank 0")
-    assert "before the first forward\n" in waiting
-    assert waiting.endswith("training forward 1, broadcast of buffers: failed")

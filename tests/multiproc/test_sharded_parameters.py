@@ -176,7 +176,7 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
 @pytest.mark.parametrize(
     ("backend", "split"),
     only(
-        [("aot_eager", "backward")],
+        [("aot_eager", "forward"), ("aot_eager", "backward")],
         [("aot_eager", "forward"), ("aot_eager", "backward"), ("inductor", "backward")],
     ),
 )

@@ -1,0 +1,234 @@
+"""Ranks that others wait for in vain: the error says where each of them stands; docs/divergence.md lists them.
+
+The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
+meet in a group of their own afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from differing_ranks import (
+    WIDTH,
+    evaluate,
+    evaluate_with_gradients,
+    forward_and_backward,
+    make_model,
+    some_rows,
+    with_batch_norm,
+)
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ddp_compile import ddp_compile
+
+Scenario = Callable[[dist.ProcessGroup], None]
+
+TIMEOUT_S = 5.0  # beside other tests, what a rank does meanwhile must fit in
+NUM_POOLS = 4  #: that wait beside each other
+
+
+def run_and_meet(scenario: Scenario) -> str:
+    """What the scenario raised on this rank, in a group of short timeout; the ranks leave it together."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    started = time.monotonic()
+    # What a rank does before it waits is rarely a matter of compiling, which would take more of the timeout.
+    stance = "default" if scenario in (compile_for_long, take_another_branch) else "force_eager"
+    try:
+        with torch.compiler.set_stance(stance):
+            scenario(group)
+        outcome = "nothing"
+    except Exception as error:
+        assert time.monotonic() - started < 30
+        outcome = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return outcome
+
+
+def evaluate_for_long(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    forward_and_backward(model)
+    if dist.get_rank() == 1:
+        evaluate(model)
+        return
+    forward_and_backward(model)
+
+
+def compile_for_long(group: dist.ProcessGroup) -> None:
+    def slow_on_rank_1(gm: Any, _inputs: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(TIMEOUT_S + 3)
+            raise KeyError("not needed any more")
+        return gm.forward
+
+    model = make_model(group, backend=slow_on_rank_1, fullgraph=True)  # or it would go on eagerly
+    forward_and_backward(model)
+
+
+def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    model = ddp_compile(model, process_group=group, backend="eager")
+    forward_and_backward(model)
+    if dist.get_rank() == 1:
+        model(some_rows())
+    forward_and_backward(model)
+
+
+def evaluate_with_gradients_and_buffers(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(with_batch_norm(), process_group=group, backend="eager")
+    forward_and_backward(model)
+    if dist.get_rank() == 1:
+        evaluate_with_gradients(model)
+    forward_and_backward(model)
+
+
+def stop_early(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    for _ in range(3 - dist.get_rank()):
+        forward_and_backward(model)
+
+
+def step_once_in_no_sync(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    for number in range(3):
+        alone = (dist.get_rank(), number) == (1, 1)
+        with model.no_sync() if alone else contextlib.nullcontext():
+            forward_and_backward(model)
+
+
+class RaisesInForward(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            raise KeyError("bad sample")
+        return super().forward(x)
+
+
+def raise_in_forward(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(RaisesInForward(WIDTH, 2), process_group=group, backend="eager")
+    forward_and_backward(model)
+    loss_of(model(torch.randn(1 if dist.get_rank() == 1 else 4, WIDTH))).backward()
+
+
+def refuse(_gradient: Tensor) -> None:
+    raise ValueError("bad gradient")
+
+
+def raise_in_backward(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    forward_and_backward(model)
+    if dist.get_rank() == 1:
+        model.layers[0].weight.register_hook(refuse)
+    forward_and_backward(model)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if dist.get_rank() == 0 else self.right(x)
+
+
+def take_another_branch(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(Branches(), process_group=group, backend="eager", bucket_cap_mb=1e-4)
+    for _ in range(2):
+        forward_and_backward(model)
+
+
+def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
+    model = make_model(group)
+    forward_and_backward(model)
+    if dist.get_rank() == 1:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    forward_and_backward(model)
+
+
+def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
+    model = ddp_compile(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), process_group=group, backend="eager"
+    )
+    if dist.get_rank() == 1:
+        model(some_rows())
+
+
+@pytest.fixture(scope="module")
+def said_by_ranks(
+    shared_inductor_cache: Path, request: pytest.FixtureRequest
+) -> Iterator[dict[Scenario, Future[list[str]]]]:
+    """What `run_and_meet` returns on two ranks, for each selected scenario: they wait for timeouts at the same time."""
+    pools: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
+    for _ in range(NUM_POOLS):
+        pools.put(RankPool(2))
+
+    def run(scenario: Scenario) -> list[str]:
+        pool = pools.get()
+        try:
+            return pool.run(run_and_meet, scenario)
+        finally:
+            pools.put(pool)
+
+    selected = [
+        item.callspec.params["scenario"] if hasattr(item, "callspec") else late_for_the_broadcast
+        for item in request.session.items
+        if "said_by_ranks" in item.fixturenames
+    ]
+    with ThreadPoolExecutor(NUM_POOLS) as executor:
+        yield {scenario: executor.submit(run, scenario) for scenario in selected}
+    while not pools.empty():
+        pools.get().close()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "culprit_stood", "culprit_raised"),
+    [
+        (evaluate_for_long, "evaluation forward 1 has returned", "nothing"),
+        (compile_for_long, "training forward 1, compiling 0/0", "BackendCompilerFailed"),
+        (forward_once_more_with_buffers, "training forward 3, broadcast of buffers: failed", "ReductionError"),
+        pytest.param(
+            evaluate_with_gradients_and_buffers,
+            "training forward 2, broadcast of buffers: failed",
+            "ReductionError",
+            marks=pytest.mark.long,
+        ),
+        (stop_early, "iteration 2 is over", "nothing"),
+        pytest.param(step_once_in_no_sync, "iteration 2 is over", "nothing", marks=pytest.mark.long),
+        (raise_in_forward, "training forward 2: raised KeyError: 'bad sample'", "KeyError"),
+        pytest.param(raise_in_backward, "backward of iteration 2", "ValueError", marks=pytest.mark.long),
+        (take_another_branch, "training forward 2: raised MissingGradientError: rank 1: ", "MissingGradientError"),
+        (register_a_hook_on_rank_1, "registering the comm hook allreduce_hook before iteration 2", "RanksDifferError"),
+    ],
+)
+def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
+    scenario: Scenario,
+    culprit_stood: str,
+    culprit_raised: str,
+    said_by_ranks: dict[Scenario, Future[list[str]]],
+) -> None:
+    waiting, culprit = said_by_ranks[scenario].result()
+    assert waiting.startswith("ReductionError: rank 0: ") and culprit.startswith(culprit_raised)
+    rows = waiting[waiting.index("Where each rank was heard last") :].splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert "failed" in rows[0] and culprit_stood in rows[1]
+
+
+def test_a_broadcast_of_buffers_that_fails_says_where_rank_0_stands(
+    said_by_ranks: dict[Scenario, Future[list[str]]],
+) -> None:
+    late, waiting = said_by_ranks[late_for_the_broadcast].result()
+    assert late == "nothing"
+    assert waiting.startswith("ReductionError: rank 1: the broadcast of 3 buffers from rank 0")
+    assert "before the first forward\n" in waiting
+    assert waiting.endswith("training forward 1, broadcast of buffers: failed")
