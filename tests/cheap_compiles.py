@@ -24,6 +24,7 @@ import torch._functorch._aot_autograd.graph_compile as graph_compile
 import torch._inductor.config as inductor_config
 import torch._subclasses.fake_tensor as fake_tensor
 from torch._decomp.decompositions_for_rng import PhiloxState
+from torch.hub import tqdm
 
 SETTINGS_AS_TEXT = (
     "_get_dynamo_config_for_logging",
@@ -42,7 +43,8 @@ def make_compiles_cheap() -> None:
     C++ compiler takes three times as long where a kernel has vector instructions. Each init_process_group() lets Dynamo
     look up thousands of torch's functions again, in case torch.distributed was not imported when it did so first.
     Stacks are kept of every seed, for a GPU that is not there, and of every fake mode. Six empty tensors for random
-    numbers that a backend computes itself are made around each graph, by the slow way of tensors that are traced.
+    numbers that a backend computes itself are made around each graph, by the slow way of tensors that are traced. A
+    progress bar that shows nothing starts a thread that looks after it.
     """
     guards: Any = dynamo_guards
     guards.profile_guard_manager = lambda *_: 0.0
@@ -52,6 +54,8 @@ def make_compiles_cheap() -> None:
 
     rules: Any = trace_rules
     rules.clear_lru_cache = cache(rules.clear_lru_cache)  # of what was looked up in imports; once
+
+    tqdm.monitor_interval = 0
 
     empty = torch.empty(0)
     philox: Any = PhiloxState

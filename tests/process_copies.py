@@ -10,15 +10,16 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheap_compiles import make_compiles_cheap
-
 # What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
-# could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose.
+# could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose. The
+# last one compiles.
 PRELOADED = [
     "pytest",
     "torch.distributed",
@@ -27,6 +28,7 @@ PRELOADED = [
     "torch.nn.parallel",
     "torch._dynamo",
     "torch._inductor.compile_fx",
+    "warm_compilers",
 ]
 
 
@@ -34,7 +36,34 @@ def context_of_copies() -> ForkServerContext:
     """Its processes are copies of one and the same, whose hash seed is its own; to call before the first one starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with _first_in_path(Path(__file__).parent):
+        forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _first_in_path(folder: Path) -> Iterator[None]:
+    """Where processes that start inside look for modules first."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(folder) if path is None else f"{folder}{os.pathsep}{path}"
+    try:
+        yield
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
+
+
+def begin_copy(path: list[str]) -> None:
+    """What a copy does first: look for modules in ``path``, where the process that it is a copy of did not.
+
+    Raises:
+        ImportError: What is preloaded was not, of which that process says nothing.
+    """
+    if missing := [name for name in PRELOADED if name not in sys.modules]:
+        raise ImportError(f"the process that others are copies of could not import {missing}")
+    sys.path[:] = path
 
 
 class Ended(NamedTuple):
@@ -74,7 +103,5 @@ def _serve_once(
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:] = path
-    sys.modules["torch"].set_num_threads(1)
-    make_compiles_cheap()
+    begin_copy(path)
     function(*args)

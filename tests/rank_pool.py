@@ -24,15 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cheap_compiles import make_compiles_cheap
-from process_copies import context_of_copies
+from process_copies import begin_copy, context_of_copies
 
 from ddp_compile import ddp_compile
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
-#: More threads than this belong to process groups that nothing uses any more.
-MOST_THREADS = 16
+#: More threads than this belong to several process groups that nothing uses any more.
+MOST_THREADS = 6
 PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is gone
 
 
@@ -134,9 +133,10 @@ def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: An
 
 
 def collect_process_groups() -> None:
-    """Free the process groups of models that the garbage collector has yet to find, before there are many.
+    """Free the process groups of models that the garbage collector has yet to find, unless there is only one.
 
-    Their threads poll: a hundred of them take a fifth of both cores. What is left is not looked at again.
+    Their threads poll: those of ranks that had nothing to do took a tenth of both cores. What is left is not looked at
+    again.
     """
     if len(os.listdir("/proc/self/task")) > MOST_THREADS:
         gc.collect()
@@ -144,10 +144,8 @@ def collect_process_groups() -> None:
 
 
 def _serve(rank: int, world_size: int, connection: Connection, path: list[str], stacks: str) -> None:
-    sys.path[:] = path
+    begin_copy(path)
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w"))  # noqa: SIM115  # for as long as the process
-    torch.set_num_threads(1)
-    make_compiles_cheap()
     while True:
         try:
             function, args, kwargs, defaults, store, timeout_s = connection.recv()
@@ -155,12 +153,12 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str], 
             return
         ddp_compile.__kwdefaults__ = defaults
         connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
+        torch._dynamo.reset()
+        collect_process_groups()  # now, since minutes may pass until the next call
 
 
 def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float) -> Any:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
-    torch._dynamo.reset()
-    collect_process_groups()
     torch.manual_seed(rank)
     dist.init_process_group(
         "gloo",

@@ -42,7 +42,9 @@ def test_training_is_that_of_ddp(way: str, compiled: bool, tmp_path: Path, ranks
         assert_close(ours, ddp)
 
 
-@pytest.mark.parametrize("with_adapters", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "with_adapters", [False, pytest.param(True, marks=pytest.mark.long)], ids=["all weights", "adapters"]
+)
 def test_a_checkpoint_goes_on_as_without_a_stop(with_adapters: bool, tmp_path: Path, ranks: Ranks) -> None:
     for whole, ours, ddp in ranks(2).run(call, "trainer_ranks.resume_both", str(tmp_path), with_adapters):
         assert len(whole) == 6 * 2 + 2

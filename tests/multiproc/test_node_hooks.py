@@ -100,7 +100,7 @@ def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float) 
 
 @pytest.mark.parametrize("cap_mb", [1e-4, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("when", only([APPEARS_AT], [None, 0, APPEARS_AT]))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only([write_behind, write_before_on_one_rank], KINDS))
 def test_what_hooks_on_nodes_make_of_gradients_is_averaged(
     ranks: Callable[[int], RankPool], kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float
 ) -> None:

@@ -88,7 +88,7 @@ def train_with_collective(step_of: Step, comm_hook: bool, **settings: Any) -> li
 @pytest.mark.parametrize(
     ("step_of", "comm_hook", "settings"),
     [
-        (look_on_rank_0, False, {}),
+        pytest.param(look_on_rank_0, False, {}, marks=pytest.mark.long),
         pytest.param(look_on_rank_0, True, {}, marks=pytest.mark.long),
         pytest.param(look_on_rank_0, False, {"static_graph": True}, marks=pytest.mark.long),
         (evaluate_on_rank_0, False, {}),

@@ -86,7 +86,6 @@ def train(pattern: str, backend: str, **settings: Any) -> Trained:
 # One of those in which the same thing happens to the buckets; SETTINGS_IN_CI has others.
 PATTERNS_IN_CI = [
     "contributor_that_appears_on_one_rank",
-    "average_and_regularise",
     "hook_while_accumulating",
     "losses_one_by_one",
     "sparse_regulariser",

@@ -116,7 +116,7 @@ def train_in_one_checkpoint(use_reentrant: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
 def test_a_checkpoint_around_the_whole_module(use_reentrant: bool, ranks: Ranks) -> None:
     assert max(ranks(2).run(train_in_one_checkpoint, use_reentrant)) < 1e-6
 

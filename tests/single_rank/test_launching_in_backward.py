@@ -426,7 +426,7 @@ def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
 @pytest.mark.parametrize(
     ("backend", "rows"),
     [
-        ("aot_eager", 4),
+        pytest.param("aot_eager", 4, marks=pytest.mark.long),
         ("aot_eager", MANY_ROWS),
         pytest.param("inductor", MANY_ROWS, marks=[pytest.mark.inductor, pytest.mark.long]),
     ],

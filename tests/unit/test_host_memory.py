@@ -57,7 +57,10 @@ def test_what_was_freed_is_not_faulted_in_again() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}],
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, marks=pytest.mark.long),
+    ],
 )
 def test_an_allocator_that_was_set_by_the_environment_is_left_alone(setting: dict[str, str]) -> None:
     _, done, after = run(**setting)

@@ -1,0 +1,26 @@
+"""To be imported by the process that ranks are copies of: what torch's compilers do at the first graph of a process.
+
+They build tables of torch's functions, decompositions and patterns, and import what they have put off: half a second
+for Dynamo and AOTAutograd, and another one for inductor, in each rank that compiles. The graphs here leave nothing
+behind that depends on them. No thread is started, which a fork would lose, and no C++ compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from cheap_compiles import make_compiles_cheap
+from torch import Tensor, nn
+
+torch.set_num_threads(1)
+make_compiles_cheap()
+_weight = torch.ones(4, 4, requires_grad=True)
+
+
+def _product(x: Tensor) -> Tensor:
+    return x @ _weight
+
+
+_model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
+torch.compile(_model, backend="aot_eager")(torch.ones(3, 4)).square().mean().backward()
+torch.compile(_product)(torch.ones(3, 4)).sum().backward()
+torch._dynamo.reset()
