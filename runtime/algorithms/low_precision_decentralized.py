@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
-from ddp_compile.runtime.at_exit import LONGEST_AT_EXIT, call_at_exit
+from ddp_compile.runtime.at_end import LONGEST_AT_END, call_at_end
 from ddp_compile.runtime.process_groups import NodeGroups
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
@@ -93,7 +94,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._right = self._parameters.new() if has_two_neighbours else self._left  # both are one rank
         for flats in self._kept().values():
             self._parameters.read(flats)
-        call_at_exit(self._finish)
+        call_at_end(self, partial(_let_neighbours_have, self._under_way))
 
     def detach(self, together: bool) -> None:
         """Average over all ranks, see `CommAlgorithm.detach`."""
@@ -193,12 +194,6 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             first = messages.received[0][0]
             messages.add(torch.empty(min(BLOCK_NUMEL, len(first)), dtype=torch.float32, device=first.device))
 
-    def _finish(self) -> None:
-        """The process ends: let the neighbours have what this one has sent, if they come for it."""
-        for messages in self._under_way.values():
-            for work in messages.works:
-                work.wait(LONGEST_AT_EXIT)
-
     def _kept(self) -> dict[str, list[Tensor]]:
         return {"own": self._own, "left": self._left, "right": self._right}
 
@@ -259,6 +254,13 @@ class _Messages(NamedTuple):
                 values = scratch[: len(block)]
                 minmax_u8_decompress(rows.view(_num_chunks(block), -1), values)
                 block.add_(values)
+
+
+def _let_neighbours_have(under_way: Mapping[int, _Messages]) -> None:
+    """What this rank has sent, if they come for it; what they send would find nobody either."""
+    for messages in under_way.values():
+        for work in messages.works:
+            work.wait(LONGEST_AT_END)
 
 
 def _neighbours_in(ring: dist.ProcessGroup) -> tuple[int, int]:

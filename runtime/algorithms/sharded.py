@@ -18,7 +18,6 @@ from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
-from ddp_compile.runtime.at_exit import LONGEST_AT_EXIT, call_at_exit
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.local_tensors import has_dtensors
 from ddp_compile.runtime.process_groups import group_of
@@ -105,7 +104,6 @@ class ShardedAlgorithm(CommAlgorithm):
         self.transfers = ShardTransfers(gathers, gradients, self._device)
         self._guard = ParameterGuard(parameters, self._complete_for_everybody)
         self._optimizer.attach()
-        call_at_exit(self._finish)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
@@ -284,11 +282,6 @@ class ShardedAlgorithm(CommAlgorithm):
         self._complete()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _finish(self) -> None:
-        """The process ends: let other ranks have what this one has stepped, if they come for it."""
-        for bucket in reversed(self.buckets):
-            bucket.wait(LONGEST_AT_EXIT)
 
     def refuse_step_before_sharding(self) -> None:
         """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime.at_end import LONGEST_AT_END, call_at_end
 
 
 class Transfer:
@@ -42,6 +44,11 @@ class Transfer:
         while self._works:
             self._works[0].wait(*limit)
             del self._works[0]  # not before: whoever comes behind an exception waits as well
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has been waited for."""
+        return not self._works
 
 
 class ReduceScatter:
@@ -103,6 +110,8 @@ class ShardTransfers:
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._from_rank_to_rank = torch_internals.backend_name(process_group, device) == "gloo"
+        self._gathers: list[Transfer] = []  # that nobody may have waited for
+        call_at_end(self, partial(_wait_for_all, self._gathers))
 
     def shard_numel(self, numel: int) -> int:
         """Elements of each shard of a flat buffer; the last shards may be shorter, or empty."""
@@ -138,11 +147,15 @@ class ShardTransfers:
         own = shards[self.rank]
         if self.world_size == 1:
             return Transfer()
-        if not self._from_rank_to_rank:
-            return Transfer([torch_internals.all_gather_single(flat, own, self._group)])
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        into = {rank: shards[rank] for rank in others}
-        return Transfer(_exchange(self._group, dict.fromkeys(others, own), into, tag))
+        if self._from_rank_to_rank:
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            into = {rank: shards[rank] for rank in others}
+            works = _exchange(self._group, dict.fromkeys(others, own), into, tag)
+        else:
+            works = [torch_internals.all_gather_single(flat, own, self._group)]
+        gather = Transfer(works)
+        self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
+        return gather
 
     def any_rank(self, flag: Tensor) -> None:
         """Let a number be the largest one of all ranks."""
@@ -173,6 +186,12 @@ class ShardTransfers:
     def _shards(self, flat: Tensor) -> list[Tensor]:
         size = self.shard_numel(flat.numel())
         return [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
+
+
+def _wait_for_all(gathers: Sequence[Transfer]) -> None:
+    """Let other ranks have what this one has stepped, if they come for it."""
+    for gather in gathers:
+        gather.wait(LONGEST_AT_END)
 
 
 def _exchange(

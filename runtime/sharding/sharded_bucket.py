@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -180,15 +179,11 @@ class ShardedBucket:
         """Whether parameters are incomplete."""
         return self._gathering is not None
 
-    def wait(self, *limit: timedelta) -> None:
-        """Return when the parameters are complete; raises RuntimeError if the gather failed or timed out, each time.
-
-        Args:
-            limit: How long at most.
-        """
+    def wait(self) -> None:
+        """Return when the parameters are complete; raises RuntimeError if the gather failed or timed out, each time."""
         with self._lock:  # another thread that comes meanwhile waits as well
             if self._gathering is not None:
-                self._gathering.wait(*limit)
+                self._gathering.wait()
                 self._gathering = None
 
     # Conversions.

@@ -12,6 +12,7 @@ finite, is answered for all ranks alike.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -172,8 +173,9 @@ class HiddenGradients:
 class GradientShard(Tensor):
     """The part of a gradient that this rank steps by: a tensor that no question about all elements may be asked."""
 
-    #: Called with the flag of a GradScaler, which it makes the same on all ranks.
-    unscaled: Callable[[Tensor], None]
+    #: Gives what is called with the flag of a GradScaler, and makes it the same on all ranks. Weak, since the garbage
+    #: collector does not look into ``.grad``: a cycle through it would stay for good.
+    unscaled: weakref.WeakMethod[Callable[[Tensor], None]]
 
     @classmethod
     def of(cls, values: Tensor, unscaled: Callable[[Tensor], None]) -> GradientShard:
@@ -181,10 +183,11 @@ class GradientShard(Tensor):
 
         Args:
             values: Shape (n,).
-            unscaled: Called when a GradScaler has unscaled gradients, with its flag.
+            unscaled: A bound method, called when a GradScaler has unscaled gradients, with its flag. Its object is not
+                kept.
         """
         shard: GradientShard = values.as_subclass(cls)
-        shard.unscaled = unscaled
+        shard.unscaled = weakref.WeakMethod(unscaled)
         return shard
 
     @classmethod
@@ -200,7 +203,9 @@ class GradientShard(Tensor):
             result = func(*args, **(kwargs or {}))
             if func is torch_internals.UNSCALE:
                 gradients, found_non_finite = args[:2]
-                next(each for each in gradients if isinstance(each, GradientShard)).unscaled(found_non_finite)
+                unscaled = next(each for each in gradients if isinstance(each, GradientShard)).unscaled()
+                assert unscaled is not None  # the optimizer, whose gradients these are, keeps it
+                unscaled(found_non_finite)
         return result
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, loss_of
+from models import loss_of
 from rank_pool import RankPool
 from test_parameter_averages import batch, check_invariants, flat_of, train_step
 from test_training_parameter_averages import make_model
 
-from ddp_compile import ddp_compile
 from ddp_compile.algorithms import LowPrecisionDecentralized
 from ddp_compile.errors import ReductionError
 
@@ -120,32 +114,3 @@ def lose_a_neighbour() -> str:
 def test_a_neighbour_that_is_gone_is_an_error_of_the_next_exchange(ranks: Ranks) -> None:
     said = ranks(2).run_expecting_failures(lose_a_neighbour, timeout_s=2.0)[0].message
     assert "low-precision decentralized average" in said
-
-
-def finish_first(rank: int, path: str) -> None:
-    """A script that ends behind its last step; rank 1 comes to its own when rank 0 has left its last line behind."""
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model: Any = ddp_compile(Mlp(17, 4), algorithm=LowPrecisionDecentralized(), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(2):
-        loss_of(model(batch(rank, step, 0))).backward()
-        while step == 1 and rank == 1 and not Path(path, "rank 0 is done").exists():
-            time.sleep(0.01)
-        time.sleep(0.5 * (step == 1 and rank == 1))
-        optimizer.step()
-    dist.destroy_process_group()
-    Path(path, f"rank {rank} is done").touch()
-
-
-@pytest.mark.long
-def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_low_precision_messages"]
-    command[-1] += " as t; t.finish_first(int(sys.argv[2]), sys.argv[3])"
-    scripts = [
-        subprocess.Popen([*command, repr(sys.path), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for script in scripts:
-        _, errors = script.communicate(timeout=120)
-        assert script.returncode == 0, errors

@@ -182,16 +182,14 @@ def train(pattern: str) -> float:
     return worst
 
 
-# `test_algorithms` trains in the second and the third one, checkpoints are in `test_regions`, freed gradients in
-# `test_lazy_buckets`, autocast in the integrations, and the others are as the ones that are left.
+# `test_algorithms` trains in the second and the third one, checkpoints are in `test_regions`, and the others are as the
+# ones that are left.
 LEFT_OUT_IN_CI = {
     "checkpoints_without_reentrance",
     "regulariser_first",
     "watched_inside_no_sync",
     "gradients_replaced_in_between",
     "gradients_detached_in_between",
-    "gradients_freed_in_between",
-    "under_autocast",
 }
 
 

@@ -1,0 +1,82 @@
+"""Ranks that are done, whose process ends or who let the model go, while others have yet to hear of them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, loss_of
+from process_copies import run_in_copy
+from test_parameter_averages import batch, flat_of
+from torch.optim import Optimizer
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import GradientAllReduce, LowPrecisionDecentralized
+from ddp_compile.runtime.algorithms.base import CommAlgorithm
+
+
+def finish_first(rank: int, path: str, is_sharded: bool = False) -> None:
+    """A script that ends behind its last step; rank 1 comes to its own when rank 0 has left its last line behind."""
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    train_and_let_go(rank, Path(path), is_sharded)
+    dist.destroy_process_group()
+    Path(path, f"rank {rank} is done").touch()
+
+
+def train_and_let_go(rank: int, path: Path, is_sharded: bool) -> None:
+    torch.manual_seed(0)
+    algorithm = GradientAllReduce() if is_sharded else LowPrecisionDecentralized()
+    model: Any = ddp_compile(Mlp(17, 4), algorithm=algorithm, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if is_sharded:
+        shard_optimizer(optimizer, model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step, 0))).backward()
+        while step == 1 and rank == 1 and not (path / "rank 0 is done").exists():
+            time.sleep(0.01)
+        time.sleep(0.5 * (step == 1 and rank == 1))
+        optimizer.step()
+    if rank == 1:
+        assert flat_of(model).isfinite().all()
+
+
+def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
+    finish_first(rank, path, is_sharded)
+    torch._dynamo.reset()
+    for _ in range(2):  # what tensors refer to is only looked at once they are gone
+        gc.collect()
+    remaining = [each for each in gc.get_objects() if isinstance(each, Mlp | CommAlgorithm | Optimizer)]
+    print(remaining or "all are gone")
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ring", "sharded"])
+def test_a_model_that_is_let_go_lets_others_finish(is_sharded: bool, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        runs = [
+            threads.submit(run_in_copy, finish_first_and_collect, rank, str(tmp_path), is_sharded) for rank in range(2)
+        ]
+    for run in runs:
+        ended = run.result()
+        assert (ended.exit_code, ended.stdout) == (0, "all are gone\n"), ended.stderr
+
+
+@pytest.mark.long
+def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_ranks_that_end"]
+    command[-1] += " as t; t.finish_first(int(sys.argv[2]), sys.argv[3])"
+    scripts = [
+        subprocess.Popen([*command, repr(sys.path), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for script in scripts:
+        _, errors = script.communicate(timeout=120)
+        assert script.returncode == 0, errors
