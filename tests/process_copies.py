@@ -17,6 +17,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from one_stack import on_one_stack
+
 # What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
 # could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose. The
 # last one compiles.
@@ -105,3 +107,6 @@ def _serve_once(
     os.environ.update(environment)
     begin_copy(path)
     function(*args)
+
+
+on_one_stack(_serve_once)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from one_stack import on_one_stack
 from process_copies import begin_copy, context_of_copies
 
 from ddp_compile import ddp_compile
@@ -155,6 +156,9 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str], 
         connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
         torch._dynamo.reset()
         collect_process_groups()  # now, since minutes may pass until the next call
+
+
+on_one_stack(_serve)
 
 
 def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float) -> Any:

@@ -17,13 +17,16 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.runner import pytest_runtest_protocol
 from cheap_compiles import make_compiles_cheap
+from one_stack import on_one_stack
 from rank_pool import RankPool, collect_process_groups
 
 from ddp_compile import ddp_compile
 
 torch.set_num_threads(1)
 make_compiles_cheap()
+on_one_stack(pytest_runtest_protocol)
 # torch prints every graph for its trace where that has a handler, which pytest gives to loggers that do not propagate.
 logging.getLogger("torch.__trace").propagate = True
 
