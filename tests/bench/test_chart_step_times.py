@@ -57,6 +57,7 @@ def test_an_implementation_without_the_default_mode_is_shown_in_its_own(tmp_path
     assert "failed" not in texts(figure)
 
 
+@pytest.mark.long
 def test_ten_implementations_on_six_links_keep_a_legible_size(tmp_path: Path) -> None:
     links = ("100mbit", "1gbit", "10gbit", "simulated 100gbit", "loopback", "none")
     names = [OURS, "ddp_compile-forward", "ddp_compile-none", "ddp_compile-backward", PEER, EAGER, "ddp-unsplit"]

@@ -129,6 +129,7 @@ def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_n
         assert never_used == [True, True]
 
 
+@pytest.mark.long
 def test_three_ranks(ranks: Ranks) -> None:
     for worst, never_used in ranks(3).run(branch_by_rank_and_step, "tensor", True, True, "aot_eager"):
         assert worst < 1e-6

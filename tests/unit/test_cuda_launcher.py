@@ -168,11 +168,12 @@ def test_a_tensor_with_more_chunks_than_there_are_blocks(device: EmulatedDevice)
     assert device.driver.launches[0].num_blocks == BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS
 
 
-def test_mixed_dtypes_take_one_launch_each(device: EmulatedDevice) -> None:
-    tensors = [values_of(50 + i, DTYPES[i % 3], i) for i in range(10)]
+@pytest.mark.parametrize("dtypes", only([DTYPES_IN_CI], [DTYPES_IN_CI, DTYPES]), ids=len)
+def test_mixed_dtypes_take_one_launch_each(device: EmulatedDevice, dtypes: list[torch.dtype]) -> None:
+    tensors = [values_of(50 + i, dtypes[i % len(dtypes)], i) for i in range(10)]
     check_both_ways(device, tensors, torch.full((sum(t.numel() for t in tensors),), POISON, dtype=torch.bfloat16))
-    kernels = [launch.kernel for launch in device.driver.launches[:3]]
-    assert kernels == [f"move_{name}_BFloat16_32" for name in ("Float32", "BFloat16", "Float16")]
+    kernels = [launch.kernel for launch in device.driver.launches[: len(dtypes)]]
+    assert kernels == [f"move_{name}_BFloat16_32" for name in ("Float32", "BFloat16", "Float16")[: len(dtypes)]]
 
 
 def test_what_the_kernels_cannot_move_is_named_and_left_alone(device: EmulatedDevice) -> None:
