@@ -296,7 +296,7 @@ def test_without_the_library_addresses_are_read_in_python(
     monkeypatch.setattr(tensor_table.library, "load", refuse)
     assert isinstance(tensor_table.table_of([torch.ones(1)], torch.ones(1), None), tensor_table.PythonTable)
     test_wrong_tensors_are_refused_before_anything_is_launched(device)
-    test_mixed_dtypes_take_one_launch_each(device)
+    test_mixed_dtypes_take_one_launch_each(device, DTYPES_IN_CI)
     test_all_pairs_of_dtypes_both_ways(device, torch.float32, torch.bfloat16)
     test_what_the_kernels_cannot_move_is_named_and_left_alone(device)
     test_tensors_in_their_places_are_scaled_there(device, 0.5, True)
