@@ -66,6 +66,8 @@ def begin_copy(path: list[str]) -> None:
     if missing := [name for name in PRELOADED if name not in sys.modules]:
         raise ImportError(f"the process that others are copies of could not import {missing}")
     sys.path[:] = path
+    # The inherited pool of threads is made anew by whoever asks first, which two threads at once may not be.
+    sys.modules["torch"].set_num_threads(1)
 
 
 class Ended(NamedTuple):

@@ -170,11 +170,12 @@ def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = tuple(Case(implementation=name, bucket_cap_mb=25) for name in ("communication", "bench_entries:replicated"))
     link = SimulatedLink([Rate.parse("150mbit"), Rate.parse("75mbit")])
     with RankWorld(world_settings) as world:
-        result = BenchmarkRun(world, link, RunSettings(cases=cases, rounds=1, steps=2), lambda _: None).measure()
+        result = BenchmarkRun(world, link, RunSettings(cases=cases, rounds=1, steps=4), lambda _: None).measure()
     assert [case.error for case in result.cases] == [None, None]
     bits = 8 * result.cases[1].cold.gradient_bytes * 2 * 3 / 4
     for name, rate in (("simulated 150mbit", 1.5e8), ("simulated 75mbit", 7.5e7)):
         for case in result.cases:
-            assert case.median(name) == pytest.approx(bits / rate, rel=0.15)
+            # The shortest: a step can only be late, where others are busy on the same cores.
+            assert min(step.step_s for step in case.steps(name)) == pytest.approx(bits / rate, rel=0.15)
         assert result.achieved_gbit[name] == pytest.approx(rate / 1e9, rel=0.1)
         assert result.cases[1].profiles[name].num_all_reduces == 1
