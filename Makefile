@@ -105,7 +105,7 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m basedpyright
+	$(BIN)/python -m basedpyright --project pyproject.toml
 
 # Not --quiet: warnings that are not printed are no errors either.
 docs: $(STAMP)
