@@ -189,9 +189,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single  # before torch 2.13
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        output.data.copy_(input.detach().reshape(-1)[: output.numel()].view_as(output))
+        own = input.detach().reshape(-1)[: output.numel()].view_as(output)
         factor = _factor_of(dist.ReduceOp.SUM if opts is None else opts.reduceOp.op, self.size())
-        return self._launch("reduce_scatter", [output], factor, self.line.model.shards_s(input.nbytes))
+        return self._launch("reduce_scatter", [output], factor, self.line.model.shards_s(input.nbytes), source=own)
 
     _reduce_scatter_base: Any = reduce_scatter_single
 
@@ -210,7 +210,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._launch("recv", tensors, 1, seconds, self.line.coming_in())
 
     def _launch(
-        self, name: str, tensors: list[Tensor], factor: int, seconds: float, link: CudaLink | HostLink | None = None
+        self,
+        name: str,
+        tensors: list[Tensor],
+        factor: int,
+        seconds: float,
+        link: CudaLink | HostLink | None = None,
+        source: Tensor | None = None,
     ) -> dist.Work:
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -220,7 +226,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
                     f"device={self.line.device} of the simulated link must be the tensor's, {tensor.device}"
                 )
         with record_function(f"simulated::{name}"):  # what a profile counts; real groups have ranges of their own
-            return _SimulatedWork((link or self.line.out).launch(Transfer(tensors, factor, seconds)))
+            return _SimulatedWork((link or self.line.out).launch(Transfer(tensors, factor, seconds, source)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _completed(tensors)

@@ -24,14 +24,24 @@ _CALIBRATION_TOLERANCE = 0.02
 
 
 class Transfer(NamedTuple):
-    """One transfer on the link: what every element of some tensors is multiplied with after this many seconds."""
+    """One transfer on the link: what becomes of some tensors after this many seconds.
+
+    Args:
+        tensors: Each element is multiplied with ``factor``.
+        factor: See ``tensors``.
+        seconds: How long it occupies the link.
+        source: What is copied into the first of them before; None for nothing.
+    """
 
     tensors: list[Tensor]
     factor: int
     seconds: float
+    source: Tensor | None = None
 
     def apply(self) -> None:
         """Write the result in place. As collectives do, unseen by autograd: ``data`` has its own version counter."""
+        if self.source is not None:
+            self.tensors[0].data.copy_(self.source)
         for tensor in self.tensors:
             if self.factor != 1 and tensor.dtype is not torch.bool:  # a sum of bools is their disjunction
                 tensor.data.mul_(self.factor)
@@ -93,7 +103,7 @@ class CudaLink:
         with torch.cuda.stream(self._stream):
             _spin(round(transfer.seconds * self._cycles_per_second))
             transfer.apply()
-            for tensor in transfer.tensors:
+            for tensor in transfer.tensors if transfer.source is None else [*transfer.tensors, transfer.source]:
                 # Whoever lets go of it early: its memory is not used again before the side stream is done with it.
                 tensor.record_stream(self._stream)
             # Records an event on the current stream, this one; whoever waits for the future waits for the event.

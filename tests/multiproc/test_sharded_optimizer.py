@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import in_ci
@@ -30,16 +31,16 @@ def batch(step: int) -> Tensor:
 
 
 class Frozen(Mlp):
-    """A part is frozen, another one in halves of precision, and a weight lies in the memory of another order."""
+    """A part is frozen, another one of lower precision, and a weight lies in the memory of another order."""
 
-    def __init__(self) -> None:
+    def __init__(self, low: torch.dtype = torch.bfloat16) -> None:
         super().__init__(WIDTH, 4)
         self.layers[0].bias.requires_grad_(False)
         self.layers[1].weight.data = self.layers[1].weight.data.t().contiguous().t()
-        self.low = nn.Linear(WIDTH, 5).to(torch.bfloat16)
+        self.low = nn.Linear(WIDTH, 5).to(low)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.low(super().forward(x).to(torch.bfloat16)).float()
+        return self.low(super().forward(x).to(self.low.weight.dtype)).float()
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -181,8 +182,8 @@ def compare(kind: str, ways: list[str], make: Callable[[], nn.Module], num_steps
 
 
 @torch.compiler.set_stance("force_eager")  # nothing is traced, which would be most of the time
-def go_through_optimizers(kinds: list[str], num_steps: int) -> dict[str, float]:
-    return {kind: compare(kind, ["plain"], Frozen, num_steps) for kind in kinds}
+def go_through_optimizers(kinds: list[str], num_steps: int, make: Callable[[], nn.Module] = Frozen) -> dict[str, float]:
+    return {kind: compare(kind, ["plain"], make, num_steps) for kind in kinds}
 
 
 # One stepped as lists of tensors, one fused, and one whose states are not all of a parameter's shape.
@@ -202,8 +203,9 @@ def test_every_optimizer_steps_as_if_it_were_not_sharded(kinds: list[str], num_s
 
 @pytest.mark.long
 def test_every_optimizer_on_three_ranks(ranks: Ranks) -> None:
-    for worst in ranks(3).run(go_through_optimizers, list(OPTIMIZERS), 20):
-        assert all(each < 2e-3 for each in worst.values()), worst  # bfloat16, and signs that Rprop looks at
+    """In float32 alone: another order of summation may round a bfloat16 to its neighbour, 0.4 % away."""
+    for worst in ranks(3).run(go_through_optimizers, list(OPTIMIZERS), 20, partial(Frozen, torch.float32)):
+        assert all(each < 1e-5 for each in worst.values()), worst
 
 
 def all_ways(kind: str, backend: str, split: str) -> dict[str, float]:
