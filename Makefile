@@ -132,10 +132,11 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where the system's own torch sees a CUDA device, the environment uses that one (an activated environment's torch is
-# not the system's: a new environment cannot see it). Anywhere else the pinned torch comes first. The build is not
-# isolated. So no requirement of "torch" can bring in another build of it. Nothing is compiled to bytecode but what an
-# import needs: of all of torch that takes half a minute, and most of it is never imported. That goes on beside the
-# build, and whatever it says there, before all packages are, is not shown: the import behind it says it again.
+# not the system's: a new environment cannot see it). Anywhere else the pinned torch comes first, beside the build, which
+# is not isolated and takes no dependencies. So no requirement of "torch" can bring in another build of it. Nothing is
+# compiled to bytecode but what an import needs: of all of torch that takes half a minute, and most of it is never
+# imported. That goes on beside the rest, and whatever it says there, before all packages are, is not shown: the import
+# behind it says it again. pip is the newest one, which the interpreter's own installs sooner than ensurepip installs it.
 $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -143,18 +144,19 @@ $(STAMP): pyproject.toml setup.py $(TORCH_PIN) $(wildcard kernels/native/csrc/*)
 	@echo 'Installing into $(VENV), which happens once and takes a few minutes'
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(sys.prefix != sys.base_prefix or not torch.cuda.is_available())' \
 	    2>/dev/null; then \
-	    $(PYTHON) -m venv --system-site-packages $(VENV); \
+	    $(PYTHON) -m venv --without-pip --system-site-packages $(VENV) && : > $(VENV)/torch.txt; \
 	else \
-	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --no-compile --upgrade pip && \
-	    $(BIN)/python -m pip install --quiet --no-compile -r $(TORCH_PIN); \
+	    $(PYTHON) -m venv --without-pip $(VENV) && cp $(TORCH_PIN) $(VENV)/torch.txt; \
 	fi
-	@$(BIN)/python -m pip install --quiet --no-compile 'setuptools>=77' wheel
+	@$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile --ignore-installed pip 'setuptools>=77' wheel
 	@$(BIN)/python -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    print(*(each for name in sys.argv[1:] for each in project["optional-dependencies"][name]), sep="\n")' \
 	    $(EXTRAS) > $(VENV)/extras.txt
-	@{ $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
-	    $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . & library=$$!; \
-	    $(BIN)/python -m pip install --quiet --no-compile -r $(VENV)/extras.txt; status=$$?; \
+	@$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . & library=$$!; \
+	    $(BIN)/python -m pip install --quiet --no-compile -r $(VENV)/torch.txt && { \
+	        { $(BIN)/python -c 'import torch._inductor.compile_fx' 2>/dev/null || true; } & \
+	        $(BIN)/python -m pip install --quiet --no-compile -r $(VENV)/extras.txt; \
+	    }; status=$$?; \
 	    wait $$library && wait && exit $$status
 	@$(BIN)/python -c 'import ddp_compile, torch._inductor.compile_fx'
 	@touch $@
