@@ -23,7 +23,7 @@ EXTRAS := test dev docs bench examples integrations
 # Where it is set, as in many containers, each process compiles what it imports once more, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint docs bytecode dist venv clean
+.PHONY: help train test test-long compat parity bench gpu-bench gpu-check lint pyright docs bytecode dist venv clean
 
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
@@ -34,7 +34,8 @@ help:
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'
 	@echo 'make gpu-bench  the same on one CUDA device with this interpreter as it is, on a simulated link'
 	@echo 'make gpu-check  test and time the kernels on one CUDA device, with this interpreter as it is'
-	@echo 'make lint    run ruff, mypy and pyright'
+	@echo 'make lint    run ruff and mypy'
+	@echo 'make pyright  let pyright check what README tells users to write; installs it first'
 	@echo 'make docs    build the site of the documentation, site/index.html; warnings are errors'
 	@echo 'make bytecode  import what the tests do, so that their processes need not compile it'
 	@echo 'make dist    build the source archive and a wheel for any Linux of this processor, in dist/'
@@ -71,6 +72,7 @@ test-long: $(STAMP)
 	VECTOR_KERNELS=1 $(BIN)/python -m pytest -n $(JOBS) -m long || status=$$?; \
 	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
+	$(MAKE) pyright || status=$$?; \
 	exit $$status
 
 # Whatever build of that torch pip finds by its name; one with CUDA runs on the CPU too.
@@ -105,6 +107,10 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+# In `make test-long`, and not in the environment, as it would be a tenth of that.
+pyright: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[pyright]'
 	$(BIN)/python -m basedpyright --project pyproject.toml
 
 # Not --quiet: warnings that are not printed are no errors either.

@@ -1,15 +1,13 @@
 // kernels/cuda/source/device.cuh for the CPU, so that tests run the very kernels without a device: the threads of a
 // block are contexts that take turns from barrier to barrier. What a device would refuse or get wrong is an error here:
 // misaligned vectors, and barriers that not all threads of a block reach. Threads take turns in changing order, so that
-// a missing barrier shows.
+// a missing barrier shows. No header of containers or functions: each program would take half as long again to compile.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <ucontext.h>
-#include <vector>
 
 #define __device__
 #define __forceinline__
@@ -35,8 +33,10 @@ static const char* failure;
 // The contexts of one block, which is made once and works for all blocks of all launches.
 class Block {
  public:
-  void run(const std::function<void()>& body) {
+  template <class Body>
+  void run(const Body& body) {
     body_ = &body;
+    call_ = [](const void* body) { (*static_cast<const Body*>(body))(); };
     int alive = kThreads;
     for (int i = 0; i < kThreads; ++i) start(i);
     for (int round = 0; alive > 0; ++round) {
@@ -67,29 +67,31 @@ class Block {
   void start(int i) {
     done_[i] = false;
     getcontext(&contexts_[i]);
-    contexts_[i].uc_stack.ss_sp = stacks_.data() + i * kStackBytes;
+    contexts_[i].uc_stack.ss_sp = stacks_ + i * kStackBytes;
     contexts_[i].uc_stack.ss_size = kStackBytes;
     contexts_[i].uc_link = &scheduler_;
     makecontext(&contexts_[i], enter, 0);
   }
 
-  const std::function<void()>* body_ = nullptr;
+  const void* body_ = nullptr;
+  void (*call_)(const void*) = nullptr;
   ucontext_t scheduler_;
   ucontext_t contexts_[kThreads];
   bool done_[kThreads];
   int current_ = 0;
-  std::vector<char> stacks_ = std::vector<char>(kThreads * kStackBytes);
+  alignas(16) char stacks_[kThreads * kStackBytes];
 };
 
 static Block block;
 inline void Block::enter() {
-  (*block.body_)();
+  block.call_(block.body_);
   block.done_[block.current_] = true;
 }
 static void __syncthreads() { block.wait(); }
 
 // Returns what went wrong, or null.
-inline const char* run_blocks(unsigned num_blocks, const std::function<void()>& body) {
+template <class Body>
+const char* run_blocks(unsigned num_blocks, const Body& body) {
   failure = nullptr;
   gridDim.x = num_blocks;
   for (blockIdx.x = 0; blockIdx.x < num_blocks && failure == nullptr; ++blockIdx.x) block.run(body);

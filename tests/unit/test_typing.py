@@ -1,4 +1,7 @@
-"""Type checkers in strict mode take README's calls, and refuse typos in them; `make lint` says so with its settings."""
+"""Type checkers in strict mode take README's calls, and refuse typos in them.
+
+`make lint` and `make pyright` say so with the project's settings.
+"""
 
 from __future__ import annotations
 
