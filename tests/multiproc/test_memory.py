@@ -155,7 +155,7 @@ def test_flat_buffers_are_made_in_the_first_backward_and_stay(gradient_as_bucket
     gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
     for first, second, third in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, False):
         assert 0.99 * gradients < second - first < 1.01 * gradients
-        assert third == second
+        assert abs(third - second) < 0.01 * gradients  # what gloo's threads hold for a moment is less
 
 
 @pytest.mark.parametrize("gradient_as_bucket_view", only([True], [True, False]))
