@@ -26,8 +26,8 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
-from ddp_compile.runtime.at_end import LONGEST_AT_END, call_at_end
 from ddp_compile.runtime.process_groups import NodeGroups
+from ddp_compile.runtime.transfers import Transfer, keep_after
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
 CHUNK_NUMEL = 1 << 16
@@ -94,7 +94,8 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._right = self._parameters.new() if has_two_neighbours else self._left  # both are one rank
         for flats in self._kept().values():
             self._parameters.read(flats)
-        call_at_end(self, partial(_let_neighbours_have, self._under_way))
+        if parameters[0].device.type != "cuda":
+            keep_after(self, partial(_let_neighbours_have, self._under_way))
 
     def detach(self, together: bool) -> None:
         """Average over all ranks, see `CommAlgorithm.detach`."""
@@ -155,7 +156,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             group: The ring.
         """
         for messages in self._under_way.values():
-            wait_for(messages.works, self._failed)
+            self._await(messages)
         left, right = _neighbours_in(group)
         num_blocks = SEGMENT_NUMEL // BLOCK_NUMEL
         number = 0  # of the segment
@@ -170,9 +171,9 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 sent = _change(x, in_own, in_kept, scratch)
                 received = {peer: torch.empty_like(sent) for peer in kept}
                 pairs = [(peer, [message]) for peer, message in received.items()]
-                works = exchange([sent], pairs, group, self._num_exchanges)
+                transfer = Transfer(exchange([sent], pairs, group, self._num_exchanges))
                 into = tuple(zip(in_kept, received.values(), strict=True))
-                self._under_way[number] = _Messages(works, sent, into)
+                self._under_way[number] = _Messages(transfer, sent, into)
                 number += 1
 
     def _exchange_whole(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -189,7 +190,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
     def _receive(self) -> None:
         """Let L and R be what the neighbours had after the last exchange; if that fails, it does so from then on."""
         for number, messages in list(self._under_way.items()):
-            wait_for(messages.works, self._failed)
+            self._await(messages)
             del self._under_way[number]
             first = messages.received[0][0]
             messages.add(torch.empty(min(BLOCK_NUMEL, len(first)), dtype=torch.float32, device=first.device))
@@ -235,6 +236,12 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
         self._owes, self._begins_anew = False, state["begins_anew"]
 
+    def _await(self, messages: _Messages) -> None:
+        try:
+            messages.transfer.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
 
@@ -242,7 +249,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 class _Messages(NamedTuple):
     """To and from both neighbours, about one segment."""
 
-    works: list[dist.Work]
+    transfer: Transfer
     sent: Tensor  # kept until it has gone
     received: tuple[tuple[Tensor, Tensor], ...]  # what it is added to, and where it comes
 
@@ -258,9 +265,8 @@ class _Messages(NamedTuple):
 
 def _let_neighbours_have(under_way: Mapping[int, _Messages]) -> None:
     """What this rank has sent, if they come for it; what they send would find nobody either."""
-    for messages in under_way.values():
-        for work in messages.works:
-            work.wait(LONGEST_AT_END)
+    for messages in list(under_way.values()):
+        messages.transfer.wait_for_others()
 
 
 def _neighbours_in(ring: dist.ProcessGroup) -> tuple[int, int]:

@@ -10,7 +10,6 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,36 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.runtime.at_end import LONGEST_AT_END, call_at_end
-
-
-class Transfer:
-    """Some works that belong together.
-
-    Args:
-        works: Of what was started.
-    """
-
-    def __init__(self, works: Sequence[dist.Work] = ()) -> None:
-        self._works = list(works)
-
-    def wait(self, *limit: timedelta) -> None:
-        """Return when all is there, or will be before what comes next on the current CUDA stream.
-
-        Args:
-            limit: How long at most; the process group's timeout if none.
-
-        Raises:
-            RuntimeError: Something failed or timed out; it is said again by every further call.
-        """
-        while self._works:
-            self._works[0].wait(*limit)
-            del self._works[0]  # not before: whoever comes behind an exception waits as well
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all has been waited for."""
-        return not self._works
+from ddp_compile.runtime.transfers import Transfer, keep_after
 
 
 class ReduceScatter:
@@ -111,7 +81,8 @@ class ShardTransfers:
         self.world_size = process_group.size()
         self._from_rank_to_rank = torch_internals.backend_name(process_group, device) == "gloo"
         self._gathers: list[Transfer] = []  # that nobody may have waited for
-        call_at_end(self, partial(_wait_for_all, self._gathers))
+        if device.type != "cuda":
+            keep_after(self, partial(_wait_for_others, self._gathers))
 
     def shard_numel(self, numel: int) -> int:
         """Elements of each shard of a flat buffer; the last shards may be shorter, or empty."""
@@ -188,10 +159,10 @@ class ShardTransfers:
         return [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
 
 
-def _wait_for_all(gathers: Sequence[Transfer]) -> None:
+def _wait_for_others(gathers: Sequence[Transfer]) -> None:
     """Let other ranks have what this one has stepped, if they come for it."""
-    for gather in gathers:
-        gather.wait(LONGEST_AT_END)
+    for gather in list(gathers):
+        gather.wait_for_others()
 
 
 def _exchange(

@@ -15,8 +15,9 @@ from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.gradient_views import with_own_storage
-from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers, Transfer
+from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers
 from ddp_compile.runtime.sharding.sharded_gradients import GradientShard
+from ddp_compile.runtime.transfers import Transfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

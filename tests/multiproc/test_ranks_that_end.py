@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,12 +25,19 @@ from torch.optim import Optimizer
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce, LowPrecisionDecentralized
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
+from ddp_compile.runtime.transfers import Transfer
+
+#: How late rank 1 is for its last step, behind the end of rank 0.
+LATE_S = 2.0
 
 
-def finish_first(rank: int, path: str, is_sharded: bool = False) -> None:
+def finish_first(
+    rank: int, path: str, is_sharded: bool = False, before_the_end: Callable[[], None] = lambda: None
+) -> None:
     """A script that ends behind its last step; rank 1 comes to its own when rank 0 has left its last line behind."""
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     train_and_let_go(rank, Path(path), is_sharded)
+    before_the_end()
     dist.destroy_process_group()
     Path(path, f"rank {rank} is done").touch()
 
@@ -43,17 +54,37 @@ def train_and_let_go(rank: int, path: Path, is_sharded: bool) -> None:
         loss_of(model(batch(rank, step, 0))).backward()
         while step == 1 and rank == 1 and not (path / "rank 0 is done").exists():
             time.sleep(0.01)
-        time.sleep(0.5 * (step == 1 and rank == 1))
+        time.sleep(LATE_S * (step == 1 and rank == 1))
         optimizer.step()
     if rank == 1:
         assert flat_of(model).isfinite().all()
 
 
-def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
-    finish_first(rank, path, is_sharded)
-    torch._dynamo.reset()
+def collect() -> None:
     for _ in range(2):  # what tensors refer to is only looked at once they are gone
         gc.collect()
+
+
+def collect_in_a_fork() -> None:
+    """As a worker of a DataLoader does, which has no thread of its parent's, and nobody to wait for."""
+    torch._dynamo.reset()
+    child = os.fork()
+    if child == 0:
+        collect()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            raise TimeoutError("the fork waits for something")
+        time.sleep(0.01)
+
+
+def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
+    finish_first(rank, path, is_sharded, before_the_end=collect_in_a_fork)
+    started = time.monotonic()
+    collect()
+    assert time.monotonic() - started < LATE_S, "the garbage collector has waited for another rank"
     remaining = [each for each in gc.get_objects() if isinstance(each, Mlp | CommAlgorithm | Optimizer)]
     print(remaining or "all are gone")
 
@@ -80,3 +111,45 @@ def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
     for script in scripts:
         _, errors = script.communicate(timeout=120)
         assert script.returncode == 0, errors
+
+
+class Message:
+    """A work that may be waited for once, as gloo's."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        time.sleep(0.02)
+        if self.num_waits > 1:
+            raise RuntimeError("waited for twice")
+
+
+def test_a_message_is_waited_for_once_however_many_threads_do() -> None:
+    messages = [Message() for _ in range(5)]
+    transfer = Transfer(messages)  # type: ignore[arg-type]
+    seen: list[bool] = []
+
+    def wait(wait_for: Callable[[], None]) -> None:
+        wait_for()
+        seen.append(all(message.num_waits == 1 for message in messages))
+
+    waits = [transfer.wait, transfer.wait_for_others, transfer.wait]
+    threads = [threading.Thread(target=wait, args=(each,)) for each in waits]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 3 and transfer.is_done
+
+
+def test_a_rank_that_is_gone_holds_up_no_message_to_others() -> None:
+    class Failed(Message):
+        def wait(self) -> None:
+            super().wait()
+            raise RuntimeError("Connection closed by peer")
+
+    messages = [Message(), Failed(), Message()]
+    Transfer(messages).wait_for_others()  # type: ignore[arg-type]
+    assert [message.num_waits for message in messages] == [1, 1, 1]

@@ -1,0 +1,142 @@
+"""Messages under way between ranks, and what becomes of them when whoever sent them is gone.
+
+Note [Messages outlive their owners]
+What a rank has sent lies with it until the other one comes for it. A rank that is done, lets its model go and destroys
+its process groups, or ends, must not take that with it. The garbage collector may run on any thread, in the middle of
+anything, of a collective that only this thread can complete even; so nobody waits there. A thread of our own waits, and
+keeps messages, and by them their connections, for as long as the process group's timeout allows. Only the end of the
+process waits for that thread. On CUDA a wait holds up a stream and not the host, so none of this is done there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+#: How long the end of a process waits for ranks that have yet to fetch something from it.
+LONGEST_AT_END_S = 10.0
+
+
+class Transfer:
+    """Some works that belong together.
+
+    gloo's messages may be waited for once: a second wait lasts until the timeout, and closes the connection (torch
+    2.13). So whoever waits, on whatever thread, does so here.
+
+    Args:
+        works: Of what was started.
+    """
+
+    def __init__(self, works: Sequence[dist.Work] = ()) -> None:
+        self._works = list(works)
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Return when all is there, or will be before what comes next on the current CUDA stream.
+
+        Raises:
+            RuntimeError: Something failed or timed out; it is said again by every further call.
+        """
+        with self._lock:
+            while self._works:
+                self._works[0].wait()
+                del self._works[0]  # not before: whoever comes behind an exception waits as well
+
+    def wait_for_others(self) -> None:
+        """Return when no other rank will come for anything any more, whatever fails."""
+        with self._lock:
+            while self._works:
+                try:
+                    self._works[0].wait()
+                except RuntimeError as error:
+                    log.info("a message that nobody waits for any more has failed: %s", error)
+                del self._works[0]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has been waited for."""
+        return not self._works
+
+
+def keep_after(owner: object, finish: Callable[[], None]) -> None:
+    """Let other ranks have what an object has sent, when it has been collected or the process ends.
+
+    Args:
+        owner: Whose messages may be under way.
+        finish: Waits for them, with `Transfer.wait_for_others`; called by a thread of our own, maybe more than once. It
+            holds the messages, and must not refer to ``owner``, which would live as long as the process.
+    """
+    global _keeper  # one for each process: a fork has no threads
+    if _keeper is None or _keeper.pid != os.getpid():
+        _keeper = _Keeper()
+    _keeper.keep_after(owner, finish)
+
+
+class _Kept:
+    """What was kept for one owner.
+
+    Args:
+        finish: See `keep_after`.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+        self.is_finished = threading.Event()
+
+
+class _Keeper:
+    """The thread that waits."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._kept: set[_Kept] = set()  # of all owners, alive or not
+        self._to_finish: queue.SimpleQueue[_Kept] = queue.SimpleQueue()  # its put() may be called by the collector
+        threading.Thread(target=self._finish_in_turn, name="ddp_compile_keeper", daemon=True).start()
+        # Not atexit, which children of multiprocessing pass over. It does nothing in a fork.
+        Finalize(None, self._process_ends, exitpriority=100)
+
+    def keep_after(self, owner: object, finish: Callable[[], None]) -> None:
+        kept = _Kept(finish)
+        self._kept.add(kept)
+        weakref.finalize(owner, self._is_gone, kept).atexit = False
+
+    def _is_gone(self, kept: _Kept) -> None:
+        if self.pid == os.getpid():
+            self._to_finish.put(kept)
+
+    def _finish_in_turn(self) -> None:
+        while True:
+            kept = self._to_finish.get()
+            try:
+                kept.finish()
+            except Exception:
+                log.exception("what a rank had sent could not be waited for")
+            self._kept.discard(kept)
+            kept.is_finished.set()
+            del kept  # the next one may be long in coming
+
+    def _process_ends(self) -> None:
+        deadline = time.monotonic() + LONGEST_AT_END_S
+        waiting = list(self._kept)
+        for kept in waiting:
+            self._to_finish.put(kept)
+        for kept in waiting:
+            if not kept.is_finished.wait(max(0.0, deadline - time.monotonic())):
+                log.warning(
+                    "another rank has not come within %.0f s for what this one had sent; the process ends without it",
+                    LONGEST_AT_END_S,
+                )
+                return
+
+
+_keeper: _Keeper | None = None
