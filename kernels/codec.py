@@ -16,25 +16,27 @@ from ddp_compile.kernels.native import elementwise as native
 _MODULES: dict[str, ModuleType] = {"native": native, "cuda": cuda, "reference": reference}
 
 
-def compressed_like(values: Tensor, num_chunks: int) -> Tensor:
+def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> Tensor:
     """Memory for the compressed form of ``values``.
 
     Raises:
-        ValueError: ``num_chunks`` is not positive.
+        ValueError: ``num_chunks`` is not positive, or there is no chunk ``skip_chunk``.
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")
+    if skip_chunk is not None and not 0 <= skip_chunk < num_chunks:
+        raise ValueError(f"skip_chunk={skip_chunk} must be one of the num_chunks={num_chunks} chunks, counted from 0")
     chunk_numel = -(-values.numel() // num_chunks)
     shape = (num_chunks, reference.row_bytes(chunk_numel))
     return torch.empty(shape, dtype=torch.uint8, device=values.device)
 
 
-def compress(values: Tensor, num_chunks: int, implementation: str | None) -> Tensor:
+def compress(values: Tensor, num_chunks: int, skip_chunk: int | None, implementation: str | None) -> Tensor:
     """See `ddp_compile.kernels.minmax_u8_compress`."""
     _check_values("values", values)
     _check_memory(values=values)
-    rows = compressed_like(values, num_chunks)
-    _module_for(values, implementation).minmax_u8_compress(values, rows)
+    rows = compressed_like(values, num_chunks, skip_chunk)
+    _module_for(values, implementation).minmax_u8_compress(values, rows, skip_chunk)
     return rows
 
 
@@ -56,13 +58,13 @@ def check_rows(rows: Tensor, values: Tensor) -> None:
         )
 
 
-def decompress(rows: Tensor, values: Tensor, implementation: str | None) -> None:
+def decompress(rows: Tensor, values: Tensor, accumulate: bool, implementation: str | None) -> None:
     """See `ddp_compile.kernels.minmax_u8_decompress`."""
     check_rows(rows, values)
     _check_memory(compressed=rows, out=values)
     if _overlap(rows, values):
         raise ValueError("out shares memory with compressed, which is read; pass other memory")
-    _module_for(values, implementation).minmax_u8_decompress(rows, values)
+    _module_for(values, implementation).minmax_u8_decompress(rows, values, accumulate)
     increment_version([values])
 
 

@@ -71,7 +71,9 @@ def unflatten(
     return FlattenStats(*torch.ops.ddp_compile.unflatten_stats(flat, tensors, scale, offsets, implementation))
 
 
-def minmax_u8_compress(values: Tensor, num_chunks: int = 1, *, implementation: str | None = None) -> Tensor:
+def minmax_u8_compress(
+    values: Tensor, num_chunks: int = 1, *, skip_chunk: int | None = None, implementation: str | None = None
+) -> Tensor:
     """Compress values to eight bits each, relative to the smallest and largest value of their chunk.
 
     The values are cut into ``num_chunks`` chunks of equal length, of which the last ones may be shorter or empty. With
@@ -80,6 +82,7 @@ def minmax_u8_compress(values: Tensor, num_chunks: int = 1, *, implementation: s
     Args:
         values: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
         num_chunks: Chunks with a minimum and maximum of their own; one for each rank in an all-to-all.
+        skip_chunk: Number of a chunk that is left out, as a rank's own in an all-to-all; its row is not written.
         implementation: "native", "cuda" or "reference"; the best one that there is when None.
 
     Returns:
@@ -87,29 +90,32 @@ def minmax_u8_compress(values: Tensor, num_chunks: int = 1, *, implementation: s
         to a multiple of 16 bytes. A chunk that holds a NaN or an infinity has NaN for both, and decompresses to NaN.
 
     Raises:
-        ValueError: Another shape or dtype, or ``num_chunks`` < 1.
+        ValueError: Another shape or dtype, ``num_chunks`` < 1, or no such ``skip_chunk``.
         KernelUnavailableError: The implementation is not available here.
 
     Source: MinMaxUInt8 of Bagua (Gan et al. 2021, arXiv 2107.01499), without its epsilon and with codes clamped at
     both ends, so that the error is half a step at any scale.
     """
-    result: Tensor = torch.ops.ddp_compile.minmax_u8_compress(values, num_chunks, implementation)
+    result: Tensor = torch.ops.ddp_compile.minmax_u8_compress(values, num_chunks, skip_chunk, implementation)
     return result
 
 
-def minmax_u8_decompress(compressed: Tensor, out: Tensor, *, implementation: str | None = None) -> None:
+def minmax_u8_decompress(
+    compressed: Tensor, out: Tensor, *, accumulate: bool = False, implementation: str | None = None
+) -> None:
     """Write min + code * (max - min) / 255 for each compressed value into ``out``; equal bytes give equal values.
 
     Args:
         compressed: What `minmax_u8_compress` returned, or rows of it from several ranks.
         out: Contiguous tensor of shape (n,), of float32, bfloat16 or float16; it has as many chunks as there are rows.
+        accumulate: Add the values to those of ``out``, in float32, rounded once.
         implementation: "native", "cuda" or "reference"; the best one that there is when None.
 
     Raises:
         ValueError: Another shape, dtype or device, or rows of another length than ``out`` needs.
         KernelUnavailableError: The implementation is not available here.
     """
-    torch.ops.ddp_compile.minmax_u8_decompress(compressed, out, implementation)
+    torch.ops.ddp_compile.minmax_u8_decompress(compressed, out, accumulate, implementation)
 
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implementation: str | None = None) -> None:
@@ -201,14 +207,14 @@ def _register() -> None:
             lambda flat, tensors, *_: _fake_move_stats(tensors, flat),
         ),
         (
-            "minmax_u8_compress(Tensor values, int num_chunks, str? implementation) -> Tensor",
+            "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk, str? implementation) -> Tensor",
             codec.compress,
-            lambda values, num_chunks, _: codec.compressed_like(values, num_chunks),
+            lambda values, num_chunks, skip_chunk, _: codec.compressed_like(values, num_chunks, skip_chunk),
         ),
         (
-            "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, str? implementation) -> ()",
+            "minmax_u8_decompress(Tensor compressed, Tensor(a!) out, bool accumulate, str? implementation) -> ()",
             codec.decompress,
-            lambda compressed, out, _: codec.check_rows(compressed, out),
+            lambda compressed, out, *_: codec.check_rows(compressed, out),
         ),
         (
             "average_into(Tensor(a!) x, Tensor total, Tensor copy, float count, str? implementation) -> ()",

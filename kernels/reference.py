@@ -57,12 +57,17 @@ def row_bytes(chunk_numel: int) -> int:
     return -(-(HEADER_BYTES + chunk_numel) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
+def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = None) -> None:
     """See `ddp_compile.kernels.minmax_u8_compress`; ``rows`` is what it returns."""
     num_chunks = len(rows)
     chunk_numel = -(-values.numel() // num_chunks)
-    rows.zero_()
-    for row, chunk in zip(rows, values.split(chunk_numel) if chunk_numel else (), strict=False):
+    for number, row in enumerate(rows):
+        if number == skip_chunk:
+            continue
+        row.zero_()
+        chunk = values[number * chunk_numel : (number + 1) * chunk_numel]
+        if not len(chunk):
+            continue
         exact = chunk.double()
         minimum, maximum = exact.min(), exact.max()
         finite = exact.isfinite().all()
@@ -74,7 +79,7 @@ def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
         row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].copy_(codes)
 
 
-def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
+def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False) -> None:
     """See `ddp_compile.kernels.minmax_u8_decompress`."""
     chunk_numel = -(-values.numel() // len(rows))
     for row, chunk in zip(rows, values.split(chunk_numel) if chunk_numel else (), strict=False):
@@ -82,7 +87,8 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
         codes = row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].double()
         step = (maximum - minimum) / _LEVELS.to(values.device)
         # To float32 first, as the other implementations do on their way to half formats.
-        chunk.copy_((codes * step + minimum).float())
+        decoded = (codes * step + minimum).float()
+        chunk.copy_(chunk.float() + decoded if accumulate else decoded)
 
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:

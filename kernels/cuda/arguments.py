@@ -17,6 +17,9 @@ CHUNK_NUMEL = 8192
 # More blocks than this for each multiprocessor would only wait for one another.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
+# kNone in codec.cuh.
+NO_CHUNK = 2**32 - 1
+
 _ADDRESS = ctypes.c_uint64
 _SIZE = ctypes.c_uint64
 
@@ -64,6 +67,7 @@ class CodecArguments(ctypes.Structure):
         ("row_bytes", _SIZE),
         ("slice_numel", _SIZE),
         ("num_slices", ctypes.c_uint32),
+        ("skipped", ctypes.c_uint32),
     )
 
 

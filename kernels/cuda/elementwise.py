@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_compile.kernels.cuda.arguments import (
     BLOCK_THREADS,
     BLOCKS_PER_MULTIPROCESSOR,
+    NO_CHUNK,
     Arguments,
     AverageArguments,
     CodecArguments,
@@ -24,22 +25,29 @@ _PACKET_CODES = 8
 _MIN_SLICE_CODES = 2 * _PACKET_CODES * BLOCK_THREADS
 
 
-def minmax_u8_compress(values: Tensor, rows: Tensor, *, device: KernelDevice | None = None) -> None:
+def minmax_u8_compress(
+    values: Tensor, rows: Tensor, skip_chunk: int | None = None, *, device: KernelDevice | None = None
+) -> None:
     """See `ddp_compile.kernels.minmax_u8_compress`; ``device`` is for tests."""
     device = kernel_device(values.device) if device is None else device
     arguments, num_blocks = _codec_arguments(values, rows, device)
     # Two floats for each block. The memory may be given to others when this returns, but only on the same stream.
     partials = torch.empty(2 * num_blocks, dtype=torch.float32, device=values.device)
     arguments.structure.partials = partials.data_ptr()
+    if skip_chunk is not None:
+        arguments.structure.skipped = skip_chunk
     for kernel in ("find_minmax", "write_codes"):
         device.launch(f"{kernel}_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
 
 
-def minmax_u8_decompress(rows: Tensor, values: Tensor, *, device: KernelDevice | None = None) -> None:
+def minmax_u8_decompress(
+    rows: Tensor, values: Tensor, accumulate: bool = False, *, device: KernelDevice | None = None
+) -> None:
     """See `ddp_compile.kernels.minmax_u8_decompress`; ``device`` is for tests."""
     device = kernel_device(values.device) if device is None else device
     arguments, num_blocks = _codec_arguments(values, rows, device)
-    device.launch(f"read_codes_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
+    kernel = "add_codes" if accumulate else "read_codes"
+    device.launch(f"{kernel}_{FORMAT_OF[values.dtype]}", num_blocks, arguments)
 
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, device: KernelDevice | None = None) -> None:
@@ -67,6 +75,6 @@ def _codec_arguments(values: Tensor, rows: Tensor, device: KernelDevice) -> tupl
     num_slices = -(-num_codes // slice_numel)
     chunk_numel = -(-values.numel() // num_chunks)
     arguments = CodecArguments(
-        values.data_ptr(), rows.data_ptr(), 0, values.numel(), chunk_numel, row_bytes, slice_numel, num_slices
+        values.data_ptr(), rows.data_ptr(), 0, values.numel(), chunk_numel, row_bytes, slice_numel, num_slices, NO_CHUNK
     )
     return Arguments(arguments), num_chunks * num_slices

@@ -68,7 +68,7 @@ def _move_program(source: str, destination: str) -> Program:
 
 
 def _codec_program(name: str) -> Program:
-    kernels = tuple(f"{kernel}_{name}" for kernel in ("find_minmax", "write_codes", "read_codes"))
+    kernels = tuple(f"{kernel}_{name}" for kernel in ("find_minmax", "write_codes", "read_codes", "add_codes"))
     return Program(f"codec of {name}", "codec.cuh", (f"DDP_COMPILE_CODEC({name})",), kernels)
 
 

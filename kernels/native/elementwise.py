@@ -9,7 +9,7 @@ from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import DTYPE_CODES
 
 
-def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
+def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = None) -> None:
     """See `ddp_compile.kernels.minmax_u8_compress`."""
     chunk_numel = -(-values.numel() // len(rows))
     library.load().minmax_u8_compress(
@@ -19,12 +19,13 @@ def minmax_u8_compress(values: Tensor, rows: Tensor) -> None:
         len(rows),
         chunk_numel,
         rows.shape[1],
+        -1 if skip_chunk is None else skip_chunk,
         rows.data_ptr(),
         torch.get_num_threads(),
     )
 
 
-def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
+def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False) -> None:
     """See `ddp_compile.kernels.minmax_u8_decompress`."""
     library.load().minmax_u8_decompress(
         DTYPE_CODES[values.dtype],
@@ -33,6 +34,7 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor) -> None:
         len(rows),
         -(-values.numel() // len(rows)),
         rows.shape[1],
+        accumulate,
         values.data_ptr(),
         torch.get_num_threads(),
     )

@@ -22,8 +22,9 @@ from ddp_compile.runtime.bucket import Bucket
 class ByteGradAlgorithm(CollectiveChain):
     """An all-to-all and an all-gather of compressed chunks, with a sum in float32 in between.
 
-    Chunk j of a bucket belongs to rank j, which gets it from every rank, sums it up, and sends the sum to all. Every
-    rank decodes the same bytes, so the gradients are the same bits on all of them.
+    Chunk j of a bucket belongs to rank j, which gets it from all others, adds them to its own, which has no need to be
+    compressed, and sends the sum to all. Every rank decodes the same bytes, so the gradients are the same bits on all
+    of them.
     """
 
     name = "ByteGrad all-reduce"
@@ -34,10 +35,10 @@ class ByteGradAlgorithm(CollectiveChain):
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
         """See `CollectiveChain.reduce`."""
         flat, size, rank = bucket.flat.view(-1), self.process_group.size(), self.process_group.rank()
-        sent = minmax_u8_compress(flat, size)
+        sent = minmax_u8_compress(flat, size, skip_chunk=rank)
         received = torch.empty_like(sent)
         yield torch_internals.started(dist.all_to_all_single(received, sent, group=self.process_group, async_op=True))
-        total = _sum_of_rows(received, _chunk_of(flat, rank, size))
+        total = _sum_of(_chunk_of(flat, rank, size), received, rank)
         # Of the same length on every rank, the last ones with shorter chunks included.
         own = torch.zeros_like(sent[0])
         row = minmax_u8_compress(total)[0]
@@ -53,15 +54,12 @@ def _chunk_of(flat: Tensor, rank: int, size: int) -> Tensor:
     return flat[rank * numel : (rank + 1) * numel]
 
 
-def _sum_of_rows(rows: Tensor, chunk: Tensor) -> Tensor:
-    """The sum of what each row holds of a chunk, in float32; ranks are added in their order, so on every rank alike."""
-    codes = rows[:, : row_bytes(chunk.numel())]
-    total = torch.empty(chunk.shape, dtype=torch.float32, device=chunk.device)
-    minmax_u8_decompress(codes[:1], total)
-    part = torch.empty_like(total)
-    for row in codes[1:]:
-        minmax_u8_decompress(row[None], part)
-        total += part
+def _sum_of(own: Tensor, received: Tensor, rank: int) -> Tensor:
+    """This rank's own chunk and what the rows of the others hold of it, added in the order of ranks, in float32."""
+    total = own.to(torch.float32, copy=True)
+    for other, row in enumerate(received[:, : row_bytes(own.numel())]):
+        if other != rank:
+            minmax_u8_decompress(row[None], total, accumulate=True)
     return total
 
 
@@ -71,8 +69,9 @@ class ByteGrad(AlgorithmConfig):
 
     Each rank sends 2 (n - 1) / n bytes for a gradient's element in place of 8 (n - 1) / n, with n ranks and gradients
     in float32, and 8 to 23 bytes for each chunk. What is lost is at most half a step of a 255th of the range of a
-    chunk, for each rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a whole, on
-    every rank, as `torch.amp.GradScaler` expects it. Gradients in float32, bfloat16 and float16; none of them sparse.
+    chunk, for each other rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a
+    whole, on every rank, as `torch.amp.GradScaler` expects it. Gradients in float32, bfloat16 and float16; none of them
+    sparse.
 
     A gradient that is zero need not be zero afterwards: it becomes the nearest step of its chunk, the same one in every
     iteration with the same range. Adam makes a step of it, whatever its size. So parameters that shall stay where they

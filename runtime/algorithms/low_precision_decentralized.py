@@ -166,7 +166,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             segments = zip(*(flat.split(SEGMENT_NUMEL) for flat in (own, *kept.values())), strict=True)
             for i, (in_own, *in_kept) in enumerate(segments):
                 if (arrived := self._under_way.pop(number, None)) is not None:
-                    arrived.add(scratch[0])
+                    arrived.add()
                 x = of_kind[i * num_blocks : (i + 1) * num_blocks]
                 sent = _change(x, in_own, in_kept, scratch)
                 received = {peer: torch.empty_like(sent) for peer in kept}
@@ -192,8 +192,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         for number, messages in list(self._under_way.items()):
             self._await(messages)
             del self._under_way[number]
-            first = messages.received[0][0]
-            messages.add(torch.empty(min(BLOCK_NUMEL, len(first)), dtype=torch.float32, device=first.device))
+            messages.add()
 
     def _kept(self) -> dict[str, list[Tensor]]:
         return {"own": self._own, "left": self._left, "right": self._right}
@@ -253,14 +252,12 @@ class _Messages(NamedTuple):
     sent: Tensor  # kept until it has gone
     received: tuple[tuple[Tensor, Tensor], ...]  # what it is added to, and where it comes
 
-    def add(self, scratch: Tensor) -> None:
+    def add(self) -> None:
         """Add what has come, block by block; where a sum is rounded to 16 bits, that is done alike on every rank."""
         for segment, message in self.received:
             blocks = segment.split(BLOCK_NUMEL)
             for block, rows in zip(blocks, message.split([_num_bytes(block) for block in blocks]), strict=True):
-                values = scratch[: len(block)]
-                minmax_u8_decompress(rows.view(_num_chunks(block), -1), values)
-                block.add_(values)
+                minmax_u8_decompress(rows.view(_num_chunks(block), -1), block, accumulate=True)
 
 
 def _let_neighbours_have(under_way: Mapping[int, _Messages]) -> None:
@@ -291,15 +288,14 @@ def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Ten
     """
     message = []
     for pieces, of_own, *of_neighbours in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbours)), strict=True):
-        z, values = scratch[:, : len(of_own)]
+        z, of_x = scratch[:, : len(of_own)]
         torch.mul(of_own.float(), -5 / 3, out=z)
-        z.add_(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), out=values.view_as(of_own)))
+        z.add_(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), out=of_x))
         for each in of_neighbours:
             z.add_(each, alpha=2 / 3 / len(neighbours))
         rows = minmax_u8_compress(z, _num_chunks(of_own))
         message.append(rows.view(-1))
-        minmax_u8_decompress(rows, values)
-        of_own.add_(values)
+        minmax_u8_decompress(rows, of_own, accumulate=True)
         for piece, new in zip(pieces, of_own.split([len(piece) for piece in pieces]), strict=True):
             piece.copy_(new)
     return torch.cat(message)

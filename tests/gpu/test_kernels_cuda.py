@@ -215,8 +215,8 @@ def test_opcheck_of_every_operator() -> None:
         (OPS.flatten_scale_stats, (*sample(), 0.5, [1, 14], None)),
         (OPS.unflatten, (*sample()[::-1], 0.5, None, None)),
         (OPS.unflatten_stats, (*sample()[::-1], 0.5, [1, 14], None)),
-        (OPS.minmax_u8_compress, (x, 2, None)),
-        (OPS.minmax_u8_decompress, (torch.zeros(2, 32, dtype=torch.uint8, device=CUDA), x, None)),
+        (OPS.minmax_u8_compress, (x, 2, 1, None)),
+        (OPS.minmax_u8_decompress, (torch.zeros(2, 32, dtype=torch.uint8, device=CUDA), x, True, None)),
         (OPS.average_into, (x, total, copy, 2.0, None)),
     ]
     for op, arguments in calls:

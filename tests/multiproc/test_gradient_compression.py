@@ -108,12 +108,18 @@ def coded(values: Tensor, num_chunks: int = 1) -> Tensor:
 
 
 def byte_grad_of(flats: list[Tensor]) -> Tensor:
-    """In one process, for whole buckets: decode what each rank sends, add, and send the sum."""
-    total = torch.zeros(flats[0].shape)
-    for flat in flats:
-        total += coded(flat * (1.0 / len(flats)), len(flats))
-    chunk_numel = -(-len(total) // len(flats))
-    return torch.cat([coded(chunk) for chunk in total.split(chunk_numel)]).to(flats[0].dtype)
+    """In one process, for whole buckets: each rank adds what the others send to its own chunk, and sends the sum."""
+    own = [flat * (1.0 / len(flats)) for flat in flats]
+    sent = [coded(each, len(flats)) for each in own]
+    chunk_numel = -(-len(own[0]) // len(flats))
+    sums = []
+    for rank in range(len(flats)):
+        chunk = slice(rank * chunk_numel, (rank + 1) * chunk_numel)
+        total = own[rank][chunk].float()
+        for other, each in enumerate(sent):
+            total = total if other == rank else total + each[chunk]
+        sums.append(coded(total))
+    return torch.cat(sums).to(flats[0].dtype)
 
 
 @pytest.mark.parametrize(

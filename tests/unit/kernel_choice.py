@@ -36,11 +36,11 @@ class Asked:
     ) -> kernels.FlattenPlan:
         return kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation=self.implementation)
 
-    def compress(self, values: Tensor, num_chunks: int = 1) -> Tensor:
-        return kernels.minmax_u8_compress(values, num_chunks, implementation=self.implementation)
+    def compress(self, values: Tensor, num_chunks: int = 1, skip_chunk: int | None = None) -> Tensor:
+        return kernels.minmax_u8_compress(values, num_chunks, skip_chunk=skip_chunk, implementation=self.implementation)
 
-    def decompress(self, compressed: Tensor, out: Tensor) -> None:
-        kernels.minmax_u8_decompress(compressed, out, implementation=self.implementation)
+    def decompress(self, compressed: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        kernels.minmax_u8_decompress(compressed, out, accumulate=accumulate, implementation=self.implementation)
 
     def average_into(self, x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
         kernels.average_into(x, total, copy, count, implementation=self.implementation)

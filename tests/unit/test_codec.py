@@ -66,6 +66,23 @@ def test_the_last_chunks_may_be_short_or_empty(asked: Asked) -> None:
     assert iteration_trip(asked, values, num_chunks=4).tolist() == values.tolist()
 
 
+@pytest.mark.parametrize("numel", [0, 1, 5, 40, 1001])
+@pytest.mark.parametrize("skip_chunk", range(4))
+def test_a_chunk_that_is_skipped_changes_no_other_one(asked: Asked, numel: int, skip_chunk: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    others = torch.arange(4) != skip_chunk
+    assert torch.equal(asked.compress(values, 4, skip_chunk)[others], asked.compress(values, 4)[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_added_in_float32(asked: Asked, dtype: torch.dtype) -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(1))
+    out = torch.randn(1001, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = (out.float() + iteration_trip(asked, values, num_chunks=3)).to(dtype)
+    asked.decompress(asked.compress(values, 3), out, accumulate=True)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_nothing_is_compressed_to_headers(asked: Asked, num_chunks: int) -> None:
     rows = asked.compress(torch.empty(0), num_chunks)
@@ -93,6 +110,7 @@ def test_every_bit_is_the_references(
     outs = [torch.full((numel,), 7.0, dtype=out_dtype) for _ in range(2)]
     for out, implementation in zip(outs, ("native", "reference"), strict=True):
         kernels.minmax_u8_decompress(ours, out, implementation=implementation)
+        kernels.minmax_u8_decompress(ours, out, accumulate=True, implementation=implementation)
     torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -125,6 +143,12 @@ def test_the_averaging_update(asked: Asked, dtype: torch.dtype, numel: int) -> N
 def test_compress_refuses(asked: Asked, values: Tensor, num_chunks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         asked.compress(values, num_chunks)
+
+
+@pytest.mark.parametrize("skip_chunk", [-1, 2])
+def test_compress_refuses_to_skip_what_is_not_there(asked: Asked, skip_chunk: int) -> None:
+    with pytest.raises(ValueError, match=f"skip_chunk={skip_chunk} must be one of the num_chunks=2 chunks"):
+        asked.compress(torch.ones(4), 2, skip_chunk)
 
 
 @pytest.mark.parametrize(

@@ -337,6 +337,15 @@ def test_codec_writes_the_bits_of_the_reference(
     reference.minmax_u8_decompress(rows, expected)
     elementwise.minmax_u8_decompress(rows, out, device=device)
     assert same_bits(out, expected)
+    reference.minmax_u8_decompress(rows, expected, accumulate=True)
+    elementwise.minmax_u8_decompress(rows, out, accumulate=True, device=device)
+    assert same_bits(out, expected)
+    for skip_chunk in range(num_chunks):
+        for of_rows in (rows, expected_rows):
+            of_rows.fill_(77)
+        reference.minmax_u8_compress(values, expected_rows, skip_chunk)
+        elementwise.minmax_u8_compress(values, rows, skip_chunk, device=device)
+        assert torch.equal(rows, expected_rows) and (rows[skip_chunk] == 77).all()
 
 
 def test_a_large_chunk_occupies_the_whole_device(device: EmulatedDevice) -> None:
@@ -377,6 +386,9 @@ def test_codec_at_the_edges_of_the_float_range(
     nan_bits = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}[dtype]
     bits = out.view(torch.int32 if dtype == torch.float32 else torch.int16)
     assert (bits[out.isnan()] == nan_bits).all()
+    reference.minmax_u8_decompress(rows, expected_out, accumulate=True)
+    elementwise.minmax_u8_decompress(rows, out, accumulate=True, device=device)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_that_are_not_aligned_are_refused(device: EmulatedDevice) -> None:

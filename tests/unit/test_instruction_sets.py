@@ -139,6 +139,9 @@ def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
             for out, implementation in zip(outs, ("native", "reference"), strict=True):
                 kernels.minmax_u8_decompress(rows[0], out, implementation=implementation)
             assert same_bits(*outs)
+            for out, implementation in zip(outs, ("native", "reference"), strict=True):
+                kernels.minmax_u8_decompress(rows[0], out, accumulate=True, implementation=implementation)
+            assert same_bits(*outs)
         if numel > 2:
             values[numel // 2] = math.nan
             rows = [kernels.minmax_u8_compress(values, 2, implementation=name) for name in ("native", "reference")]

@@ -40,6 +40,7 @@ def everything(values: Tensor, num_chunks: int, outs: list[Tensor]) -> None:
     rows, out, flat, x = outs
     rows.copy_(kernels.minmax_u8_compress(values, num_chunks, implementation="native"))
     kernels.minmax_u8_decompress(rows, out, implementation="native")
+    kernels.minmax_u8_decompress(rows, out, accumulate=True, implementation="native")
     kernels.flatten_scale([values[:5], values[5:]], flat, 1 / 3, implementation="native")
     kernels.average_into(x.fill_(1), flat, out, 3, implementation="native")
 

@@ -21,19 +21,24 @@ struct CodecArguments {
   u64 row_bytes;
   u64 slice_numel;  // a multiple of kCodes
   u32 num_slices;   // of each chunk
+  u32 skipped;      // a chunk whose values and row are not touched, when compressing; kNone if there is none
 };
+
+constexpr u32 kNone = ~u32(0);
 
 // What one block works on. The slices of a chunk cover all of its row's codes, the zeros behind them included.
 template <class T>
 struct Slice {
   u64 begin, end;  // counted in the chunk
   u64 count;       // values of the chunk: fewer than codes, or none, at the end
+  bool is_skipped;
   u8* values;      // of the chunk
   u8* row;
   const float* partials;  // of the chunk
 
   DDP_COMPILE_INLINE explicit Slice(const CodecArguments& arguments) {
-    const u64 chunk = blockIdx.x / arguments.num_slices;
+    const u32 chunk = blockIdx.x / arguments.num_slices;
+    is_skipped = chunk == arguments.skipped;
     const u64 chunk_begin = chunk * arguments.chunk_numel;
     const u64 left = arguments.numel > chunk_begin ? arguments.numel - chunk_begin : 0;
     count = left < arguments.chunk_numel ? left : arguments.chunk_numel;
@@ -87,6 +92,7 @@ DDP_COMPILE_INLINE MinMax no_minmax() { return {as_float(0x7f800000u), as_float(
 template <class T>
 DDP_COMPILE_INLINE void find_minmax(const CodecArguments& arguments) {
   const Slice<T> slice(arguments);
+  if (slice.is_skipped) return;
   MinMax mine = no_minmax();
   for (u64 first = slice.begin + kCodes * threadIdx.x; first < slice.end; first += kCodes * kThreads) {
     float in[kCodes];
@@ -126,6 +132,7 @@ DDP_COMPILE_INLINE MinMax header_of(const Slice<T>& slice, u32 num_slices) {
 template <class T>
 DDP_COMPILE_INLINE void write_codes(const CodecArguments& arguments) {
   const Slice<T> slice(arguments);
+  if (slice.is_skipped) return;
   const MinMax header = header_of(slice, arguments.num_slices);
   if (slice.begin == 0 && threadIdx.x == 0) {
     const u32 words[2] = {as_bits(header.minimum), as_bits(header.maximum)};
@@ -153,18 +160,56 @@ DDP_COMPILE_INLINE void write_codes(const CodecArguments& arguments) {
   }
 }
 
+// Writes the value of each code.
 template <class T>
+struct WriteDecoded {
+  using Level = typename T::Bits;
+  static DDP_COMPILE_INLINE Level level(float value) { return value == value ? T::encode(value) : T::kNan; }
+
+  static DDP_COMPILE_INLINE void apply(u8* to, const Level (&levels)[kCodes]) {
+    Packet<T, kCodes> packet;
+#pragma unroll
+    for (int word = 0; word < packet.kWords; ++word) packet.words[word] = 0;
+#pragma unroll
+    for (int e = 0; e < kCodes; ++e) {
+      packet.words[e * kBytes<T> / 4] |= u32(levels[e]) << (8 * (e * kBytes<T> % 4));
+    }
+    packet.store(to);
+  }
+  static DDP_COMPILE_INLINE void apply(u8* to, const Level (&level)[1]) { *reinterpret_cast<Level*>(to) = level[0]; }
+};
+
+// Adds it to what is there, in float, rounded once.
+template <class T>
+struct AddDecoded {
+  using Level = float;
+  static DDP_COMPILE_INLINE Level level(float value) { return value; }
+
+  template <int kWidth>
+  static DDP_COMPILE_INLINE void apply(u8* to, const Level (&levels)[kWidth]) {
+    Packet<T, kWidth> packet;
+    float values[kWidth];
+    packet.load(to);
+    packet.decode(values);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) values[e] = __fadd_rn(values[e], levels[e]);
+    packet.encode(values);
+    packet.store(to);
+  }
+};
+
+template <class T, class Operation>
 DDP_COMPILE_INLINE void read_codes(const CodecArguments& arguments) {
-  using Bits = typename T::Bits;
+  using Level = typename Operation::Level;
   const Slice<T> slice(arguments);
   // There are only 256 different values: each thread decodes one.
-  __shared__ Bits decoded[256];
+  __shared__ Level decoded[256];
   u32 header[2];
   load_pair(slice.row, header);
   const double minimum = as_float(header[0]);
   const double step = __ddiv_rn(__dsub_rn(as_float(header[1]), minimum), 255.0);
   const float value = float(__dadd_rn(__dmul_rn(double(threadIdx.x), step), minimum));
-  decoded[threadIdx.x] = value == value ? T::encode(value) : T::kNan;
+  decoded[threadIdx.x] = Operation::level(value);
   __syncthreads();
 
   const u8* const codes = slice.row + kHeaderBytes;
@@ -175,26 +220,23 @@ DDP_COMPILE_INLINE void read_codes(const CodecArguments& arguments) {
     const u64 first = begin + i * kCodes;
     u32 in[2];
     load_pair(codes + first, in);
-    Packet<T, kCodes> packet;
+    Level levels[kCodes];
 #pragma unroll
-    for (int word = 0; word < packet.kWords; ++word) packet.words[word] = 0;
-#pragma unroll
-    for (int e = 0; e < kCodes; ++e) {
-      const u32 bits = decoded[in[e / 4] >> (8 * (e % 4)) & 255u];
-      packet.words[e * kBytes<T> / 4] |= bits << (8 * (e * kBytes<T> % 4));
-    }
-    packet.store(slice.values + first * kBytes<T>);
+    for (int e = 0; e < kCodes; ++e) levels[e] = decoded[in[e / 4] >> (8 * (e % 4)) & 255u];
+    Operation::apply(slice.values + first * kBytes<T>, levels);
   }
   for (u64 i = begin + num_packets * kCodes + threadIdx.x; i < end; i += kThreads) {
-    *reinterpret_cast<Bits*>(slice.values + i * kBytes<T>) = decoded[codes[i]];
+    const Level level[1] = {decoded[codes[i]]};
+    Operation::apply(slice.values + i * kBytes<T>, level);
   }
 }
 
 static_assert(kThreads == 256, "one thread for each code");
 
-#define DDP_COMPILE_CODEC(T)                                                          \
-  DDP_COMPILE_KERNEL(find_minmax_##T, CodecArguments, find_minmax<T>(arguments))      \
-  DDP_COMPILE_KERNEL(write_codes_##T, CodecArguments, write_codes<T>(arguments))      \
-  DDP_COMPILE_KERNEL(read_codes_##T, CodecArguments, read_codes<T>(arguments))
+#define DDP_COMPILE_CODEC(T)                                                                   \
+  DDP_COMPILE_KERNEL(find_minmax_##T, CodecArguments, find_minmax<T>(arguments))               \
+  DDP_COMPILE_KERNEL(write_codes_##T, CodecArguments, write_codes<T>(arguments))               \
+  DDP_COMPILE_KERNEL(read_codes_##T, CodecArguments, read_codes<T, WriteDecoded<T>>(arguments)) \
+  DDP_COMPILE_KERNEL(add_codes_##T, CodecArguments, read_codes<T, AddDecoded<T>>(arguments))
 
 }  // namespace ddp_compile

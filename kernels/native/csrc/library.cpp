@@ -117,8 +117,9 @@ struct Chunks {
     }
   }
 
-  void compress(const char* values, uint8_t* rows, int64_t num_threads) const;
-  void decompress(const uint8_t* rows, char* values, int64_t num_threads) const;
+  // Without a chunk that is skipped, unless that is negative: neither its values nor its row are touched.
+  void compress(const char* values, int64_t skipped, uint8_t* rows, int64_t num_threads) const;
+  void decompress(const uint8_t* rows, bool accumulate, char* values, int64_t num_threads) const;
 };
 
 Extremes extremes_of(const uint8_t* row) {
@@ -133,9 +134,10 @@ Extremes merged(const Extremes& a, const Extremes& b) {
   return {b.minimum < a.minimum ? b.minimum : a.minimum, b.maximum > a.maximum ? b.maximum : a.maximum};
 }
 
-void Chunks::compress(const char* values, uint8_t* rows, int64_t num_threads) const {
+void Chunks::compress(const char* values, int64_t skipped, uint8_t* rows, int64_t num_threads) const {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    if (chunk == skipped) continue;
     uint8_t* row = rows + chunk * row_bytes;
     const int64_t numel = numel_of(chunk);
     const Extremes none = numel > 0 ? Extremes{kInfinity, -kInfinity} : Extremes{0, 0};
@@ -158,6 +160,7 @@ void Chunks::compress(const char* values, uint8_t* rows, int64_t num_threads) co
   std::mutex merging;
   in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
     for_each_share(begin, end, [&](const Share& share) {
+      if (share.chunk == skipped) return;
       uint8_t* row = rows + share.chunk * row_bytes;
       Extremes found;
       loops().find_extremes(dtype, values + share.begin * element_bytes(dtype), share.numel, &found);
@@ -171,16 +174,16 @@ void Chunks::compress(const char* values, uint8_t* rows, int64_t num_threads) co
   });
   in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
     for_each_share(begin, end, [&](const Share& share) {
-      if (!share.is_whole) encode(share);
+      if (!share.is_whole && share.chunk != skipped) encode(share);
     });
   });
 }
 
-void Chunks::decompress(const uint8_t* rows, char* values, int64_t num_threads) const {
+void Chunks::decompress(const uint8_t* rows, bool accumulate, char* values, int64_t num_threads) const {
   in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
     for_each_share(begin, end, [&](const Share& share) {
       const uint8_t* row = rows + share.chunk * row_bytes;
-      loops().decode(dtype, extremes_of(row), row + sizeof(Extremes) + share.position, share.numel,
+      loops().decode(dtype, extremes_of(row), row + sizeof(Extremes) + share.position, share.numel, accumulate,
                      values + share.begin * element_bytes(dtype));
     });
   });
@@ -199,7 +202,7 @@ int64_t unless_out_of_memory(const Function& function) {
 }  // namespace
 
 // Changes with every change of a signature below; library.py asks for the number it was written for.
-DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 3; }
+DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 4; }
 
 // Of the files in this folder, as source_hash.py computes it; setup.py passes it on.
 DDP_COMPILE_EXPORT const char* ddp_compile_source_hash() { return DDP_COMPILE_SOURCE_HASH; }
@@ -284,14 +287,14 @@ DDP_COMPILE_EXPORT void ddp_compile_average(int64_t dtype, void* x, const void* 
 
 DDP_COMPILE_EXPORT void ddp_compile_minmax_u8_compress(int64_t dtype, const void* values, int64_t count,
                                                        int64_t num_chunks, int64_t chunk_numel, int64_t row_bytes,
-                                                       uint8_t* rows, int64_t num_threads) {
+                                                       int64_t skipped, uint8_t* rows, int64_t num_threads) {
   const Chunks chunks = {Dtype(dtype), count, num_chunks, chunk_numel, row_bytes};
-  chunks.compress(static_cast<const char*>(values), rows, num_threads);
+  chunks.compress(static_cast<const char*>(values), skipped, rows, num_threads);
 }
 
 DDP_COMPILE_EXPORT void ddp_compile_minmax_u8_decompress(int64_t dtype, const uint8_t* rows, int64_t count,
                                                          int64_t num_chunks, int64_t chunk_numel, int64_t row_bytes,
-                                                         void* values, int64_t num_threads) {
+                                                         int64_t accumulate, void* values, int64_t num_threads) {
   const Chunks chunks = {Dtype(dtype), count, num_chunks, chunk_numel, row_bytes};
-  chunks.decompress(rows, static_cast<char*>(values), num_threads);
+  chunks.decompress(rows, accumulate != 0, static_cast<char*>(values), num_threads);
 }

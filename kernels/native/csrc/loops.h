@@ -274,7 +274,8 @@ void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* cod
   }
 }
 
-template <class T>
+// to[i] = codes[i] * step + minimum, computed in double and rounded to float; or that is added to to[i], in float.
+template <class T, bool kAccumulate>
 void decode(const Extremes& extremes, const uint8_t* codes, int64_t count, T* to) {
   const double minimum = extremes.minimum;
   const double step = (double(extremes.maximum) - minimum) / 255.0;
@@ -283,10 +284,21 @@ void decode(const Extremes& extremes, const uint8_t* codes, int64_t count, T* to
   for (; i + kLanes <= count; i += kLanes) {
     const f64v lower = read_codes(codes + i) * step + minimum;
     const f64v upper = read_codes(codes + i + kHalf) * step + minimum;
-    write_lanes(to + i, in_single(lower, upper));
+    f32v values = in_single(lower, upper);
+    if constexpr (kAccumulate) values = read_lanes(to + i) + values;
+    write_lanes(to + i, values);
   }
 #endif
-  for (; i < count; ++i) write(to + i, float(double(codes[i]) * step + minimum));
+  for (; i < count; ++i) {
+    const float value = float(double(codes[i]) * step + minimum);
+    write(to + i, kAccumulate ? read(to + i) + value : value);
+  }
+}
+
+template <class T>
+void decode(const Extremes& extremes, const uint8_t* codes, int64_t count, bool accumulate, void* to) {
+  if (accumulate) return decode<T, true>(extremes, codes, count, static_cast<T*>(to));
+  decode<T, false>(extremes, codes, count, static_cast<T*>(to));
 }
 
 void find_extremes(Dtype dtype, const void* from, int64_t count, Extremes* found) {
@@ -305,11 +317,12 @@ void encode(Dtype dtype, const void* from, int64_t count, const Extremes& extrem
   }
 }
 
-void decode(Dtype dtype, const Extremes& extremes, const uint8_t* codes, int64_t count, void* to) {
+void decode(
+    Dtype dtype, const Extremes& extremes, const uint8_t* codes, int64_t count, bool accumulate, void* to) {
   switch (dtype) {
-    case kFloat32: return decode(extremes, codes, count, static_cast<Float32*>(to));
-    case kBFloat16: return decode(extremes, codes, count, static_cast<BFloat16*>(to));
-    default: return decode(extremes, codes, count, static_cast<Float16*>(to));
+    case kFloat32: return decode<Float32>(extremes, codes, count, accumulate, to);
+    case kBFloat16: return decode<BFloat16>(extremes, codes, count, accumulate, to);
+    default: return decode<Float16>(extremes, codes, count, accumulate, to);
   }
 }
 

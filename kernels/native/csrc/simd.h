@@ -19,7 +19,8 @@ struct Loops {
   void (*average)(Dtype dtype, void* x, const void* sum, const void* copy, int64_t count, float world_size);
   void (*find_extremes)(Dtype dtype, const void* from, int64_t count, Extremes* found);
   void (*encode)(Dtype dtype, const void* from, int64_t count, const Extremes& extremes, uint8_t* codes);
-  void (*decode)(Dtype dtype, const Extremes& extremes, const uint8_t* codes, int64_t count, void* to);
+  // to[i] = value of codes[i], or to[i] += it.
+  void (*decode)(Dtype dtype, const Extremes& extremes, const uint8_t* codes, int64_t count, bool accumulate, void* to);
 };
 
 const Loops& loops();
