@@ -55,6 +55,16 @@ def parameters_written(rank: int, name: str) -> ReductionError:
     )
 
 
+def parameters_written_outside(rank: int, name: str) -> ReductionError:
+    """An average may have been written at the same time, and one of both is lost."""
+    return ReductionError(
+        f"rank {rank}: parameters were written, and not by a step of an optimizer, while the {name} goes on, which may"
+        " write its average at the same time. On every rank, write into them inside of `with"
+        " model.comm_algorithm.writing():`, or between model.comm_algorithm.abort() and resume(); start again from a"
+        " checkpoint"
+    )
+
+
 def algorithms_differ(rank: int, described: str) -> RanksDifferError:
     """Which ranks reduce in which way."""
     return RanksDifferError(

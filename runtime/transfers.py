@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
+from operator import methodcaller
 
 import torch.distributed as dist
 
@@ -31,14 +32,19 @@ class Transfer:
     """Some works that belong together.
 
     gloo's messages may be waited for once: a second wait lasts until the timeout, and closes the connection (torch
-    2.13). So whoever waits, on whatever thread, does so here.
+    2.13). So whoever waits, on whatever thread, does so here, and no code of Python runs between a wait and the note
+    that it was done: a signal's handler, which may raise, would.
 
     Args:
         works: Of what was started.
     """
 
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:
-        self._works = list(works)
+        self._number = len(works)
+        self._waits = map(methodcaller("wait"), works)
+        self._done: list[bool] = []
+        self._num_failed = 0
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -48,24 +54,31 @@ class Transfer:
             RuntimeError: Something failed or timed out; it is said again by every further call.
         """
         with self._lock:
-            while self._works:
-                self._works[0].wait()
-                del self._works[0]  # not before: whoever comes behind an exception waits as well
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._done.extend(self._waits)
+            except BaseException as error:
+                if not self.is_done:  # else a handler has raised, and all is there
+                    self._num_failed += 1
+                    self._failure = error
+                raise
 
     def wait_for_others(self) -> None:
         """Return when no other rank will come for anything any more, whatever fails."""
         with self._lock:
-            while self._works:
+            while not self.is_done:
                 try:
-                    self._works[0].wait()
+                    self._done.extend(self._waits)
                 except RuntimeError as error:
+                    self._num_failed += 1
+                    self._failure = self._failure or error
                     log.info("a message that nobody waits for any more has failed: %s", error)
-                del self._works[0]
 
     @property
     def is_done(self) -> bool:
         """Whether all has been waited for."""
-        return not self._works
+        return len(self._done) + self._num_failed == self._number
 
 
 def keep_after(owner: object, finish: Callable[[], None]) -> None:

@@ -192,7 +192,8 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
 def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
     """Values that lie in the memory of an earlier one and are no views that could be made again."""
     position = _positions(gm)
-    trees = ViewTrees(gm, mode_regions(gm))
+    regions = mode_regions(gm)
+    trees = ViewTrees(gm, regions)
     last_use: dict[fx.Node, int] = {}
     for node in position:
         root = trees.root(node)
@@ -203,18 +204,21 @@ def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
             if second.op in ("placeholder", "get_attr"):
                 continue
             reason = f"{second.name} lies in the memory of {first.name} and is no view that could be made again"
-            held.append(HeldCuts(*_held_for_both(first, second, position, last_use), reason))
+            made_again = is_only_view(second) and not is_grad_off(regions[second])
+            held.append(HeldCuts(*_held_for_both(first, second, made_again, position, last_use), reason))
     return [interval for interval in held if interval.first <= interval.last]
 
 
 def _held_for_both(
-    first: fx.Node, second: fx.Node, position: dict[fx.Node, int], last_use: dict[fx.Node, int]
+    first: fx.Node, second: fx.Node, made_again: bool, position: dict[fx.Node, int], last_use: dict[fx.Node, int]
 ) -> tuple[int, int]:
-    """The cuts that would make a partition give out both, or the second beside the first that it takes in."""
+    """The cuts that would make a partition give out both, or the second beside the first that it takes in.
+
+    AOTAutograd makes an output that lies in an input's memory again from the input. Unless it may be ``made_again`` in
+    that way, a hook on its gradient or a backward of its own would be lost, and ``no_grad`` around a view.
+    """
     is_input = first.op in ("placeholder", "get_attr")
-    if not is_only_view(second):
-        # AOTAutograd makes an output that lies in an input's memory again from the input: a hook on its gradient, or a
-        # backward of its own, would be lost.
+    if not made_again:
         is_returned = last_use[second] == len(position) - 1
         return position[first if is_returned and not is_input else second] + 1, last_use[second]
     return position[second] + 1, -1 if is_input else min(last_use[first], last_use[second])

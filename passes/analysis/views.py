@@ -22,7 +22,9 @@ in that tensor's storage. Not made again are
   may do something else with two gradients than with their sum;
 - views made in inference mode. Those made under ``no_grad`` are made again under ``no_grad``.
 
-Where a value would have to cross that lies in the memory of another one and cannot be made again, the cut is held.
+Where a value would have to cross that lies in the memory of another one and cannot be made again, the cut is held; of
+those made under ``no_grad`` also where it would cross alone, since AOTAutograd makes it again from its partition's
+input, with a gradient.
 """
 
 from __future__ import annotations

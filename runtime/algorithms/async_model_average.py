@@ -75,7 +75,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         ranks = dist.get_process_group_ranks(self._process_group)
         self._group = group_of(ranks, self._process_group, self._device)
         self._parameters = FlatParameters(parameters)
-        self._gate = ParameterGate(self._device)
+        self._gate = self._new_gate()
         self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
 
     def detach(self, together: bool) -> None:
@@ -164,6 +164,19 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._is_aborted = False
         self._start()
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what writes into parameters and is no step of a ``torch.optim.Optimizer``: no average meets it.
+
+        Raises:
+            ReductionError: Parameters have been written outside of it.
+        """
+        self._gate.enter("writing")
+        try:
+            yield
+        finally:
+            self._gate.leave("writing")
+
     def __enter__(self) -> AsyncModelAverageAlgorithm:
         self.resume()
         return self
@@ -178,6 +191,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
 
     def _start(self) -> None:
         if self._averager is None and not (self._is_aborted or self.sends_gradients or self._group.size() == 1):
+            self._gate.writer_begins()
             limit_s = torch_internals.group_timeout(self._group, self._device).total_seconds()
             self._averager = AveragingThread(self, self._group, self._device, self._interval_s, limit_s)
 
@@ -186,9 +200,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         averager, self._averager = self._averager, None
         if averager is None:
             return
-        self._gate = ParameterGate(
-            self._device
-        )  # nothing is computed between two steps; who waits for the old one gives up
+        self._gate = self._new_gate()  # nothing is computed between two steps; who waits for the old one gives up
         missing = averager.stop()
         self._raise_failure_of(averager)
         if missing:
@@ -247,11 +259,19 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._gate.leave("step")
         self._gate.leave("backward")  # of micro-batches
 
+    def _new_gate(self) -> ParameterGate:
+        return ParameterGate(self._device, self._parameters.versions, self._written_outside)
+
+    def _written_outside(self) -> ReductionError:
+        return error_messages.parameters_written_outside(self._process_group.rank(), self.name)
+
     def _raise_failure(self) -> None:
         if self._averager is not None:
             self._raise_failure_of(self._averager)
 
     def _raise_failure_of(self, averager: AveragingThread) -> None:
+        if isinstance(averager.failure, ReductionError):
+            raise averager.failure
         if averager.failure is not None:
             raise self._failed(averager.failure) from averager.failure
 
@@ -266,6 +286,8 @@ class AsyncModelAverage(AlgorithmConfig):
     No rank waits for a slower one. It is for data as an endless stream: ranks take as many steps as they can. It takes
     four copies of the parameters while a round lasts, and none between. ``model.comm_algorithm`` has ``abort()`` and
     ``resume()``: before a checkpoint or at the end, abort on every rank, which leaves all with the same parameters.
+    What writes into parameters and is no step of an optimizer, clamping for example, goes into ``with
+    model.comm_algorithm.writing():``.
 
     Args:
         sync_interval_ms: Milliseconds from the end of one round to the begin of the next.

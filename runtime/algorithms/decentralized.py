@@ -137,7 +137,8 @@ class DecentralizedAlgorithm(CommAlgorithm):
         if self._peer_selection == "all":
             self._under_way = [all_reduce(flat, groups.leaders) for flat in self._flats]
         else:
-            self._under_way = exchange(self._flats, [(self._peer, self._received)], groups.leaders, self._num_exchanges)
+            received = [(self._peer, self._received)]
+            self._under_way = exchange(self._flats, received, groups.leaders, self._num_exchanges, self._failed)
 
     @property
     def _peer(self) -> int:

@@ -171,7 +171,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 sent = _change(x, in_own, in_kept, scratch)
                 received = {peer: torch.empty_like(sent) for peer in kept}
                 pairs = [(peer, [message]) for peer, message in received.items()]
-                transfer = Transfer(exchange([sent], pairs, group, self._num_exchanges))
+                transfer = Transfer(exchange([sent], pairs, group, self._num_exchanges, self._failed))
                 into = tuple(zip(in_kept, received.values(), strict=True))
                 self._under_way[number] = _Messages(transfer, sent, into)
                 number += 1
@@ -182,7 +182,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         left, right = _neighbours_in(group)
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
-            wait_for(exchange([x], received, group, _WHOLE + self._num_exchanges), self._failed)
+            wait_for(exchange([x], received, group, _WHOLE + self._num_exchanges, self._failed), self._failed)
             own.copy_(x)
         self._begins_anew = False
 

@@ -16,12 +16,19 @@ class ParameterGate:
     which other threads may be in as well. Another forward, or one that no backward follows, finds the trainer inside
     already, and waits for nobody.
 
+    Who writes parameters without coming inside could meet the writer. So what is written while nobody is inside is
+    looked for by the parameters' versions, which writes through ``.data`` do not change.
+
     Args:
         device: Where the parameters are. On CUDA the host is far ahead of the device, so streams wait for each other as
             well.
+        versions: What changes, by one each, whenever the parameters are written.
+        written_outside: What to raise when they were, and nobody was inside.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, versions: Callable[[], list[int]], written_outside: Callable[[], Exception]
+    ) -> None:
         self._changed = threading.Condition()
         self._inside: Counter[str] = Counter()
         self._is_cuda = device.type == "cuda"
@@ -29,12 +36,23 @@ class ParameterGate:
         self._left: list[torch.cuda.Event] = []  # since the parameters were written
         self._written: torch.cuda.Event | None = None
         self._writer_waits = False
+        self._versions = versions
+        self._written_outside = written_outside
+        self._versions_left: list[int] | None = None  # when the last one had left
+        self._has_writer = False
+
+    def writer_begins(self) -> None:
+        """There is a writer from now on; what was written outside before does not matter."""
+        with self._changed:
+            self._has_writer = True
+            self._left_at_versions()
 
     def enter(self, why: str) -> None:
         """A thread uses the parameters from now on; waits while they are being written."""
         with self._changed:
             if not self._inside.total():  # else a trainer that comes back at once would pass the writer for ever
                 self._changed.wait_for(lambda: not self._writer_waits)
+                self._refuse_writes_outside()
             self._inside[why] += 1
             if self._written is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._written)
@@ -50,6 +68,7 @@ class ParameterGate:
         with self._changed:
             if self._inside[why]:
                 self._inside[why] -= 1
+                self._left_at_versions()
             if self._is_cuda:
                 self._left.append(torch.cuda.current_stream(self._device).record_event())
             self._changed.notify_all()
@@ -72,10 +91,22 @@ class ParameterGate:
                 for event in self._left:
                     torch.cuda.current_stream(self._device).wait_event(event)
                 self._left = []
+                self._refuse_writes_outside()
+                before = self._versions()
                 function()
+                self._versions_left = [version + 1 for version in before]
                 if self._is_cuda:
                     self._written = torch.cuda.current_stream(self._device).record_event()
                 return True
             finally:
                 self._writer_waits = False
                 self._changed.notify_all()
+
+    def _left_at_versions(self) -> None:
+        if self._has_writer and not self._inside.total():
+            self._versions_left = self._versions()
+
+    def _refuse_writes_outside(self) -> None:
+        if self._versions_left is not None and self._versions() != self._versions_left:
+            self._versions_left = None
+            raise self._written_outside()

@@ -30,7 +30,11 @@ def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
 
 
 def exchange(
-    sent: Sequence[Tensor], received: Sequence[tuple[int, Sequence[Tensor]]], group: dist.ProcessGroup, tag: int
+    sent: Sequence[Tensor],
+    received: Sequence[tuple[int, Sequence[Tensor]]],
+    group: dist.ProcessGroup,
+    tag: int,
+    fail: Callable[[RuntimeError], ReductionError],
 ) -> list[dist.Work]:
     """Start to send the same tensors to some ranks, and to receive from each of them.
 
@@ -39,6 +43,7 @@ def exchange(
         received: Ranks in the group, and where what comes from each goes.
         group: The process group.
         tag: What has to be equal on both sides; NCCL does not look at it.
+        fail: What to raise of the error of a rank that is gone.
     """
     operations = [
         dist.P2POp(function, tensor, dist.get_global_rank(group, peer), group, tag)
@@ -46,8 +51,11 @@ def exchange(
         for function, some in ((dist.isend, sent), (dist.irecv, tensors))
         for tensor in some
     ]
-    with torch_internals.unprofiled_messages():
-        return dist.batch_isend_irecv(operations)
+    try:
+        with torch_internals.unprofiled_messages():
+            return dist.batch_isend_irecv(operations)
+    except RuntimeError as error:
+        raise fail(error) from error
 
 
 def wait_for(works: Sequence[dist.Work | None], fail: Callable[[RuntimeError], ReductionError]) -> None:

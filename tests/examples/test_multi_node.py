@@ -21,7 +21,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
 model = ddp_compile(torch.nn.Linear(3, 3), backend="eager")
 model(torch.randn(2, 3)).sum().backward()
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {model.weight.grad.sum():.6f}")
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {model.weight.grad.sum():.6f}\\n", end="")
 dist.destroy_process_group()
 """
 STAND_INS = {

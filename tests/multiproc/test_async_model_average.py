@@ -61,7 +61,7 @@ def round_that_meets_training() -> float:
     algorithm = model.comm_algorithm
     backward(model, 0)
     wait_until(lambda: algorithm.num_rounds == 1)  # of equal parameters; the next one is run by hand
-    with torch.no_grad():
+    with torch.no_grad(), algorithm.writing():
         for parameter in model.parameters():
             parameter += dist.get_rank() + 1
     before = flat_of(model)
@@ -263,6 +263,41 @@ def loads() -> str:
 def test_what_is_loaded_stays(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks(2).run(loads)):
         assert said.startswith(f"rank {rank}: load_state_dict() while the asynchronous model average")
+
+
+def add_one(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+@torch.compiler.set_stance("force_eager")
+def writes_by_hand() -> tuple[float, str]:
+    """How far the end is from what was added inside of `writing`; what is said of an addition outside."""
+    model = make_model(OFTEN, backend="eager")
+    algorithm, begin, num_writes = model.comm_algorithm, flat_of(model), 200
+    backward(model, 0)
+    for _ in range(num_writes):
+        with algorithm.writing():
+            add_one(model)
+    wait_until(lambda: algorithm.num_rounds >= 2)
+    algorithm.abort()
+    off = (flat_of(model) - begin - num_writes).abs().max().item()
+    add_one(model)  # nobody else writes now
+    algorithm.resume()
+    with algorithm.evaluation():
+        pass
+    add_one(model)
+    with pytest.raises(ReductionError) as said:
+        wait_until(lambda: backward(model, 0) is not None, 1.0)
+    algorithm._let_go()
+    return off, str(said.value)
+
+
+def test_what_is_written_by_hand_is_kept_or_an_error(ranks: Ranks) -> None:
+    for rank, (off, said) in enumerate(ranks(2).run(writes_by_hand)):
+        assert off < 1e-3
+        assert said.startswith(f"rank {rank}: parameters were written, and not by a step of an optimizer"), said
 
 
 @torch.compiler.set_stance("force_eager")

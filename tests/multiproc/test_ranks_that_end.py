@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
 from process_copies import run_in_copy
+from rank_pool import RankPool
 from test_parameter_averages import batch, flat_of
 from torch.optim import Optimizer
 
@@ -111,6 +112,34 @@ def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
     for script in scripts:
         _, errors = script.communicate(timeout=120)
         assert script.returncode == 0, errors
+
+
+def read_behind_ctrl_c() -> tuple[float, bool]:
+    """Rank 0 is interrupted while it waits for what rank 1 steps late; how long reading takes then, and is it right."""
+    torch.manual_seed(0)
+    model = ddp_compile(Mlp(17, 2), backend="eager")
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(dist.get_rank(), step, 0))).backward()
+        if step == 2 and dist.get_rank() == 1:
+            time.sleep(0.6)
+        optimizer.step()
+    if dist.get_rank() == 0:
+        threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            flat_of(model)
+    started = time.monotonic()
+    values = flat_of(model)
+    took_s = time.monotonic() - started
+    everyone = [torch.empty_like(values) for _ in range(2)]
+    dist.all_gather(everyone, values)
+    return took_s, torch.equal(*everyone)
+
+
+def test_ctrl_c_while_parameters_are_waited_for_leaves_them_readable(ranks: Callable[[int], RankPool]) -> None:
+    for took_s, is_equal in ranks(2).run(read_behind_ctrl_c, timeout_s=10.0):
+        assert took_s < 5 and is_equal
 
 
 class Message:

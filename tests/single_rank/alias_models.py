@@ -98,7 +98,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "checkpointed_identity": lambda v: checkpoint(lambda z: z, v, use_reentrant=False),
     "checkpointed_view": lambda v: checkpoint(lambda z: z.transpose(0, -1), v, use_reentrant=False),
     "clone": lambda v: v.clone(),
-    "hooked": lambda v: hooked(v) if v.requires_grad else v,
+    "hooked": lambda v: hooked(v) if v.requires_grad and torch.is_grad_enabled() else v,
     "reverse": Reverse.apply,
     "signed": lambda v: Signed.apply(v)[1],
     "sine": torch.sin,

@@ -1,9 +1,9 @@
 """Values that share memory, across cuts and among what is returned: nothing may differ from eager code.
 
 Where torch.compile by itself differs from eager code, in one graph and with the same backend, we may differ as well. It
-does so in these cases: a returned view that shares memory with no other output is no view any more (``_base`` is None);
-a view made under ``no_grad`` gets a history when it is returned; hooks and custom backwards of views that are returned
-beside what they are views of are lost; and of ``y = h.t(); return y, y.detach()`` the second is wrong.
+does so in these cases: a view made under ``no_grad`` gets a history when it is returned; hooks and custom backwards of
+views that are returned beside what they are views of are lost; and of ``y = h.t(); return y, y.detach()`` the second is
+wrong. Whether a single output is a view (``_base``) may differ: nothing is told by it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Observed(NamedTuple):
     facts: dict[str, Any]
 
 
+def base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
 def observe(module: nn.Module, call: Callable[..., Any], input_requires_grad: bool) -> Observed:
     """One forward and backward of ``module``, called as ``call``."""
     torch.manual_seed(1)
@@ -40,11 +44,13 @@ def observe(module: nn.Module, call: Callable[..., Any], input_requires_grad: bo
     for i, output in enumerate(outputs):
         facts[f"history of output {i}"] = output.grad_fn is not None
         facts[f"output {i} requires grad"] = output.requires_grad
-        facts[f"output {i} is a view"] = output._base is not None
         facts[f"layout of output {i}"] = (output.shape, output.stride(), output.storage_offset(), output.dtype)
         for name, other in named.items():
             shares = output.untyped_storage()._cdata == other.untyped_storage()._cdata
             facts[f"output {i} and {name}"] = (shares, output is other)
+            # What is written into one of them changes the gradient of the other, which autograd has to know.
+            has_gradients = output.requires_grad or other.requires_grad
+            facts[f"output {i} and {name} have one base"] = shares and has_gradients and base(output) is base(other)
     tensors = {name: tensor.detach().clone() for name, tensor in named.items() if name.startswith("output")}
     torch.stack([scalar_of(output) for output in outputs if output.requires_grad]).sum().backward()
     return Observed({**tensors, **{f"gradient of {name}": tensor.grad for name, tensor in inputs.items()}}, facts)
@@ -105,6 +111,13 @@ def test_views_of_a_value_may_be_used_behind_cuts_and_returned(
 @pytest.mark.parametrize("seed", only([2], range(6)))
 def test_values_of_random_models_are_those_of_torch_compile(seed: int, single_rank_group: None) -> None:
     assert_as_right_as_torch_compile(random_recipe(seed), "forward", "aot_eager")
+
+
+@pytest.mark.parametrize("recipe", [all_views("input", "make_no_grad", ["as_strided"], False), random_recipe(112)])
+def test_what_is_made_under_no_grad_and_cannot_be_made_again_gets_no_gradient(
+    recipe: Recipe, single_rank_group: None
+) -> None:
+    assert_as_right_as_torch_compile(recipe, "forward", "aot_eager")
 
 
 @pytest.mark.long
