@@ -3,7 +3,8 @@
 They build tables of torch's functions, decompositions and patterns, and import what they have put off: half a second
 for Dynamo and AOTAutograd, and another one for inductor, in each rank that compiles. The graphs here leave nothing
 behind that depends on them. No thread is started, which a fork would lose, and no C++ compiled. Where torch is built
-for an accelerator, a backward would start a thread for each device, and copies refuse backwards then: there is none.
+for an accelerator, its autograd starts a thread for each device, and refuses to be used in copies once it has been
+used, as AOTAutograd does: nothing is warm there.
 """
 
 from __future__ import annotations
@@ -21,12 +22,8 @@ def _product(x: Tensor) -> Tensor:
     return x @ _weight
 
 
-_model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
-_losses = [
-    torch.compile(_model, backend="aot_eager")(torch.ones(3, 4)).square().mean(),
-    torch.compile(_product)(torch.ones(3, 4)).sum(),
-]
 if torch.accelerator.current_accelerator() is None:
-    for _loss in _losses:
-        _loss.backward()
-torch._dynamo.reset()
+    _model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
+    torch.compile(_model, backend="aot_eager")(torch.ones(3, 4)).square().mean().backward()
+    torch.compile(_product)(torch.ones(3, 4)).sum().backward()
+    torch._dynamo.reset()
