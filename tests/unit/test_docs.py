@@ -56,6 +56,8 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("module", ["ddp_compile", "ddp_compile.algorithms", "ddp_compile.optim"])
 def test_the_reference_has_every_exported_name(module: str) -> None:
+    for package in ("accelerate", "lightning"):
+        pytest.importorskip(package, reason="the reference has what is for it")
     page = (ROOT / "docs" / "reference.md").read_text()
     documented = [pkgutil.resolve_name(name) for name in re.findall(r"^<!-- ::: ([\w.]+) -->$", page, re.MULTILINE)]
     for each in [each for each in documented if isinstance(each, ModuleType)]:
