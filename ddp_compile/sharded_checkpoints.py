@@ -32,6 +32,17 @@ _ATTRIBUTE = "_ddp_compile_pieces"  # of an optimizer, which a table of optimize
 def register(optimizer: Optimizer, sharded: HasPieces) -> None:
     """An optimizer has pieces from now on."""
     vars(optimizer)[_ATTRIBUTE] = sharded
+    torch_internals.ask_before_states_by_name(_refuse_states_by_name)
+
+
+def _refuse_states_by_name(optimizer: Optimizer) -> None:
+    if _ATTRIBUTE in vars(optimizer):
+        raise ReplicationError(
+            "torch.distributed.checkpoint.state_dict cannot get or set the states of a sharded optimizer, whose groups"
+            " have pieces of the model's parameters. Save and load them with"
+            " ddp_compile.sharded_optimizer_state_dict(optimizer) and ddp_compile.load_sharded_optimizer_state_dict(),"
+            " or whole, with optimizer.state_dict() and optimizer.load_state_dict() on every rank"
+        )
 
 
 def unregister(optimizer: Optimizer) -> None:

@@ -31,6 +31,7 @@ from ddp_compile.torch_internals.backward_compile import (
     positions_of_inputs,
     repeats_random_numbers,
 )
+from ddp_compile.torch_internals.checkpoints import ask_before_states_by_name
 from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
@@ -121,6 +122,7 @@ __all__ = [
     "allows_same_attention_kernels",
     "are_going_to_run",
     "as_plain_tensors",
+    "ask_before_states_by_name",
     "backend_name",
     "broadcast_coalesced",
     "call_with_fakes",

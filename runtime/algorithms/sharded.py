@@ -284,8 +284,13 @@ class ShardedAlgorithm(CommAlgorithm):
             torch.cuda.current_stream(self._device).synchronize()
 
     def refuse_step_before_sharding(self) -> None:
-        """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced."""
-        self._hidden.refuse_others()
+        """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced.
+
+        Zeros are those of every rank, or others raise: `torch.distributed.checkpoint.state_dict` steps by them to let
+        the optimizer make its states.
+        """
+        if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
+            self._hidden.refuse_others()
 
     def _wait_for(self, bucket: ShardedBucket) -> None:
         if bucket.is_gathering:

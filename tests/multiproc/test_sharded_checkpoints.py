@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +46,8 @@ def bytes_of_parts(state: Any) -> int:
 
 
 @torch.compiler.set_stance("force_eager")
-def save(path: str, sharded: bool) -> tuple[Any, int]:
-    model, optimizer = make(sharded=sharded)
+def save(path: str, sharded: bool, kind: str = "adamw") -> tuple[Any, int]:
+    model, optimizer = make(kind, sharded=sharded)
     if sharded:
         with pytest.raises(ReplicationError, match="has no pieces: it is not sharded, or no backward"):
             sharded_optimizer_state_dict(optimizer)
@@ -86,6 +87,38 @@ def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp
                 assert differences(found, through) == 0.0
     for found in ranks(3).run(load, paths[True], True):
         assert differences(found, through) < 1e-4
+
+
+@torch.compiler.set_stance("force_eager")
+def load_into_new_run(path: str, kind: str, sharded: bool) -> Any:
+    """As the documentation says: by names, before there are pieces."""
+    model, optimizer = make(kind, sharded=sharded)
+    state = state_of(model, optimizer, sharded=False)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 3, 6)
+    if sharded:
+        for by_name in (
+            lambda: get_optimizer_state_dict(model, optimizer),
+            lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]),
+        ):
+            with pytest.raises(ReplicationError, match=r"Save and load them with ddp_compile\.sharded_optimizer_state"):
+                by_name()
+    return ([p.detach().clone() for p in model.parameters()], optimizer.state_dict()), ([], loaded)
+
+
+def test_a_new_run_loads_by_names_before_there_are_pieces(ranks: Ranks, tmp_path: Path) -> None:
+    for kind in ("adamw", "sgd"):
+        path = str(tmp_path / kind)
+        through = ranks(2).run(save, path, True, kind)[0][0]
+        for num_ranks in (2, 3):
+            ours, theirs = (ranks(num_ranks).run(load_into_new_run, path, kind, sharded) for sharded in (True, False))
+            for (end, loaded), (their_end, their_loaded) in zip(ours, theirs, strict=True):
+                assert differences(loaded, their_loaded) == 0.0
+                assert differences(end, their_end) < (1e-5 if num_ranks > 2 else 1e-30)
+                assert num_ranks > 2 or differences(end, through) == 0.0
 
 
 @settings(deadline=None, max_examples=200)
