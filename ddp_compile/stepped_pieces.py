@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from ddp_compile.errors import ReplicationError
 from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
+from ddp_compile.runtime.sharding.sharded_gradients import GradientShard
 from ddp_compile.sharded_checkpoints import register, unregister
 from ddp_compile.sharded_states import ShardedStates
 
@@ -44,8 +46,11 @@ class SteppedPieces:
         self._buckets: Sequence[ShardedBucket] = ()  # in the order in which they are stepped
         self._params: list[list[Parameter]] = []  # of each group
         self._params_of_bucket: list[list[list[Parameter]]] = []
+        self._shown = self._whole  # what the groups have now, unless a user has edited them
+        self._guarded: list[tuple[Parameter, GradientShard]] = []  # gradients that are plain tensors during a step
         self._states: ShardedStates | None = None
-        self._loaded: dict[str, Any] | None = None  # states that came before there were pieces
+        self._loading: dict[str, Any] | None = None  # states that come before there are pieces
+        self._loaded: dict[str, Any] | None = None  # those that torch has taken
         self._handles: list[Any] = []
 
     # What is stepped.
@@ -63,6 +68,7 @@ class SteppedPieces:
             optimizer.register_state_dict_pre_hook(self._forget_what_was_read),
             optimizer.register_state_dict_post_hook(self._whole_state_dict, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._state_dict_of_pieces),
+            optimizer.register_load_state_dict_post_hook(self._note_what_was_loaded),
         ]
 
         def register_step_pre_hook(hook: Callable[..., Any]) -> Any:
@@ -77,6 +83,14 @@ class SteppedPieces:
             __deepcopy__=_refuse_copy,
             __reduce_ex__=_refuse_copy,
         )
+
+    def before_sharding(self) -> None:
+        """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
+        with self.algorithm.on_every_rank("the first backward with a sharded optimizer"):
+            of_all = self.algorithm.transfers.objects_of_all(self._edit())
+        for rank, objection in enumerate(of_all):
+            if objection:
+                raise ReplicationError(f"rank {rank}: {objection}")
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
         """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
@@ -112,6 +126,7 @@ class SteppedPieces:
 
     def detach(self, together: bool) -> None:
         """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
+        self._restore_behind_error()
         for handle in self._handles:
             handle.remove()
         for name in ("add_param_group", "zero_grad", "register_step_pre_hook", "__deepcopy__", "__reduce_ex__"):
@@ -120,8 +135,10 @@ class SteppedPieces:
         if not self._buckets:
             return
         self._buckets = ()
-        self._show(self._whole)
-        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+        if edit := self._edit():  # no error, which would leave the model half of what it was
+            warnings.warn(f"rank {self.algorithm.transfers.rank}: this is undone: {edit}", stacklevel=2)
+        self._put(self._whole)
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=False):
             if names is not None:
                 group["param_names"] = names
         if together:
@@ -130,9 +147,29 @@ class SteppedPieces:
         else:
             vars(self._optimizer).update(step=_refuse_step, state_dict=_refuse_step)
 
-    def _show(self, params: Sequence[list[Parameter]]) -> None:
-        for group, of_group in zip(self._optimizer.param_groups, params, strict=True):
-            group["params"] = of_group
+    def _show(self, params: list[list[Parameter]]) -> None:
+        self._refuse_edits()
+        self._put(params)
+
+    def _put(self, params: list[list[Parameter]]) -> None:
+        self._shown = params
+        for group, of_group in zip(self._optimizer.param_groups, params, strict=False):
+            group["params"] = list(of_group)  # what users do to the list is compared with ours
+
+    def _refuse_edits(self) -> None:
+        if edit := self._edit():
+            raise ReplicationError(f"rank {self.algorithm.transfers.rank}: {edit}")
+
+    def _edit(self) -> str:
+        """What a user has made of the groups' parameters, which nobody could tell from the pieces; empty if nothing."""
+        present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
+        if present == [list(map(id, of_group)) for of_group in self._shown]:
+            return ""
+        return (
+            'group["params"], or the number of groups, of a sharded optimizer has been changed, where the ranks have'
+            " parts of the parameters that it was sharded with. Put back what was there; to leave parameters out, set"
+            " their .grad to None behind a backward, or make the groups before shard_optimizer"
+        )
 
     # A step.
 
@@ -141,26 +178,63 @@ class SteppedPieces:
         if not self._buckets:
             self.algorithm.refuse_step_before_sharding()
             return args, kwargs
+        self._restore_behind_error()
+        self._refuse_edits()
         self.algorithm.step_begins()
-        if self._is_stepped_by_bucket:
-            step = type(optimizer).step
-            step_without_hooks = getattr(step, "__wrapped__", step)
-            for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
-                self._show(params)
-                step_without_hooks(optimizer)
-                self.algorithm.bucket_is_stepped(bucket)
-            self._show(self._params_of_bucket[-1])
+        try:
+            self._unguard_gradients()
+            if self._is_stepped_by_bucket:
+                self._step_all_but_the_last()
+        except BaseException:
+            self._restore_behind_error()
+            raise
         return args, kwargs
+
+    def _step_all_but_the_last(self) -> None:
+        step = type(self._optimizer).step
+        step_without_hooks = getattr(step, "__wrapped__", step)
+        for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
+            self._show(params)
+            step_without_hooks(self._optimizer)
+            self.algorithm.bucket_is_stepped(bucket)
+        self._show(self._params_of_bucket[-1])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._buckets:
             self._show(self._params)
+            self._guard_gradients()
             for bucket in self._buckets[-1:] if self._is_stepped_by_bucket else self._buckets:
                 self.algorithm.bucket_is_stepped(bucket)
             self.algorithm.step_ends()
 
+    def _unguard_gradients(self) -> None:
+        """Nobody but the step asks now, which may be compiled; compilers do not know the class."""
+        for parameter in (parameter for of_group in self._params for parameter in of_group):
+            if isinstance(gradient := parameter.grad, GradientShard):
+                self._guarded.append((parameter, gradient))
+                parameter.grad = gradient.plain
+
+    def _guard_gradients(self) -> None:
+        for parameter, gradient in self._guarded:
+            if parameter.grad is gradient.plain:  # an optimizer may have set it to None
+                parameter.grad = gradient
+        self._guarded = []
+
+    def _restore_behind_error(self) -> None:
+        """A step that has raised, where hooks behind it are not called, has left what it was to see."""
+        if self._buckets and self._shown is not self._params:
+            self._put(self._params)
+        self._guard_gradients()
+
+    def _refuse_states_of_now(self) -> None:
+        """Before states are read or written: raise where they are not those of the groups behind a step."""
+        self._restore_behind_error()
+        self.algorithm.refuse_half_a_step()
+        self._refuse_edits()
+
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """``optimizer.zero_grad``: also of what the model's parameters have accumulated, which it does not step."""
+        self._restore_behind_error()
         type(self._optimizer).zero_grad(self._optimizer, set_to_none)
         self.algorithm.zero_gradients(set_to_none)
 
@@ -168,6 +242,7 @@ class SteppedPieces:
 
     def _forget_what_was_read(self, optimizer: Optimizer) -> None:
         """Reading ``optimizer.state[parameter]`` of a parameter that is in no group makes an empty entry."""
+        self._refuse_states_of_now()
         if self._buckets:
             for parameter in [key for key, state in optimizer.state.items() if not state]:
                 del optimizer.state[parameter]
@@ -182,19 +257,25 @@ class SteppedPieces:
     def sharded_state_dict(self) -> dict[str, Any]:
         """See `ddp_compile.sharded_checkpoints.sharded_optimizer_state_dict`."""
         assert self._states is not None
+        self._refuse_states_of_now()
         with self.algorithm.on_every_rank("sharded_optimizer_state_dict()"):
             return self._states.parts(self._fqns)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `ddp_compile.sharded_checkpoints.load_sharded_optimizer_state_dict`."""
         assert self._states is not None
+        self._refuse_states_of_now()
         self._states.load_parts(state_dict, self._fqns)
 
     def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        self._refuse_states_of_now()
         if self._states is None or not self._buckets:
-            self._loaded = state_dict  # torch casts states to the dtype of whole parameters; pieces may have another
+            self._loading = state_dict  # torch casts states to the dtype of whole parameters; pieces may have another
             return None
         return self._states.of_pieces(state_dict)
+
+    def _note_what_was_loaded(self, optimizer: Optimizer) -> None:
+        self._loaded, self._loading = self._loading, None
 
 
 def _move(handle: Any, last: bool) -> None:

@@ -33,6 +33,9 @@ class StepsPieces(Protocol):
     def attach(self) -> None:
         """Tell of steps from now on."""
 
+    def before_sharding(self) -> None:
+        """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
+
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
         """Step the pieces from now on; called once, at the end of the first backward."""
 
@@ -144,6 +147,7 @@ class ShardedAlgorithm(CommAlgorithm):
         self._stepped_versions = {}
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
+        self._optimizer.before_sharding()
         self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)
         dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
         device = self._parameters[0].device
@@ -219,7 +223,7 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_begins(self) -> None:
         """The optimizer is about to step the pieces."""
-        self._refuse_half_a_step()
+        self.refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
         self._adopt_edits_of_gradients()
         self._hidden.refuse_others()
@@ -243,7 +247,8 @@ class ShardedAlgorithm(CommAlgorithm):
         self._note_versions()
         self._num_steps += 1
 
-    def _refuse_half_a_step(self) -> None:
+    def refuse_half_a_step(self) -> None:
+        """Raise where a step has begun and not ended."""
         if self._is_stepping:
             raise ReplicationError(
                 f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
@@ -303,7 +308,7 @@ class ShardedAlgorithm(CommAlgorithm):
     def before_forward(self) -> None:
         """See `CommAlgorithm.before_forward`."""
         if not torch_internals.inside_optimizer_step():
-            self._refuse_half_a_step()
+            self.refuse_half_a_step()
         self._prepare_to_read()
         self._adopt_edits_of_gradients()
         self._hidden.take_away()

@@ -173,6 +173,7 @@ class HiddenGradients:
 class GradientShard(Tensor):
     """The part of a gradient that this rank steps by: a tensor that no question about all elements may be asked."""
 
+    plain: Tensor  #: The same memory as a plain tensor, which compilers take.
     #: Gives what is called with the flag of a GradScaler, and makes it the same on all ranks. Weak, since the garbage
     #: collector does not look into ``.grad``: a cycle through it would stay for good.
     unscaled: weakref.WeakMethod[Callable[[Tensor], None]]
@@ -187,6 +188,7 @@ class GradientShard(Tensor):
                 kept.
         """
         shard: GradientShard = values.as_subclass(cls)
+        shard.plain = values
         shard.unscaled = weakref.WeakMethod(unscaled)
         return shard
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from test_sharded_parameters import late_rank, make
 from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
-from ddp_compile import ReductionError, ddp_compile, shard_optimizer
+from ddp_compile import ReductionError, ddp_compile, shard_optimizer, sharded_optimizer_state_dict
 
 Ranks = Callable[[int], RankPool]
 
@@ -277,3 +278,82 @@ def test_what_becomes_of_the_optimizer(ranks: Ranks) -> None:
         assert "cannot be copied or pickled" in found["copied"] and "cannot be copied or pickled" in found["pickled"]
         assert "isfinite of gradients that are reduced to shards would be that of this rank's part" in found["isfinite"]
         assert "was sharded for a model that has been unwrapped behind an error" in found["unwrapped behind an error"]
+
+
+@torch.compiler.set_stance("force_eager")
+def edits_of_groups() -> tuple[list[str], bool]:
+    model, optimizer = make()
+    group = optimizer.param_groups[0]
+    said = []
+    if dist.get_rank() == 1:
+        del group["params"][0]
+    said.append(said_by(loss_of(model(batch(0))).backward))
+    ends = []
+    for edits in (True, False):
+        model, optimizer = make()
+        group = optimizer.param_groups[0]
+        num_whole = len(group["params"])
+        for step in range(3):
+            loss_of(model(batch(step))).backward()
+            if edits and step < 2:
+                kept = list(group["params"])
+                if step == 0:
+                    group["params"] = kept[1:]
+                else:
+                    group["params"].clear()
+                said += [said_by(optimizer.step), said_by(optimizer.state_dict)]
+                group["params"] = kept
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    group["params"] = group["params"][1:]
+    with pytest.warns(UserWarning, match=r"this is undone: group"):
+        model.unwrap()
+    assert len(group["params"]) == len(optimizer.param_groups[0]["params"]) == num_whole
+    return said, all(map(torch.equal, *ends))
+
+
+def test_edits_of_groups_are_refused_by_name(ranks: Ranks) -> None:
+    for rank, (said, goes_on) in enumerate(ranks(2).run(edits_of_groups)):
+        for place, text in enumerate(said):
+            assert f'ReplicationError: rank {rank if place else 1}: group["params"]' in text
+            assert "Put back what was there; to leave parameters out" in text
+        assert len(said) == 5 and goes_on
+
+
+@torch.compiler.set_stance("force_eager")
+def behind_half_a_step(left: int) -> list[Any]:
+    torch.manual_seed(1)
+    model: Any = ddp_compile(Mlp(WIDTH, 3), bucket_cap_mb=CAP_MB, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    shard_optimizer(optimizer, model)
+    module: Any = importlib.import_module("torch.optim.sgd")
+    calls, step_of = [], module.sgd
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) > left:
+            raise KeyboardInterrupt
+        step_of(*args, **kwargs)
+
+    loss_of(model(batch(0))).backward()
+    num_pieces = len(optimizer.param_groups[0]["params"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "sgd", fails)
+        optimizer.step()
+    said = [
+        said_by(optimizer.state_dict),
+        said_by(lambda: optimizer.load_state_dict({})),
+        said_by(lambda: sharded_optimizer_state_dict(optimizer)),
+        said_by(optimizer.step),
+    ]
+    piece = optimizer.param_groups[0]["params"][0]
+    said.append(said_by(lambda: piece.grad.isfinite()))
+    return [*said, len(optimizer.param_groups[0]["params"]) == num_pieces]
+
+
+def test_states_behind_half_a_step_are_refused_by_name(ranks: Ranks) -> None:
+    for left in (0, 1, 2):  # in the first bucket, between, and in the last, which is outside of our hooks
+        for rank, (*said, gradients, has_all_pieces) in enumerate(ranks(2).run(behind_half_a_step, left)):
+            assert all(f"rank {rank}: optimizer.step() has raised before all parameters" in text for text in said)
+            assert "isfinite of gradients that are reduced to shards" in gradients and has_all_pieces

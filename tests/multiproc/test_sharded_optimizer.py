@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
 
 Ranks = Callable[[int], RankPool]
 Step = Callable[[Any, Any, int], None]
@@ -199,6 +200,44 @@ def test_every_optimizer_steps_as_if_it_were_not_sharded(kinds: list[str], num_s
     """Of two ranks the sum is the same in every bit."""
     for worst in ranks(2).run(go_through_optimizers, kinds, num_steps):
         assert worst == dict.fromkeys(kinds, 0.0)
+
+
+def compiled_steps(kinds: list[str], backends: list[str]) -> dict[tuple[str, str], float]:
+    """The largest differences between training by compiled steps with shards, and by steps that are not compiled."""
+    worst = {}
+    for kind, backend in itertools.product(kinds, backends):
+        torch.compiler.reset()
+        ends = []
+        for sharded in (True, False):
+            torch.manual_seed(1)
+            model: Any = ddp_compile(Mlp(WIDTH, 2), bucket_cap_mb=CAP_MB, backend="eager")
+            optimizer = OPTIMIZERS[kind](model.parameters())
+            if sharded:
+                shard_optimizer(optimizer, model)
+                optimizer.step = torch.compile(optimizer.step, backend=backend)
+            for step in range(3):
+                plain(model, optimizer, step)
+            loss_of(model(batch(3))).backward()
+            optimizer.step()
+            if sharded:  # behind a compiled step as behind any
+                with pytest.raises(ReplicationError, match="reduced to shards"):
+                    optimizer.param_groups[0]["params"][0].grad.norm()
+            ends.append([p.detach().clone() for p in model.parameters()])
+        worst[kind, backend] = largest(list(map(relative_difference, *ends)))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("kinds", "backends"),
+    in_ci.only(
+        [(["adamw foreach"], ["aot_eager"])],
+        [(["adamw foreach"], ["aot_eager"]), (["sgd", "adamw foreach", "adam", "rmsprop"], ["aot_eager", "inductor"])],
+    ),
+    ids=str,
+)
+def test_steps_may_be_compiled(kinds: list[str], backends: list[str], ranks: Ranks) -> None:
+    for worst in ranks(2).run(compiled_steps, kinds, backends):
+        assert len(worst) == len(kinds) * len(backends) and all(each < 1e-4 for each in worst.values()), worst
 
 
 @pytest.mark.long
