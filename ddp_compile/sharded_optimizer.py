@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError, ReplicationError
 from ddp_compile.module import ReplicatedModule, state_of
 from ddp_compile.plan.spec import shorten_names
@@ -19,6 +19,7 @@ from ddp_compile.runtime.algorithms.base import AlgorithmConfig
 from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 from ddp_compile.runtime.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.rank_names import format_ranks
+from ddp_compile.sharded_aliases import objection_to_moving
 from ddp_compile.stepped_pieces import SteppedPieces
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -95,7 +96,7 @@ def shard_optimizer(
     refusal: ReplicationError | None = None
     try:
         _refuse_optimizer(optimizer, elementwise, rank)
-        _refuse_model(state, rank)
+        _refuse_model(model, state, rank)
         _refuse_parameters(optimizer, names, state.reducer.parameters, rank)
         described = f"{type(optimizer).__name__} {master_weights} {_settings_of(optimizer, names)}"
     except ReplicationError as error:  # raised when the others know of it, which would wait for this rank
@@ -108,10 +109,29 @@ def shard_optimizer(
             f"rank {rank}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
-    pieces = SteppedPieces(optimizer, reduced, names, is_stepped_by_bucket=type(optimizer) in _ELEMENTWISE)
-    names_of_reduced = [gradient.fqn for gradient in state.builder.gradients]
-    state.algorithms.set_algorithm(_Sharded(pieces, names_of_reduced, master_weights), None)
+    pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of_now(model))
+    state.algorithms.set_algorithm(_Sharded(pieces, _names_of_reduced(state), master_weights), None)
     return optimizer
+
+
+def _objection_of_now(model: nn.Module) -> Callable[[], str]:
+    """`objection_to_moving`, when it is called."""
+    alive = weakref.ref(model)  # which has the optimizer's pieces: a cycle would keep them until a collection
+
+    def objection() -> str:
+        module = alive()
+        return "" if module is None else _objection_to_moving(module)
+
+    return objection
+
+
+def _objection_to_moving(model: nn.Module) -> str:
+    state = state_of(model)
+    return objection_to_moving(model, state.reducer.parameters, _names_of_reduced(state))
+
+
+def _names_of_reduced(state: Any) -> list[str]:
+    return [gradient.fqn for gradient in state.builder.gradients]
 
 
 class _Sharded(AlgorithmConfig):
@@ -135,7 +155,18 @@ def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
         | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return repr(groups)
+    return repr(_in_full(groups))
+
+
+def _in_full(value: Any) -> Any:
+    """The same with lists in the place of tensors, of which ``repr`` would show four digits."""
+    if isinstance(value, Tensor):
+        return "tensor", str(value.dtype), value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _in_full(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_full(each) for each in value]
+    return value
 
 
 def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> None:
@@ -157,7 +188,7 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> Non
         )
 
 
-def _refuse_model(state: Any, rank: int) -> None:
+def _refuse_model(model: nn.Module, state: Any, rank: int) -> None:
     algorithm = state.reducer.algorithm
     if isinstance(algorithm, ShardedAlgorithm):
         raise ReplicationError(
@@ -176,15 +207,8 @@ def _refuse_model(state: Any, rank: int) -> None:
             f"rank {rank}: an optimizer cannot be sharded together with {', '.join(conflicts)}; leave out one or the"
             " other"
         )
-    storages: dict[int | None, list[str]] = {}
-    for parameter, gradient in zip(state.reducer.parameters, state.builder.gradients, strict=True):
-        if parameter.numel():
-            storages.setdefault(torch_internals.storage_key(parameter), []).append(gradient.fqn)
-    if shared := [names for names in storages.values() if len(names) > 1]:
-        raise ReplicationError(
-            f"rank {rank}: parameters lie in one storage, and would not any more: {'; '.join(map(', '.join, shared))}."
-            " Register one Parameter in both places, or give each memory of its own: p.data = p.data.clone()"
-        )
+    if objection := _objection_to_moving(model):
+        raise ReplicationError(f"rank {rank}: {objection}")
     if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:
         raise ReplicationError(
             f"rank {rank}: {len(present)} parameters have gradients, which are no shards; call shard_optimizer between"

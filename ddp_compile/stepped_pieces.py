@@ -30,16 +30,23 @@ class SteppedPieces:
         numbers: Of the reduced parameters, by ``id``.
         names: Of all parameters, by ``id``.
         is_stepped_by_bucket: Whether its step may be called for some of its parameters after others.
+        objection: Says what keeps the parameters from being moved into flat buffers, if anything.
     """
 
     algorithm: ShardedAlgorithm
 
     def __init__(
-        self, optimizer: Optimizer, numbers: Mapping[int, int], names: Mapping[int, str], is_stepped_by_bucket: bool
+        self,
+        optimizer: Optimizer,
+        numbers: Mapping[int, int],
+        names: Mapping[int, str],
+        is_stepped_by_bucket: bool,
+        objection: Callable[[], str],
     ) -> None:
         self._optimizer = optimizer
         self._numbers = numbers
         self._is_stepped_by_bucket = is_stepped_by_bucket
+        self._objection = objection
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
         self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
@@ -87,7 +94,7 @@ class SteppedPieces:
     def before_sharding(self) -> None:
         """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
         with self.algorithm.on_every_rank("the first backward with a sharded optimizer"):
-            of_all = self.algorithm.transfers.objects_of_all(self._edit())
+            of_all = self.algorithm.transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
             if objection:
                 raise ReplicationError(f"rank {rank}: {objection}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from ddp_compile.errors import ReplicationError
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.bucket import Bucket
@@ -142,6 +143,7 @@ class ShardedBucket:
 
         Raises:
             ParametersChangedError: One has another dtype, device or number of elements.
+            ReplicationError: One has been moved into shared memory.
         """
         moved = [i for i, parameter in enumerate(self.parameters) if parameter.data_ptr() != self._addresses[i]]
         for i in moved:
@@ -149,6 +151,12 @@ class ShardedBucket:
             if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
                 change = f"other memory, now {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
                 raise error_messages.parameters_changed(rank, [f"{change}: {self.spec.gradients[i].fqn}"])
+            if parameter.device.type == "cpu" and parameter.is_shared():
+                raise ReplicationError(
+                    f"rank {rank}: {self.spec.gradients[i].fqn} has been moved into memory that other processes share,"
+                    " which a sharded optimizer would not write. Let them have a copy of the model that shares memory,"
+                    " written behind steps: copy.load_state_dict(model.state_dict()); p.data = p.data.clone() undoes it"
+                )
             with torch.no_grad():
                 place.copy_(parameter)
                 parameter.data = with_own_storage(place)

@@ -12,7 +12,7 @@ from models import Mlp, loss_of
 from rank_pool import RankPool
 from test_sharded_optimizer import CAP_MB, WIDTH, batch
 from test_sharded_parameters import make
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_compile import ReductionError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad
@@ -59,6 +59,7 @@ def refused_at_the_call() -> list[str]:
         said_by(shard(Lion(parameters))),
         said_by(shard(torch.optim.SGD(parameters, differentiable=True))),
         said_by(shard(torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank())))),
+        said_by(shard(torch.optim.SGD(parameters, lr=torch.tensor(0.1 + 1e-7 * dist.get_rank())))),
         said_by(shard(Lion(parameters), elementwise=dist.get_rank() == 0)),
         said_by(shard(adamw, ddp_compile(Mlp(WIDTH, 2), backend="eager", algorithm=ByteGrad()))),
     ]
@@ -87,6 +88,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         "Lion works element by element is not known; pass elementwise=True",
         "a SGD with differentiable=True cannot be sharded",
         "RanksDifferError: rank {rank}: the optimizers that are to be sharded have other settings",
+        "RanksDifferError: rank {rank}: the optimizers that are to be sharded have other settings",
         "",
         "an optimizer cannot be sharded together with the ByteGrad",
         "4 parameters have gradients, which are no shards; call shard_optimizer between two steps",
@@ -101,6 +103,66 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
             assert part.format(rank=rank) in text
         of_one_rank = ("on ranks 1 than on rank 0, or are refused there", "Lion works element by element is not known")
         assert of_one_rank[rank] in said[expected.index("")]
+
+
+class WithAlias(Mlp):
+    """Has something on the memory of its first weight."""
+
+    def __init__(self, alias: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__(WIDTH, 2)
+        if alias is not None:
+            self.add(alias)
+
+    def add(self, alias: Callable[[Tensor], Tensor]) -> None:
+        value = alias(self.layers[0].weight)
+        if isinstance(value, nn.Parameter):
+            self.alias = value
+        else:
+            self.register_buffer("alias", value)
+
+
+def frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.data[1:], requires_grad=False)
+
+
+@torch.compiler.set_stance("force_eager")
+def refused_for_their_memory() -> list[str]:
+    """At the call, at the end of the first backward, and behind it."""
+
+    def made(alias: Any = None, share: bool = False) -> Any:
+        module = WithAlias(alias)
+        model: Any = ddp_compile(module.share_memory() if share else module, bucket_cap_mb=CAP_MB, backend="eager")
+        return model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    said = []
+    for settings in ({"alias": Tensor.detach}, {"alias": frozen}, {"share": True}):
+        model, optimizer = made(**settings)
+        said.append(said_by(lambda: shard_optimizer(optimizer, model)))  # noqa: B023
+    for change in (lambda m: m.add(Tensor.detach), lambda m: m.add(frozen), lambda m: m.share_memory()):
+        model, optimizer = made()
+        shard_optimizer(optimizer, model)
+        loss = loss_of(model(batch(0)))
+        if dist.get_rank() == 1:
+            change(model)
+        said.append(said_by(loss.backward))
+    model, optimizer = made()
+    shard_optimizer(optimizer, model)
+    loss_of(model(batch(0))).backward()
+    first = next(model.parameters())
+    first.data = first.data.clone().share_memory_()
+    return [*said, said_by(optimizer.step)]
+
+
+def test_memory_that_is_shared_with_trained_parameters_is_refused_by_name(ranks: Ranks) -> None:
+    of_buffer = "one storage, and would not any more: layers.0.weight, the buffer alias, which is not trained"
+    of_parameter = "one storage, and would not any more: layers.0.weight, the parameter alias, which is not trained"
+    shared = "parameters lie in memory that other processes share"
+    names = "would not any more: layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias. Give each"
+    expected = [of_buffer, of_parameter, shared, of_buffer, of_parameter, shared, "layers.0.weight has been moved into"]
+    for rank, said in enumerate(ranks(2).run(refused_for_their_memory)):
+        for place, (text, part) in enumerate(zip(said, expected, strict=True)):
+            assert f"ReplicationError: rank {1 if 3 <= place < 6 else rank}: " in text and part in text
+            assert part != shared or names in text
 
 
 @torch.compiler.set_stance("force_eager")
