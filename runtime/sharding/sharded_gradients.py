@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -80,6 +80,14 @@ class HiddenGradient(Tensor):
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"HiddenGradient({self.fqn}, {list(self.shape)}, {self.dtype}: reduced to shards)"
+
+    def share_memory_(self) -> NoReturn:
+        """No operator, but a copy of memory that is not there: ``module.share_memory()`` would end the process."""
+        raise ReplicationError(
+            f"rank {self.rank}: share_memory() and the gradient of {self.fqn}, which is reduced to shards. A sharded"
+            " optimizer cannot write memory that is shared: let other processes have a copy of the model, written"
+            " behind steps: copy.load_state_dict(model.state_dict())"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub says what a disabled one is

@@ -148,8 +148,7 @@ def refused_for_their_memory() -> list[str]:
     model, optimizer = made()
     shard_optimizer(optimizer, model)
     loss_of(model(batch(0))).backward()
-    first = next(model.parameters())
-    first.data = first.data.clone().share_memory_()
+    said.append(said_by(model.share_memory))  # has come to the gradient of the first parameter
     return [*said, said_by(optimizer.step)]
 
 
@@ -158,7 +157,16 @@ def test_memory_that_is_shared_with_trained_parameters_is_refused_by_name(ranks:
     of_parameter = "one storage, and would not any more: layers.0.weight, the parameter alias, which is not trained"
     shared = "parameters lie in memory that other processes share"
     names = "would not any more: layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias. Give each"
-    expected = [of_buffer, of_parameter, shared, of_buffer, of_parameter, shared, "layers.0.weight has been moved into"]
+    expected = [
+        of_buffer,
+        of_parameter,
+        shared,
+        of_buffer,
+        of_parameter,
+        shared,
+        "share_memory() and the gradient of layers.0.weight",
+        "layers.0.weight has been moved into memory",
+    ]
     for rank, said in enumerate(ranks(2).run(refused_for_their_memory)):
         for place, (text, part) in enumerate(zip(said, expected, strict=True)):
             assert f"ReplicationError: rank {1 if 3 <= place < 6 else rank}: " in text and part in text
