@@ -371,8 +371,10 @@ class ShardedAlgorithm(CommAlgorithm):
 
         Raises:
             ReductionError: One has not come.
+            RanksDifferError: One has called something else.
         """
         try:
+            self.transfers.agree_on(what)
             yield
         except DDPCompileError:
             raise

@@ -9,6 +9,7 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import RanksDifferError
 from ddp_compile.runtime.transfers import Transfer, keep_after
 
 
@@ -127,6 +129,28 @@ class ShardTransfers:
         gather = Transfer(works)
         self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
         return gather
+
+    def agree_on(self, what: str) -> None:
+        """See that all ranks are about to do the same: gloo ends a process whose message has another size.
+
+        With gloo alone: with NCCL the host would wait for the GPU to have the answer.
+
+        Args:
+            what: What the user has called.
+
+        Raises:
+            RanksDifferError: On every rank; they do not.
+        """
+        if self.world_size == 1 or not self._from_rank_to_rank:
+            return
+        number = zlib.crc32(what.encode())
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        if extremes.tolist() != [number, -number]:
+            raise RanksDifferError(
+                f"rank {self.rank}: {what} has met something else on another rank, and both wait for all ranks; call"
+                " the same on every rank, in the same order"
+            )
 
     def any_rank(self, flag: Tensor) -> None:
         """Let a number be the largest one of all ranks."""

@@ -235,6 +235,19 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
 
 
 @torch.compiler.set_stance("force_eager")
+def different_calls() -> str:
+    model, _ = make()
+    loss_of(model(batch(0))).backward()
+    return said_by(model.full_gradients if dist.get_rank() else lambda: model.clip_grad_norm_(1.0))
+
+
+def test_ranks_that_call_different_things_are_told(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(different_calls)):
+        what = ("model.clip_grad_norm_()", "model.full_gradients()")[rank]
+        assert f"RanksDifferError: rank {rank}: {what} has met something else on another rank" in said
+
+
+@torch.compiler.set_stance("force_eager")
 def written_between() -> tuple[bool, bool, str]:
     """Edits of parameters between two steps: in place, by ``.data``, and to another dtype."""
     results = []
