@@ -230,7 +230,7 @@ class ReplicatedModule(nn.Module):
 
         Args:
             max_norm: The largest norm there may be.
-            norm_type: Order of the norm, ``float("inf")`` for the largest value.
+            norm_type: Order of the norm, ``float("inf")`` for the largest value; above zero with a sharded optimizer.
             error_if_nonfinite: Raise a RuntimeError if the norm is infinite or NaN.
 
         Returns:

@@ -193,7 +193,7 @@ class ShardedAlgorithm(CommAlgorithm):
         """See ``ReplicatedModule.clip_grad_norm_``."""
         pieces = [piece.stepped for piece in self._pieces()]
         with self.on_every_rank("model.clip_grad_norm_()"):
-            total = norm_over_ranks(pieces, norm_type, self._parameters[0].device, self.transfers)
+            total = norm_over_ranks(pieces, norm_type, self._parameters, self.transfers)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"rank {self._rank}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"

@@ -11,9 +11,9 @@ finite, is answered for all ranks alike.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -220,28 +220,34 @@ class GradientShard(Tensor):
 
 
 def norm_over_ranks(
-    pieces: Sequence[Tensor], norm_type: float, device: torch.device, transfers: ShardTransfers
+    pieces: Sequence[Tensor], norm_type: float, parameters: Sequence[Tensor], transfers: ShardTransfers
 ) -> Tensor:
     """The norm of all gradients of all ranks together; to be called on every rank.
 
     Args:
         pieces: What this rank steps.
-        norm_type: Order of the norm; may be infinite.
-        device: Of the result.
+        norm_type: Order of the norm, above zero; may be infinite.
+        parameters: Of all ranks' pieces.
         transfers: Between the ranks.
 
     Returns:
-        A number in float32.
+        Shape (), of at least float32, the same bits on every rank.
+
+    Raises:
+        ValueError: The order is not above zero.
     """
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type={norm_type}: with a sharded optimizer the order of a norm is above zero; for another one ask"
+            " torch.nn.utils.get_total_norm(model.full_gradients().values(), norm_type)"
+        )
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)  # pieces may differ in it
     gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None]
-    total = get_total_norm(gradients, norm_type).to(device, torch.float32)
-    if math.isinf(norm_type):
-        transfers.any_rank(total)
-    else:
-        total.pow_(norm_type)
-        transfers.sum_over_ranks(total)
-        total.pow_(1.0 / norm_type)
-    return total
+    # A norm of norms, each in a place of its own: a sum keeps what is not finite, as a maximum over the ranks need not.
+    norms = torch.zeros(transfers.world_size, dtype=dtype, device=parameters[0].device)
+    norms[transfers.rank] = get_total_norm(gradients, norm_type)
+    transfers.sum_over_ranks(norms)
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
 def _flattened(*values: Any) -> Any:
