@@ -218,10 +218,10 @@ class ReplicatedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's own; with a sharded optimizer also the gradients of its pieces."""
+        super().zero_grad(set_to_none)
         algorithm = state_of(self).reducer.algorithm
         if isinstance(algorithm, ShardedAlgorithm):
             algorithm.zero_gradients(set_to_none)
-        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -181,6 +181,12 @@ class CommAlgorithm(ABC):
             as_one_graph: Whether it was the whole of one compiled graph, without any Python code of the module.
         """
 
+    def before_backward(self) -> None:  # noqa: B027  # most have nothing to do
+        """The first gradient of an iteration has come, and nothing has been made of it yet.
+
+        On any rank by itself.
+        """
+
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """The buckets of an iteration have been reduced: let every ``.grad`` be the result.
 

@@ -110,13 +110,18 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
+        gradients: dict[int, Tensor] = {}
         try:
             self.await_parameters()
-        finally:
-            self._optimizer.detach(together)
+            if together and self.buckets:
+                gradients = self._whole_gradients("giving back what is sharded")
+        except BaseException:
+            self._optimizer.detach(together=False)  # the others may be gone
+            raise
+        self._optimizer.detach(together)
         for bucket in self.buckets:
             bucket.leave()
-        self._hidden.take_away()
+        self._hidden.replace(gradients)
         self.buckets = ()
 
     # Gradients.
@@ -146,6 +151,11 @@ class ShardedAlgorithm(CommAlgorithm):
         self._hidden.hide(index for bucket in launched for index in bucket.param_indices if index not in untouched)
         self._stepped_versions = {}
 
+    def before_backward(self) -> None:
+        """See `CommAlgorithm.before_backward`."""
+        self._adopt_edits_of_gradients()
+        self._hidden.before_backward()
+
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         self._optimizer.before_sharding()
         self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)
@@ -171,26 +181,35 @@ class ShardedAlgorithm(CommAlgorithm):
             if gradient is not None and gradient._version == version:
                 raise ReplicationError(
                     f"rank {self._rank}: a backward ends and the gradient of {self._names[piece.index]} of before the"
-                    " last step, taken or skipped, has not been zeroed, or only by setting .grad of the model's"
-                    " parameters behind a forward. Call optimizer.zero_grad() or model.zero_grad() for each step"
+                    " last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or model.zero_grad()"
+                    " for each step"
                 )
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         """What ``zero_grad`` of model and optimizer do: pieces' gradients, and what has not been reduced."""
         for piece in self._pieces():
             piece.zero(set_to_none)
-        self._hidden.take_away()
+        if set_to_none:
+            self._hidden.forget()
         self._hidden.zero_others(set_to_none)
 
     def _adopt_edits_of_gradients(self) -> None:
-        """Where a user has set ``.grad`` of a parameter to None, its pieces have none either."""
-        if edited := set(self._hidden.set_to_none()):
-            for piece in self._pieces():
-                if piece.index in edited:
-                    piece.zero(set_to_none=True)
+        """Where a user has set ``.grad`` of a parameter to None, or zeroed it, so are its pieces'."""
+        gone, zeroed = self._hidden.adopt_edits()
+        for piece in self._pieces() if gone or zeroed else ():
+            if piece.index in gone or piece.index in zeroed:
+                piece.zero(set_to_none=piece.index in gone)
+
+    def _whole_gradients(self, what: str) -> dict[int, Tensor]:
+        gradients: dict[int, Tensor] = {}
+        with self.on_every_rank(what):
+            for bucket in self.buckets:
+                gradients |= bucket.whole_gradients()
+        return gradients
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """See ``ReplicatedModule.clip_grad_norm_``."""
+        self._before_gradients_are_read("model.clip_grad_norm_()")
         pieces = [piece.stepped for piece in self._pieces()]
         with self.on_every_rank("model.clip_grad_norm_()"):
             total = norm_over_ranks(pieces, norm_type, self._parameters, self.transfers)
@@ -204,20 +223,13 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """See ``ReplicatedModule.full_gradients``."""
-        gradients: dict[int, Tensor] = {}
-        for bucket in self.buckets:
-            present = torch.zeros(len(self._parameters), dtype=torch.int64, device=bucket.flat.device)
-            shards = torch.zeros_like(bucket.flat)
-            own = bucket.shard_of(shards)
-            for piece in bucket.pieces:
-                if piece.stepped.grad is not None:
-                    present[piece.index] = 1
-                    piece.of_shard(own).copy_(piece.stepped.grad.as_subclass(Tensor))
-            with self.on_every_rank("model.full_gradients()"):
-                self.transfers.any_rank(present)
-                self.transfers.all_gather(shards).wait()
-            gradients |= {index: value for index, value in bucket.assemble(shards).items() if present[index]}
+        self._before_gradients_are_read("model.full_gradients()")
+        gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
+
+    def _before_gradients_are_read(self, what: str) -> None:
+        self._adopt_edits_of_gradients()
+        self._hidden.refuse_others(what)
 
     # Steps.
 
@@ -225,11 +237,10 @@ class ShardedAlgorithm(CommAlgorithm):
         """The optimizer is about to step the pieces."""
         self.refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
-        self._adopt_edits_of_gradients()
-        self._hidden.refuse_others()
+        self._before_gradients_are_read("optimizer.step()")
         for bucket in self.buckets:
             bucket.take_edits(self._rank)
-        self._stepped = set(self._hidden.present)
+        self._stepped = {*self._hidden.reduced} | {p.index for p in self._pieces() if p.stepped.grad is not None}
         self._is_stepping = True
 
     def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
@@ -295,7 +306,7 @@ class ShardedAlgorithm(CommAlgorithm):
         the optimizer make its states.
         """
         if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
-            self._hidden.refuse_others()
+            self._hidden.refuse_others("optimizer.step()")
 
     def _wait_for(self, bucket: ShardedBucket) -> None:
         if bucket.is_gathering:
@@ -311,7 +322,7 @@ class ShardedAlgorithm(CommAlgorithm):
             self.refuse_half_a_step()
         self._prepare_to_read()
         self._adopt_edits_of_gradients()
-        self._hidden.take_away()
+        self._hidden.before_forward()
 
     def before_local_forward(self) -> None:
         """See `CommAlgorithm.before_local_forward`."""
@@ -320,6 +331,7 @@ class ShardedAlgorithm(CommAlgorithm):
     def after_forward(self, as_one_graph: bool) -> None:
         """See `CommAlgorithm.after_forward`."""
         self._stop_watching()
+        self._hidden.after_forward()
         self._overlaps_forward = as_one_graph
         self.await_parameters()
 

@@ -212,6 +212,26 @@ class ShardedBucket:
             assembled[index] = values.as_strided(place.shape, place.stride())
         return assembled
 
+    def whole_gradients(self) -> dict[int, Tensor]:
+        """The gradients of all ranks' pieces together; to be called on every rank.
+
+        Returns:
+            By number of the parameter, of those that have one on any rank, new tensors.
+        """
+        present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
+        shards = torch.zeros_like(self.flat)
+        own = self.shard_of(shards)
+        with torch.no_grad():
+            for piece in self.pieces:
+                if piece.stepped.grad is not None:
+                    present[self.param_indices.index(piece.index)] = 1
+                    piece.of_shard(own).copy_(piece.stepped.grad.as_subclass(Tensor))
+        self._transfers.any_rank(present)
+        self._transfers.all_gather(shards).wait()
+        is_present = present.tolist()
+        values = self.assemble(shards)
+        return {index: values[index] for index, any_has in zip(self.param_indices, is_present, strict=True) if any_has}
+
     def cut(self, piece: Piece, value: Tensor) -> Tensor:
         """A piece's elements of something of its parameter's shape, a new tensor of shape (n,)."""
         place = self.place_of(piece.index)

@@ -7,12 +7,20 @@ let ``clip_grad_norm_`` over the model's parameters clip nothing, without a word
 piece is a `GradientShard`, whose norm would be that of this rank alone, and so is refused, as is any other question
 about all of its elements: ranks that skip steps by their own answers part ways. What a GradScaler asks, whether all is
 finite, is answered for all ranks alike.
+
+Note [Hidden gradients make way]
+A hidden gradient stands in ``.grad`` for as long as the pieces have gradients, but where it would be in the way: in a
+forward, whose compiler looks at ``.grad``, and in a backward, which adds to it. A forward may have no backward, that of
+a metric for example; so behind it the hidden ones stand there again, and leave when the backward comes. Where that one
+is reduced, all of them do so at its first gradient. Where it is not, inside ``no_sync``, each does in front of the
+parameter's AccumulateGrad, and the others stay. What a user does to ``.grad`` in between is looked for whenever pieces
+are about to be used.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import reduce
 from typing import Any, NoReturn
 
@@ -66,13 +74,14 @@ class HiddenGradient(Tensor):
 
     fqn: str
     rank: int
+    is_zeroed: bool  #: a user has called ``zero_()``
 
     @staticmethod
     def __new__(cls, parameter: Tensor, fqn: str, rank: int) -> HiddenGradient:
         hidden: HiddenGradient = torch_internals.wrapper_subclass(
             cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         )
-        hidden.fqn, hidden.rank = fqn, rank
+        hidden.fqn, hidden.rank, hidden.is_zeroed = fqn, rank, False
         return hidden
 
     def __init__(self, parameter: Tensor, fqn: str, rank: int) -> None:
@@ -94,20 +103,29 @@ class HiddenGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         hidden = next(value for value in _flattened(args, kwargs or {}) if isinstance(value, HiddenGradient))
-        where = f"rank {hidden.rank}: {func} of the gradient of {hidden.fqn}, which is reduced to shards"
+        if func is torch.ops.aten.zero_.default:
+            hidden.is_zeroed = True
+            return hidden
         if func is torch.ops.aten.add_.Tensor:
-            raise ReplicationError(
-                f"{where}: a second backward behind one that has been reduced, without a forward of the module between."
-                " Call model(x) before each backward, or all forwards but the last one inside model.no_sync()"
-            )
+            raise hidden.second_backward(func)
         raise ReplicationError(
-            f"{where}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
+            f"{hidden._place(func)}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
             " model.full_gradients(), zero with optimizer.zero_grad() or model.zero_grad()"
         )
 
+    def second_backward(self, what: object) -> ReplicationError:
+        """What to raise where a backward would add to it."""
+        return ReplicationError(
+            f"{self._place(what)}: a second backward behind one that has been reduced, without a forward of the module"
+            " between. Call model(x) before each backward, or all forwards but the last one inside model.no_sync()"
+        )
+
+    def _place(self, what: object) -> str:
+        return f"rank {self.rank}: {what} of the gradient of {self.fqn}, which is reduced to shards"
+
 
 class HiddenGradients:
-    """Those of all parameters of a module.
+    """Those of all parameters of a module; see Note [Hidden gradients make way].
 
     Args:
         parameters: That are reduced, by their numbers.
@@ -118,64 +136,164 @@ class HiddenGradients:
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], rank: int) -> None:
         self._parameters = parameters
         self._hidden = [HiddenGradient(p, name, rank) for p, name in zip(parameters, names, strict=True)]
-        self._present: set[int] = set()  # numbers of those that stand in ``.grad``, unless a user has changed it
+        self._reduced: set[int] = set()  # numbers of the parameters whose pieces have gradients
+        self._shown: set[int] = set()  # those of them whose ``.grad`` is a hidden one, unless a user has changed it
+        self._aside: set[int] = set()  # those of them whose ``.grad`` is what came behind, of this rank alone
+        self._dropped: set[int] = set()  # those whose ``.grad`` a user had set to None when the next one came
+        self._makes_way = False  # a forward has come since they were reduced, whose backward may bring more
+        self._prehooks: dict[int, Any] = {}
         self._rank = rank
 
-    def hide(self, indices: Iterable[int]) -> None:
-        """Let ``.grad`` of these parameters be hidden ones."""
-        for index in indices:
-            self._parameters[index].grad = self._hidden[index]
-            self._present.add(index)
-
     @property
-    def present(self) -> list[int]:
-        """Numbers of the parameters whose ``.grad`` is one."""
-        return [index for index in self._present if self._parameters[index].grad is self._hidden[index]]
+    def reduced(self) -> Set[int]:
+        """Numbers of the parameters whose pieces have gradients, on the ranks that have a piece."""
+        return self._reduced
+
+    def hide(self, indices: Iterable[int]) -> None:
+        """These parameters have been reduced: let ``.grad`` of all that have been be hidden ones."""
+        new = set(indices)
+        self._reduced |= new
+        self._aside -= new
+        self._makes_way = False
+        self._show(index for index in self._reduced if index in new or self._parameters[index].grad is None)
+
+    def before_forward(self) -> None:
+        """Let no ``.grad`` be one: compilers look at it."""
+        for index in self._shown:
+            if self._parameters[index].grad is self._hidden[index]:
+                self._parameters[index].grad = None
+        self._shown.clear()
+
+    def after_forward(self) -> None:
+        """Nobody knows whether a backward will follow: let them stand there again, and make way for one."""
+        self._makes_way = True
+        self._show(
+            index
+            for index in self._reduced
+            if index not in self._aside and index not in self._dropped and self._parameters[index].grad is None
+        )
+        for index in self._shown - self._prehooks.keys():
+            node = torch_internals.accumulator_of(self._parameters[index])
+            self._prehooks[index] = torch_internals.register_own(
+                node.register_prehook, _prehook(weakref.ref(self), index)
+            )
+
+    def before_backward(self) -> None:
+        """The first gradient of a backward has come that will be reduced: nothing must meet what has no values.
+
+        Raises:
+            ReplicationError: No forward has come before it.
+        """
+        shown = [index for index in self._shown if self._parameters[index].grad is self._hidden[index]]
+        if shown and not self._makes_way:
+            raise self._hidden[shown[0]].second_backward("a backward begins")
+        self.before_forward()
+        self._aside.clear()
+
+    def _show(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._hidden[index].is_zeroed = False
+            self._parameters[index].grad = self._hidden[index]
+            self._shown.add(index)
+
+    def _make_way(self, index: int, is_defined: bool) -> None:
+        """AccumulateGrad is about to add to ``.grad`` of a parameter."""
+        if self._makes_way and index in self._shown:
+            gradient = self._parameters[index].grad
+            if gradient is None:
+                self._dropped.add(index)
+            elif gradient is self._hidden[index]:
+                self._parameters[index].grad = None
+            if gradient is None or gradient is self._hidden[index]:
+                self._shown.discard(index)
+                if is_defined:
+                    self._aside.add(index)
 
     def zero_others(self, set_to_none: bool) -> None:
         """Zero what this rank has accumulated and not reduced."""
         for index, parameter in enumerate(self._parameters):
+            self._hidden[index].is_zeroed = False  # so are the pieces' gradients
             if parameter.grad is not None and parameter.grad is not self._hidden[index]:
                 if set_to_none:
                     parameter.grad = None
                 else:
                     parameter.grad.zero_()
 
-    def take_away(self) -> None:
-        """Let no ``.grad`` be one, so that gradients can be accumulated."""
-        for index in self._present:
-            if self._parameters[index].grad is self._hidden[index]:
-                self._parameters[index].grad = None
-        self._present.clear()
+    def forget(self) -> None:
+        """Pieces have no gradients any more: let no ``.grad`` be a hidden one."""
+        self.before_forward()
+        self._reduced.clear()
+        self._aside.clear()
+        self._dropped.clear()
 
-    def set_to_none(self) -> list[int]:
-        """The numbers of parameters whose hidden ``.grad`` a user has replaced by None.
+    def adopt_edits(self) -> tuple[set[int], set[int]]:
+        """What a user has done to ``.grad`` of parameters that have been reduced.
+
+        Returns:
+            The numbers of those that were set to None, and of those that were zeroed: each is told once.
 
         Raises:
             ReplicationError: One was replaced by something else.
         """
-        edited = []
-        for index in self._present:
+        gone = set(self._dropped)
+        zeroed = {index for index in self._reduced if self._hidden[index].is_zeroed}
+        for index in zeroed:
+            self._hidden[index].is_zeroed = False
+        for index in self._shown | self._aside:
             gradient = self._parameters[index].grad
             if gradient is None:
-                edited.append(index)
-            elif gradient is not self._hidden[index]:
+                gone.add(index)
+            elif gradient is not self._hidden[index] and index in self._shown:
                 raise ReplicationError(
                     f"rank {self._rank}: .grad of {self._hidden[index].fqn} has been set behind a backward that has"
                     " reduced it to shards, where no step would see it. Change gradients before they are reduced, by"
                     " hooks on the parameter, or scale those of optimizer.param_groups, which are this rank's parts"
                 )
-        return edited
+        for numbers in (self._reduced, self._shown, self._aside):
+            numbers -= gone
+        self._dropped.clear()
+        return gone, zeroed
 
-    def refuse_others(self) -> None:
-        """Raise a ReplicationError where a parameter has a gradient that is not hidden."""
+    def refuse_others(self, what: str) -> None:
+        """Raise a ReplicationError where a parameter has a gradient that is not hidden.
+
+        Args:
+            what: What the user has called.
+        """
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and index not in self._present:
+            if parameter.grad is not None and parameter.grad is not self._hidden[index]:
                 raise ReplicationError(
-                    f"rank {self._rank}: optimizer.step() and a gradient of this rank alone, of backwards inside of"
+                    f"rank {self._rank}: {what} and a gradient of this rank alone, of backwards inside of"
                     " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
                     " outside of it, or drop the gradients with model.zero_grad()"
                 )
+
+    def replace(self, gradients: Mapping[int, Tensor]) -> None:
+        """Let ``.grad`` be whole gradients, for good, but where a user has set it.
+
+        Args:
+            gradients: By number of the parameter.
+        """
+        for index, gradient in gradients.items():
+            parameter, hidden = self._parameters[index], self._hidden[index]
+            if hidden.is_zeroed:
+                gradient.zero_()
+            if parameter.grad is hidden:
+                parameter.grad = gradient
+            elif parameter.grad is not None and index in self._aside:
+                parameter.grad.add_(gradient)
+        self.forget()
+        for handle in self._prehooks.values():
+            handle.remove()
+        self._prehooks.clear()
+
+
+def _prehook(owner: weakref.ref[HiddenGradients], index: int) -> Callable[[tuple[Any, ...]], None]:
+    def prehook(gradients: tuple[Any, ...]) -> None:
+        if (alive := owner()) is not None:
+            alive._make_way(index, gradients[0] is not None)
+
+    return prehook
 
 
 class GradientShard(Tensor):

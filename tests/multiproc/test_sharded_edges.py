@@ -23,15 +23,17 @@ from ddp_compile import ReductionError, ddp_compile, shard_optimizer, sharded_op
 Ranks = Callable[[int], RankPool]
 
 
-@torch.compiler.set_stance("force_eager")
-def ends_of(train: Callable[[Any, Any], None], **settings: Any) -> bool:
+def ends_of(
+    train: Callable[[Any, Any], None], module: type[Mlp] | None = None, tolerance: float = 0.0, **settings: Any
+) -> bool:
     """Whether some training ends with the same parameters with shards and without."""
     ends = []
     for sharded in (True, False):
-        model, optimizer = make(sharded=sharded, **settings)
+        torch.manual_seed(2)
+        model, optimizer = make(module=module and module(), sharded=sharded, **settings)
         train(model, optimizer)
         ends.append([p.detach().clone() for p in model.parameters()])
-    return all(map(torch.equal, *ends))
+    return all(torch.allclose(*pair, rtol=0.0, atol=tolerance) for pair in zip(*ends, strict=True))
 
 
 def dropped(model: Any, optimizer: Any) -> None:
@@ -99,6 +101,83 @@ def clamped(model: Any, optimizer: Any) -> None:
             parameter.data.clamp_(-0.05, 0.05)
 
 
+def measured(model: Any, optimizer: Any) -> None:
+    """Forwards without a backward between backward and step, and parameters that are left out of the step."""
+    for step in range(4):
+        loss_of(model(batch(step))).backward()
+        if step % 2:
+            model(batch(step + 50))
+        with model.no_sync():
+            model(batch(step + 60))
+        assert float(model.clip_grad_norm_(100.0)) > 0.0
+        for parameter in list(model.parameters())[:step]:
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zeroed(model: Any, optimizer: Any) -> None:
+    """In all ways, behind a step or a forward: zeros are stepped by, None is not."""
+    first, second, *_ = model.parameters()
+    for step in range(6):
+        loss = loss_of(model(batch(step)))
+        if step == 2:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        elif step == 3:
+            for parameter in model.parameters():
+                parameter.grad = None
+        loss.backward()
+        if step == 4:
+            first.grad.zero_()
+        optimizer.step()
+        if step in (0, 4):
+            model.zero_grad(set_to_none=False)
+            second.grad = None
+            optimizer.step()
+            model.zero_grad(set_to_none=False)
+        elif step not in (1, 2):
+            optimizer.zero_grad(set_to_none=step != 3)
+
+
+class Chosen(Mlp):
+    """Has as many layers as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+
+    def forward(self, x: Tensor, count: int = 4) -> Tensor:
+        for layer in self.layers[:count]:
+            x = layer(x).relu()
+        return x
+
+
+def added_up(model: Any, optimizer: Any) -> None:
+    """Reduced backwards, local ones and none, of which not all reach every parameter."""
+    for step in range(4):
+        loss_of(model(batch(step))).backward()
+        with model.no_sync():
+            model(batch(step + 50), 1)
+            loss_of(model(batch(step + 60), 2)).backward()
+        if step == 1:
+            for parameter in model.parameters():
+                parameter.grad = None
+        loss_of(model(batch(step + 70), 3)).backward()
+        optimizer.step()
+        model.zero_grad()
+
+
+def given_back(model: Any, optimizer: Any) -> None:
+    """Between backward and step, with gradients of this rank alone beside, and one that was set to None."""
+    plain(model, optimizer, 0)
+    loss_of(model(batch(1))).backward()
+    list(model.parameters())[3].grad = None
+    with model.no_sync():
+        loss_of(model(batch(2 + dist.get_rank()), 2)).backward()
+    model.unwrap()
+    optimizer.step()
+
+
 def same_as_without() -> dict[str, bool]:
     torch.manual_seed(3)
     teacher = Teacher()
@@ -107,6 +186,11 @@ def same_as_without() -> dict[str, bool]:
         "hooked": ends_of(hooked),
         "taught": all(map(torch.equal, *[trained_teacher(teacher, sharded) for sharded in (True, False)])),
         "clamped": ends_of(clamped),
+        "measured": ends_of(measured),
+        "measured, launched inside of compiled backwards": ends_of(measured, backend="aot_eager"),
+        "zeroed": ends_of(zeroed),
+        "added up": ends_of(added_up, Chosen, 1e-6, kind="sgd", find_unused_parameters=True),
+        "given back": ends_of(given_back, Chosen, find_unused_parameters=True),
     }
 
 
