@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class ShardedAlgorithm(CommAlgorithm):
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind a step, until new ones come
         self._stepped: set[int] = set()  # numbers of the parameters that the step under way may change
         self._is_stepping = False
+        self._stepping_thread = 0
         self._overlaps_forward = False
         self._num_steps = 0
 
@@ -241,7 +243,8 @@ class ShardedAlgorithm(CommAlgorithm):
         for bucket in self.buckets:
             bucket.take_edits(self._rank)
         self._stepped = {*self._hidden.reduced} | {p.index for p in self._pieces() if p.stepped.grad is not None}
-        self._is_stepping = True
+        self._is_stepping, self._stepping_thread = True, threading.get_ident()
+        self._guard.raise_up()  # now: if the step is interrupted, whoever reads is told
 
     def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
         """Gather a bucket; on every rank in the same order."""
@@ -254,7 +257,7 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_ends(self) -> None:
         """All buckets are being gathered."""
-        self._is_stepping = False
+        self._is_stepping, self._stepping_thread = False, 0
         self._note_versions()
         self._num_steps += 1
 
@@ -263,7 +266,7 @@ class ShardedAlgorithm(CommAlgorithm):
         if self._is_stepping:
             raise ReplicationError(
                 f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
-                " not alike any more; start again from a checkpoint"
+                " not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
             )
 
     def _pieces(self) -> Iterator[Piece]:
@@ -290,6 +293,9 @@ class ShardedAlgorithm(CommAlgorithm):
                     self._wait_for(bucket)
 
     def _complete(self) -> None:
+        # Threads beside the one that steps may read while it does.
+        if self._stepping_thread == threading.get_ident() and not torch_internals.inside_optimizer_step():
+            self._refuse_half_a_step()
         for bucket in reversed(self.buckets):
             self._wait_for(bucket)
 

@@ -275,6 +275,38 @@ def test_a_forward_between_backward_and_step_hides_no_error(ranks: Ranks) -> Non
 
 
 @torch.compiler.set_stance("force_eager")
+def half_a_step(way: str) -> list[str]:
+    """An interrupt comes before the bucket of this number is stepped."""
+    model, optimizer = make()
+    loss_of(model(batch(0))).backward()
+    gather, count = model.comm_algorithm.bucket_is_stepped, iter(range(8))
+
+    def interrupted(bucket: Any) -> None:
+        if next(count) == 1 or way == "first":
+            raise KeyboardInterrupt
+        gather(bucket)
+
+    model.comm_algorithm.bucket_is_stepped = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    return [
+        *map(said_by, (model.state_dict, lambda: model.layers[0].weight.sum(), optimizer.step)),
+        said_by(lambda: model(batch(1))),
+        said_by(model.unwrap),
+        said_by(lambda: [float(p.sum()) for p in model.parameters()]),
+        said_by(optimizer.step),
+    ]
+
+
+def test_half_a_step_is_an_error_of_whoever_goes_on(ranks: Ranks) -> None:
+    for way in ("first", "second"):
+        for said in ranks(2).run(half_a_step, way):
+            for text in said[:-1]:
+                assert "has raised before all parameters were stepped, so the ranks are not alike" in text
+            assert "make a new optimizer, and load a checkpoint" in said[-1]
+
+
+@torch.compiler.set_stance("force_eager")
 def different_calls() -> str:
     model, _ = make()
     loss_of(model(batch(0))).backward()
