@@ -295,7 +295,7 @@ class ShardedAlgorithm(CommAlgorithm):
     def _complete(self) -> None:
         # Threads beside the one that steps may read while it does.
         if self._stepping_thread == threading.get_ident() and not torch_internals.inside_optimizer_step():
-            self._refuse_half_a_step()
+            self.refuse_half_a_step()
         for bucket in reversed(self.buckets):
             self._wait_for(bucket)
 
