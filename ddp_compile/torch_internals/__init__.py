@@ -10,6 +10,7 @@ from ddp_compile.torch_internals.autograd import (
     has_gradient_hooks,
     inside_distributed_autograd,
     is_inside_backward,
+    never_compile,
     num_hooks_of_others,
     post_accumulate_grad_hooks,
     profiled_range,
@@ -60,6 +61,7 @@ from ddp_compile.torch_internals.fully_shard import (
     remove_all_reduce_hook,
     state_of_fully_shard,
 )
+from ddp_compile.torch_internals.hidden_readers import watch_hidden_readers
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
     compiled_call_of,
@@ -161,6 +163,7 @@ __all__ = [
     "known_modes",
     "local_tensor",
     "loses_gradients_of_collectives",
+    "never_compile",
     "num_bytes_hint",
     "num_hooks_of_others",
     "num_references",
@@ -191,6 +194,7 @@ __all__ = [
     "traced_call_of",
     "unprofiled_messages",
     "watch_compilations",
+    "watch_hidden_readers",
     "with_hooks_of_others",
     "wrapper_subclass",
 ]

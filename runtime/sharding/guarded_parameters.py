@@ -5,15 +5,18 @@ Between ``optimizer.step()`` and the next forward, parameters are being gathered
 weights, ``state_dict()``, a norm that is logged. So until they are complete, each parameter has a subclass of its own
 class, whose ``__torch_function__`` waits before it lets anything but a question about shape or dtype through. It is the
 same object before and after, and so is its class once all are complete: compiled code, which is guarded by the classes
-of its parameters, never meets the other one. What reads memory without torch's Python interface is not seen: a C++
-extension called by other means than ``torch.ops``.
+of its parameters, never meets the other one. What reads without asking the class is told of where it begins, see
+Note [Hidden readers], and before a fork everything is waited for: the threads that receive are not in the child. What
+else reads memory without torch's Python interface is not seen, docs/sharded_optimizer.md lists it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,6 +82,9 @@ _FUNCTIONS = frozenset(
 )
 
 
+_guards: list[weakref.ref[ParameterGuard]] = []  # without a lock, that a fork could find taken
+
+
 class ParameterGuard:
     """Calls back when one of some parameters is about to be read.
 
@@ -92,6 +98,10 @@ class ParameterGuard:
         self._complete = complete
         self._lock = threading.RLock()
         self._is_up = False
+        self.has_failed = False  #: the parameters will never be complete, as somebody was told by an exception
+        torch_internals.watch_hidden_readers(_complete_guarded, _complete)
+        _complete_before_forks()
+        _guards.append(weakref.ref(self, _guards.remove))
 
     def raise_up(self) -> None:
         """From now on, reading waits."""
@@ -101,6 +111,15 @@ class ParameterGuard:
                     vars(parameter)[_GUARD] = self
                     parameter.__class__ = _guarded_class(type(parameter))
                 self._is_up = True
+
+    def fail(self) -> None:
+        """The parameters will never be complete: whoever reads one gets the same exception, behind a forward too.
+
+        Hidden readers do not: nobody can say whether it is these parameters that they read. Another model, made in the
+        same process, would be refused for this one.
+        """
+        self.raise_up()
+        self.has_failed = True
 
     def take_down(self) -> None:
         """The parameters are complete, or will be before compiled code reads them."""
@@ -117,6 +136,33 @@ class ParameterGuard:
             if self._is_up:
                 self._complete()
                 self.take_down()
+
+    def complete_unguarded(self) -> None:
+        """`complete`, also where the guard was taken down for a forward that is under way in another thread."""
+        with self._lock:
+            self._complete()
+            self.take_down()
+
+
+def _working_guards() -> list[ParameterGuard]:
+    return [guard for each in list(_guards) if (guard := each()) is not None and not guard.has_failed]
+
+
+def _complete_guarded() -> None:
+    """Somebody is about to read who does not ask the class."""
+    for guard in _working_guards():
+        guard.complete()
+
+
+def _complete_unguarded() -> None:
+    for guard in _working_guards():
+        guard.complete_unguarded()
+
+
+@functools.cache  # there is no way to take it back
+def _complete_before_forks() -> None:
+    """Wait before ``os.fork``, since in the child a gather would never end; what fails there fails in the child too."""
+    os.register_at_fork(before=_complete_unguarded)
 
 
 @functools.cache
@@ -135,6 +181,7 @@ def _guarded_class(cls: type[Parameter]) -> type[Parameter]:
         _complete(self)  # before anybody asks for the class
         return copy.deepcopy(self, memo)
 
+    torch_internals.never_compile(intercept)  # reads may come in a training step that is compiled as a whole
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__deepcopy__": copy_complete}
     return type(cls.__name__, (cls,), {**names, "__torch_function__": classmethod(intercept)})
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +69,16 @@ READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "average": lambda model, held: torch.cat([p.detach().flatten() for p in averaged(model).parameters()]),
     "submodule": lambda model, held: model.layers[0](torch.ones(1, WIDTH)).detach(),
     "function": lambda model, held: F.linear(torch.ones(1, WIDTH), held[0]).detach(),
+    "functional call": lambda model, held: functionally(model),
+    "vjp": lambda model, held: torch.func.vjp(lambda p: p * 2, held[0])[0].detach(),
+    "jvp": lambda model, held: torch.func.jvp(lambda p: p * 2, (held[0],), (torch.ones_like(held[0]),))[0].detach(),
+    "hessian": lambda model, held: torch.func.hessian(lambda p: (p**3).sum())(held[0]).detach(),
+    "linearize": lambda model, held: torch.func.linearize(lambda p: p * 2, held[0])[0].detach(),
+    "functionalize": lambda model, held: torch.func.functionalize(lambda p: p * 2)(held[0]).detach(),
+    "vmap": lambda model, held: torch.vmap(lambda row: row * 2)(held[0]).detach(),
+    "parameter": lambda model, held: nn.Parameter(held[0]).detach(),
+    "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
+    "in a child": lambda model, held: in_a_child(lambda: held[0].detach()),
     "without gradients": lambda model, held: evaluated(model),
     "in evaluation mode": lambda model, held: model.eval()(torch.ones(2, WIDTH)).detach(),
 }
@@ -74,6 +88,33 @@ def averaged(model: nn.Module) -> nn.Module:
     average = AveragedModel(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), avg_fn=lambda a, p, n: p.clone())
     average.update_parameters(model.layers)
     return average
+
+
+def functionally(model: nn.Module) -> Tensor:
+    """Of the gradients of a loss of another one than the replicated module."""
+    layer = nn.Linear(WIDTH, WIDTH, device="meta")
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (torch.ones(1, WIDTH),)).square().sum()
+
+    return torch.func.grad(loss)(dict(model.layers[0].named_parameters()))["bias"].detach()
+
+
+def in_a_child(read: Callable[[], Tensor]) -> Tensor:
+    """By a process that is forked here."""
+    source, sink = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of a process with threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os.write(sink, pickle.dumps(read().tolist()))
+        os._exit(0)
+    os.close(sink)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    with os.fdopen(source, "rb") as pipe:
+        return torch.tensor(pickle.load(pipe))
 
 
 @torch.no_grad()
