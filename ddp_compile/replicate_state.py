@@ -199,11 +199,8 @@ class ReplicateState:
         self._refuse_distributed_autograd()
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
-        # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
-        if self.requires_sync:
-            self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
         num_graphs = self._num_graphs
-        outputs = self._call_with_gradients(module, args, kwargs)
+        outputs = self._call_with_gradients(module, args, kwargs, kind, source)
         if self._num_graphs != num_graphs:
             # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
             self._refuse_changes(module)
@@ -235,12 +232,17 @@ class ReplicateState:
         finally:
             self._is_generating = before
 
-    def _call_with_gradients(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_with_gradients(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
+    ) -> Any:
         algorithm, runs = self.reducer.algorithm, self.backend.runs
         number, number_whole = runs.number, runs.number_whole
         is_one_graph = False
-        self._is_training = True
         try:
+            # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
+            if self.requires_sync:
+                self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
+            self._is_training = True
             if not module.training:
                 algorithm.await_parameters()
                 return self._call_evaluation(module, *args, **kwargs)

@@ -320,6 +320,7 @@ class ShardedAlgorithm(CommAlgorithm):
                 with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
                     bucket.wait()
             except RuntimeError as error:
+                self._guard.fail()
                 raise self._failed(error) from error
 
     def before_forward(self) -> None:
