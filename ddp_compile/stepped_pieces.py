@@ -236,7 +236,7 @@ class SteppedPieces:
     def _refuse_states_of_now(self) -> None:
         """Before states are read or written: raise where they are not those of the groups behind a step."""
         self._restore_behind_error()
-        self.algorithm.refuse_half_a_step()
+        self.algorithm.gathered.refuse_half_a_step()
         self._refuse_edits()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.local_tensors import has_dtensors
 from ddp_compile.runtime.process_groups import group_of
-from ddp_compile.runtime.sharding.guarded_parameters import ParameterGuard
+from ddp_compile.runtime.sharding.gathered_parameters import GatheredParameters
 from ddp_compile.runtime.sharding.shard_transfers import ReduceScatter, ShardTransfers
 from ddp_compile.runtime.sharding.sharded_bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharding.sharded_gradients import HiddenGradients, norm_over_ranks
@@ -47,8 +45,7 @@ class StepsPieces(Protocol):
 class ShardedAlgorithm(CommAlgorithm):
     """Each bucket is reduced to one shard for each rank, whose pieces of parameters the rank's optimizer steps.
 
-    Behind the step of a bucket it is gathered, and waited for where a forward reads it, see `await_parameters`, or
-    anybody else, see Note [Guarded parameters].
+    Behind the step of a bucket it is gathered, and waited for where it is read, see `GatheredParameters`.
 
     Args:
         process_group: All ranks.
@@ -83,9 +80,6 @@ class ShardedAlgorithm(CommAlgorithm):
         self.witnesses: list[Piece] = []
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind a step, until new ones come
         self._stepped: set[int] = set()  # numbers of the parameters that the step under way may change
-        self._is_stepping = False
-        self._stepping_thread = 0
-        self._overlaps_forward = False
         self._num_steps = 0
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
@@ -100,14 +94,14 @@ class ShardedAlgorithm(CommAlgorithm):
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, for gathers and for gradients; hear of the optimizer from now on."""
         ranks = dist.get_process_group_ranks(self._process_group)
-        self._device = parameters[0].device
+        device = parameters[0].device
         gathers = gradients = self._process_group
         if len(ranks) > 1:
-            gathers, gradients = (group_of(ranks, self._process_group, self._device) for _ in range(2))
+            gathers, gradients = (group_of(ranks, self._process_group, device) for _ in range(2))
         self._parameters = list(parameters)
         self._hidden = HiddenGradients(self._parameters, self._names, self._rank)
-        self.transfers = ShardTransfers(gathers, gradients, self._device)
-        self._guard = ParameterGuard(parameters, self._complete_for_everybody)
+        self.transfers = ShardTransfers(gathers, gradients, device)
+        self.gathered = GatheredParameters(self._parameters, self._rank, self._failed)
         self._optimizer.attach()
 
     def detach(self, together: bool) -> None:
@@ -124,7 +118,7 @@ class ShardedAlgorithm(CommAlgorithm):
         for bucket in self.buckets:
             bucket.leave()
         self._hidden.replace(gradients)
-        self.buckets = ()
+        self.buckets = self.gathered.buckets = ()
 
     # Gradients.
 
@@ -161,6 +155,7 @@ class ShardedAlgorithm(CommAlgorithm):
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         self._optimizer.before_sharding()
         self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)
+        self.gathered.buckets = self.buckets
         dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
         device = self._parameters[0].device
         self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
@@ -237,18 +232,17 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_begins(self) -> None:
         """The optimizer is about to step the pieces."""
-        self.refuse_half_a_step()
+        self.gathered.refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
         self._before_gradients_are_read("optimizer.step()")
         for bucket in self.buckets:
             bucket.take_edits(self._rank)
         self._stepped = {*self._hidden.reduced} | {p.index for p in self._pieces() if p.stepped.grad is not None}
-        self._is_stepping, self._stepping_thread = True, threading.get_ident()
-        self._guard.raise_up()  # now: if the step is interrupted, whoever reads is told
+        self.gathered.step_begins()
 
     def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
         """Gather a bucket; on every rank in the same order."""
-        self._guard.raise_up()
+        self.gathered.gather_begins()
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
                 bucket.gather(self._stepped, tag=self._num_steps % 2**15)
@@ -257,17 +251,9 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_ends(self) -> None:
         """All buckets are being gathered."""
-        self._is_stepping, self._stepping_thread = False, 0
+        self.gathered.step_ends()
         self._note_versions()
         self._num_steps += 1
-
-    def refuse_half_a_step(self) -> None:
-        """Raise where a step has begun and not ended."""
-        if self._is_stepping:
-            raise ReplicationError(
-                f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
-                " not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
-            )
 
     def _pieces(self) -> Iterator[Piece]:
         return (piece for bucket in self.buckets for piece in bucket.pieces)
@@ -283,27 +269,7 @@ class ShardedAlgorithm(CommAlgorithm):
         Raises:
             ReductionError: A rank has not come to the same step.
         """
-        if indices is None:
-            self._complete()
-            self._guard.take_down()
-        else:
-            wanted = set(indices)
-            for bucket in reversed(self.buckets):
-                if bucket.is_gathering and not wanted.isdisjoint(bucket.param_indices):
-                    self._wait_for(bucket)
-
-    def _complete(self) -> None:
-        # Threads beside the one that steps may read while it does.
-        if self._stepping_thread == threading.get_ident() and not torch_internals.inside_optimizer_step():
-            self.refuse_half_a_step()
-        for bucket in reversed(self.buckets):
-            self._wait_for(bucket)
-
-    def _complete_for_everybody(self) -> None:
-        """For a reader: on CUDA the host waits, since nobody knows which streams others will read on."""
-        self._complete()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self.gathered.wait(indices)
 
     def refuse_step_before_sharding(self) -> None:
         """Raise where the optimizer, which is not sharded yet, would step by gradients that are not reduced.
@@ -314,20 +280,9 @@ class ShardedAlgorithm(CommAlgorithm):
         if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
             self._hidden.refuse_others("optimizer.step()")
 
-    def _wait_for(self, bucket: ShardedBucket) -> None:
-        if bucket.is_gathering:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
-                    bucket.wait()
-            except RuntimeError as error:
-                self._guard.fail()
-                raise self._failed(error) from error
-
     def before_forward(self) -> None:
         """See `CommAlgorithm.before_forward`."""
-        if not torch_internals.inside_optimizer_step():
-            self.refuse_half_a_step()
-        self._prepare_to_read()
+        self.gathered.before_forward()
         self._adopt_edits_of_gradients()
         self._hidden.before_forward()
 
@@ -337,10 +292,8 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def after_forward(self, as_one_graph: bool) -> None:
         """See `CommAlgorithm.after_forward`."""
-        self._stop_watching()
         self._hidden.after_forward()
-        self._overlaps_forward = as_one_graph
-        self.await_parameters()
+        self.gathered.after_forward(as_one_graph)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -352,33 +305,15 @@ class ShardedAlgorithm(CommAlgorithm):
         """See `CommAlgorithm.before_load`."""
         self.await_parameters()
 
-    _stop_watching: Callable[[], Any] = staticmethod(lambda: None)
-
-    def _prepare_to_read(self) -> None:
-        """Leave gathers under way only where nothing but one compiled graph will read the parameters.
-
-        Otherwise Python code of the forward might. A compilation is the sign that another graph is to come.
-        """
-        if not self._overlaps_forward:
-            self.await_parameters()
-            return
-        self._guard.take_down()
-        self._stop_watching()
-        algorithm = weakref.ref(self)  # torch keeps what watches, if a forward never ends
-
-        def begins(_number: str) -> None:
-            if (alive := algorithm()) is not None:
-                alive.await_parameters()
-
-        self._stop_watching = torch_internals.watch_compilations(begins, lambda: None)
-
     def explain(self) -> list[str]:
         """See `CommAlgorithm.explain`."""
         if not self.buckets:
             return ["the optimizer is sharded at the end of the first backward"]
         own = sum(piece.end - piece.begin for piece in self._pieces())
         total = sum(parameter.numel() for parameter in self._parameters)
-        when = "part by part" if self._overlaps_forward else "before each forward, as it is not one compiled graph"
+        when = (
+            "part by part" if self.gathered.overlaps_forward else "before each forward, as it is not one compiled graph"
+        )
         return [f"this rank steps {own} of {total} elements; gathered parameters are waited for {when}"]
 
     @contextmanager

@@ -91,14 +91,17 @@ class ParameterGuard:
     Args:
         parameters: The parameters.
         complete: Returns when they are complete; may be called by any thread.
+        is_lost: Whether they never will be, and ``complete`` raises.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], complete: Callable[[], None]) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], complete: Callable[[], None], is_lost: Callable[[], bool]
+    ) -> None:
         self._parameters = list(parameters)
         self._complete = complete
+        self.is_lost = is_lost
         self._lock = threading.RLock()
         self._is_up = False
-        self.has_failed = False  #: the parameters will never be complete, as somebody was told by an exception
         torch_internals.watch_hidden_readers(_complete_guarded, _complete)
         _complete_before_forks()
         _guards.append(weakref.ref(self, _guards.remove))
@@ -111,15 +114,6 @@ class ParameterGuard:
                     vars(parameter)[_GUARD] = self
                     parameter.__class__ = _guarded_class(type(parameter))
                 self._is_up = True
-
-    def fail(self) -> None:
-        """The parameters will never be complete: whoever reads one gets the same exception, behind a forward too.
-
-        Hidden readers do not: nobody can say whether it is these parameters that they read. Another model, made in the
-        same process, would be refused for this one.
-        """
-        self.raise_up()
-        self.has_failed = True
 
     def take_down(self) -> None:
         """The parameters are complete, or will be before compiled code reads them."""
@@ -145,7 +139,9 @@ class ParameterGuard:
 
 
 def _working_guards() -> list[ParameterGuard]:
-    return [guard for each in list(_guards) if (guard := each()) is not None and not guard.has_failed]
+    # Who reads a lost one is told there. Nobody can say whether hidden readers do: another model, made in the same
+    # process, would be refused for this one.
+    return [guard for each in list(_guards) if (guard := each()) is not None and not guard.is_lost()]
 
 
 def _complete_guarded() -> None:

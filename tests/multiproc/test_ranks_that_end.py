@@ -82,7 +82,8 @@ def collect_in_a_fork() -> None:
 
 
 def finish_first_and_collect(rank: int, path: str, is_sharded: bool) -> None:
-    finish_first(rank, path, is_sharded, before_the_end=collect_in_a_fork)
+    # A fork waits for parameters that are being gathered, and so for the other rank.
+    finish_first(rank, path, is_sharded, before_the_end=collect if is_sharded else collect_in_a_fork)
     started = time.monotonic()
     collect()
     assert time.monotonic() - started < LATE_S, "the garbage collector has waited for another rank"
