@@ -127,9 +127,8 @@ class SteppedPieces:
             self._params.append(stepped)
             if (names := self._names[number]) is not None:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
-        witnesses = [piece.stepped for piece in self.algorithm.witnesses]
-        self._params[0] += witnesses
-        self._params_of_bucket[-1][0] += witnesses
+        # Not to be stepped bucket by bucket: Adagrad, up to torch 2.12, has states of what it was made with alone.
+        self._params[0] += [piece.stepped for piece in self.algorithm.witnesses]
 
     def detach(self, together: bool) -> None:
         """See `ddp_compile.runtime.algorithms.sharded.StepsPieces`."""
