@@ -70,7 +70,7 @@ class Transfer:
             while not self.is_done:
                 try:
                     self._done.extend(self._waits)
-                except RuntimeError as error:
+                except Exception as error:
                     self._num_failed += 1
                     self._failure = self._failure or error
                     log.info("a message that nobody waits for any more has failed: %s", error)

@@ -75,7 +75,6 @@ class ShardedAlgorithm(CommAlgorithm):
         self._names = tuple(names)
         self._master_weights = master_weights
         self._rank = process_group.rank()
-        self.buckets: tuple[ShardedBucket, ...] = ()  #: in plan order; none before the end of the first backward
         #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
         self.witnesses: list[Piece] = []
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients behind a step, until new ones come
@@ -118,7 +117,12 @@ class ShardedAlgorithm(CommAlgorithm):
         for bucket in self.buckets:
             bucket.leave()
         self._hidden.replace(gradients)
-        self.buckets = self.gathered.buckets = ()
+        self.gathered.buckets = ()
+
+    @property
+    def buckets(self) -> Sequence[ShardedBucket]:
+        """In plan order; none before the end of the first backward."""
+        return self.gathered.buckets
 
     # Gradients.
 
@@ -154,8 +158,8 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         self._optimizer.before_sharding()
-        self.buckets = tuple(ShardedBucket(bucket, self.transfers, self._master_weights) for bucket in buckets)
-        self.gathered.buckets = self.buckets
+        shared = self.transfers, self._master_weights
+        self.gathered.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
         dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
         device = self._parameters[0].device
         self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
@@ -311,9 +315,8 @@ class ShardedAlgorithm(CommAlgorithm):
             return ["the optimizer is sharded at the end of the first backward"]
         own = sum(piece.end - piece.begin for piece in self._pieces())
         total = sum(parameter.numel() for parameter in self._parameters)
-        when = (
-            "part by part" if self.gathered.overlaps_forward else "before each forward, as it is not one compiled graph"
-        )
+        overlaps = self.gathered.overlaps_forward
+        when = "part by part" if overlaps else "before each forward, as it is not one compiled graph"
         return [f"this rank steps {own} of {total} elements; gathered parameters are waited for {when}"]
 
     @contextmanager

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,11 @@ import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import RankFailure, RankPool
 from test_sharded_optimizer import CAP_MB, OPTIMIZERS, WIDTH, batch, differences, groups_of, plain
-from test_sharded_parameters import equal_on_all_ranks, late_rank, make
+from test_sharded_parameters import late_rank, make
 from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
-from ddp_compile import ReductionError, ddp_compile, shard_optimizer, sharded_optimizer_state_dict
+from ddp_compile import ddp_compile, shard_optimizer
 
 Ranks = Callable[[int], RankPool]
 
@@ -286,100 +284,6 @@ def test_a_rank_that_leaves_out_one_step_is_an_error_on_both(ranks: Ranks) -> No
         assert isinstance(said, RankFailure) and said.kind == "ReductionError", said
 
 
-def compiled_reads(way: str) -> tuple[bool, int]:
-    """Of code that is compiled beside the model: whether all ranks saw the same, and how many graphs there were."""
-    torch._dynamo.reset()
-    model, optimizer = make()
-    num_graphs, ones = 0, torch.ones(1, WIDTH)
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal num_graphs
-        num_graphs += 1
-        return graph
-
-    layer = torch.compile(model.layers[0], backend=backend)
-    if way == "before":
-        layer(ones)
-    seen = []
-
-    def train(x: Tensor) -> None:
-        loss_of(model(x)).backward()
-        with late_rank():
-            optimizer.step()
-        optimizer.zero_grad()
-        seen.append((model.layers[0] if way == "within" else layer)(ones).detach())
-
-    for step in range(4):
-        (torch.compile(train, backend=backend) if way == "within" else train)(batch(step))
-    return equal_on_all_ranks(torch.cat(seen)), num_graphs
-
-
-@pytest.mark.parametrize("way", ["before", "behind", "within"])
-def test_compiled_code_reads_complete_parameters(ranks: Ranks, way: str) -> None:
-    """A layer that is compiled before the first step or behind it, and a training step that is compiled as a whole."""
-    for is_equal, num_graphs in ranks(2).run(compiled_reads, way):
-        assert is_equal
-        assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
-
-
-class Shifted(Mlp):
-    """With a buffer, that is broadcast before a forward."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 3)
-        self.register_buffer("shift", torch.ones(WIDTH))
-
-
-def read_behind_a_forward_that_fails() -> tuple[int, bool]:
-    """How many buckets were being gathered when it failed, before it had read any parameter."""
-    model, optimizer = make(module=Shifted(), backend="aot_eager")
-    for step in range(2):
-        plain(model, optimizer, step)
-    loss_of(model(batch(2))).backward()
-    with late_rank():
-        optimizer.step()
-    under_way = 0
-
-    def fail(*_: Any) -> None:
-        nonlocal under_way
-        under_way = sum(bucket.is_gathering for bucket in model.comm_algorithm.buckets)
-        raise ValueError
-
-    model._register_buffer_comm_hook(None, fail, "PRE_FORWARD")
-    with pytest.raises(ValueError):
-        model(batch(3))
-    return under_way, equal_on_all_ranks(torch.cat([p.detach().flatten() for p in model.parameters()]))
-
-
-def test_parameters_are_complete_behind_a_forward_that_fails_early(ranks: Ranks) -> None:
-    for under_way, is_equal in ranks(2).run(read_behind_a_forward_that_fails):
-        assert under_way > 0
-        assert is_equal
-
-
-def read_after_a_failure(stance: str) -> list[str]:
-    with torch.compiler.set_stance(stance):
-        model, optimizer = make()
-        for step in range(2):
-            loss_of(model(batch(step))).backward()
-            if step and dist.get_rank() == 1:
-                time.sleep(0.5)  # or the other one's step would find the connection closed
-                return []
-            optimizer.step()
-            optimizer.zero_grad()
-        said = [said_by(lambda: model(batch(2)), ReductionError)]  # one graph, if compiled, during which nobody waits
-    nn.Linear(1, 1)(torch.ones(1))  # what has nothing to do with it is left alone
-    torch.vmap(torch.sin)(torch.ones(2))
-    return said + [said_by(model.state_dict, ReductionError) for _ in range(len(model.bucket_plan.buckets) + 2)]
-
-
-@pytest.mark.parametrize("stance", ["force_eager", "default"])
-def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> None:
-    said, nothing = ranks(2).run_expecting_failures(read_after_a_failure, stance, timeout_s=8.0)
-    assert nothing == []
-    assert all("gather of parameters behind step 2 failed" in each for each in said)
-
-
 def _raise(_gradient: Any) -> None:
     raise KeyError("bad sample")
 
@@ -480,41 +384,3 @@ def test_edits_of_groups_are_refused_by_name(ranks: Ranks) -> None:
             assert f'ReplicationError: rank {rank if place else 1}: group["params"]' in text
             assert "Put back what was there; to leave parameters out" in text
         assert len(said) == 5 and goes_on
-
-
-@torch.compiler.set_stance("force_eager")
-def behind_half_a_step(left: int) -> list[Any]:
-    torch.manual_seed(1)
-    model: Any = ddp_compile(Mlp(WIDTH, 3), bucket_cap_mb=CAP_MB, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    shard_optimizer(optimizer, model)
-    module: Any = importlib.import_module("torch.optim.sgd")
-    calls, step_of = [], module.sgd
-
-    def fails(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        if len(calls) > left:
-            raise KeyboardInterrupt
-        step_of(*args, **kwargs)
-
-    loss_of(model(batch(0))).backward()
-    num_pieces = len(optimizer.param_groups[0]["params"])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "sgd", fails)
-        optimizer.step()
-    said = [
-        said_by(optimizer.state_dict),
-        said_by(lambda: optimizer.load_state_dict({})),
-        said_by(lambda: sharded_optimizer_state_dict(optimizer)),
-        said_by(optimizer.step),
-    ]
-    piece = optimizer.param_groups[0]["params"][0]
-    said.append(said_by(lambda: piece.grad.isfinite()))
-    return [*said, len(optimizer.param_groups[0]["params"]) == num_pieces]
-
-
-def test_states_behind_half_a_step_are_refused_by_name(ranks: Ranks) -> None:
-    for left in (0, 1, 2):  # in the first bucket, between, and in the last, which is outside of our hooks
-        for rank, (*said, gradients, has_all_pieces) in enumerate(ranks(2).run(behind_half_a_step, left)):
-            assert all(f"rank {rank}: optimizer.step() has raised before all parameters" in text for text in said)
-            assert "isfinite of gradients that are reduced to shards" in gradients and has_all_pieces
