@@ -180,10 +180,10 @@ class ReplicatedModule(nn.Module):
             RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
             RanksDifferError: After the first backward, another rank registered another hook, or none in time.
         """
-        reducer = state_of(self).reducer
+        process_group = state_of(self).process_group
         if (builtin := builtin_hook(hook)) is not None:
-            hook, state = builtin, state_of(self).process_group if state is None else state
-        state_of(self).algorithms.register_comm_hook(CommHook(hook, state, reducer.rank))
+            hook, state = builtin, process_group if state is None else state
+        state_of(self).algorithms.register_comm_hook(CommHook(hook, state, process_group))
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile.plan.spec import BucketSpec, shorten_names
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import Pending
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.bucket_iteration import BucketIteration, BucketState
@@ -34,8 +34,8 @@ class Bucket:
             there.
         rank: This rank, for messages.
 
-    The bucket owns ``flat``. On a CUDA device the stream on which the last gradient arrived writes it, then the process
-    group's; its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
+    The bucket owns ``flat``. The stream on which the last gradient arrived writes it, or that of a compiled backward; then
+    the process group's. Its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Bucket:
         self._rank = rank
         self._lazy_allocation = lazy_allocation
         self._sparse: Tensor | None = None
+        self._device = parameters[0].device
+        self._accumulated_on: set[streams.Stream] = set()  # of the AccumulateGrad nodes, each of which keeps its own
 
     # The iteration.
 
@@ -89,6 +91,20 @@ class Bucket:
         """AccumulateGrad has stored one gradient; returns whether it was the last one missing."""
         self.iteration.pending.discard(index)
         return not self.iteration.pending
+
+    def note_stream(self) -> None:
+        """Remember on which stream AccumulateGrad, whose hook is running, stores a gradient of this bucket."""
+        if (stream := streams.current(self._device)) is not None:
+            self._accumulated_on.add(stream)
+
+    def await_accumulation(self) -> None:
+        """Before gradients are read: let the current stream wait for those that have stored them."""
+        for stream in self._accumulated_elsewhere:
+            streams.record_on(stream, self._device).wait()
+
+    @property
+    def _accumulated_elsewhere(self) -> set[streams.Stream]:
+        return self._accumulated_on - {streams.current(self._device)} if self._accumulated_on else set()
 
     def arrive_all(self, indices: Sequence[int]) -> list[int]:
         """AccumulateGrad has stored several gradients; returns those that were not missing any more."""
@@ -144,6 +160,8 @@ class Bucket:
                 self._sparse = gradients[0].mul_(scale)
             return
         self.iteration.flattened = gradients
+        if self._accumulated_elsewhere:
+            streams.used_here(gradients)
         self._buffer.flatten(gradients, scale)
 
     def contributions(self, sends: bool, undefined: UndefinedGradients) -> list[Tensor]:
@@ -229,6 +247,7 @@ class Bucket:
             assert self.iteration.work is not None
             self.iteration.work.wait()
             self.iteration.state = BucketState.REDUCED
+            self._buffer.used_here()
             self._buffer.follow()  # a comm hook may resize it when its communication is over
 
     # ``.grad``.

@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ddp_compile.runtime.algorithms.base import Pending
     from ddp_compile.runtime.computed_bucket import ComputedBucket
+    from ddp_compile.runtime.streams import Event
 
 
 class BucketState(Enum):
@@ -33,6 +34,7 @@ class BucketIteration:
         "computed",
         "copied_back",
         "flattened",
+        "flattened_at",
         "is_claimed",
         "is_left_out",
         "kept",
@@ -58,4 +60,6 @@ class BucketIteration:
         # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds
         # it gets it back, and both are slow to free.
         self.flattened: Sequence[Tensor] = ()
+        #: When that was done, of a bucket that could not be launched at once.
+        self.flattened_at: Event | None = None
         self.copied_back: frozenset[int] = frozenset()  # positions whose ``.grad`` stays the tensor that it is

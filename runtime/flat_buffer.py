@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.plan.spec import BucketSpec
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.gradient_views import GradientViews
 from ddp_compile.runtime.local_tensors import has_dtensors, local_tensors
 from ddp_compile.runtime.real_parts import RealParts
@@ -33,6 +33,7 @@ class FlatBuffer:
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None
+        self._used_on: set[streams.Stream] = set()
 
     @property
     def tensor(self) -> Tensor:
@@ -89,6 +90,7 @@ class FlatBuffer:
             ParametersChangedError: The parameters have been converted.
         """
         plan, gradients = self._plan(), self._on_this_rank(gradients)
+        self.used_here()
         if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
             self._refuse_converted()
         try:
@@ -99,11 +101,21 @@ class FlatBuffer:
             # asking each gradient in each step costs more than reading its address.
             if not any(gradient.is_sparse for gradient in gradients):
                 raise
-            plan.flatten([g.to_dense() if g.is_sparse else g for g in gradients], scale)
+            gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
+            plan.flatten(gradients, scale)
+        streams.launched("flatten", gradients, plan.views)
+
+    def used_here(self) -> None:
+        """Keep the memory until the current stream, which may not be the one that allocated it, is done with it."""
+        if self._tensor is not None and (stream := streams.current(self._tensor.device)) not in self._used_on:
+            self._used_on.add(stream)
+            streams.used_here([self._tensor])
 
     def unflatten(self, gradients: Sequence[Tensor]) -> None:
         """Write each place into a gradient."""
-        self._plan().unflatten(self._on_this_rank(gradients))
+        plan, gradients = self._plan(), self._on_this_rank(gradients)
+        plan.unflatten(gradients)
+        streams.launched("unflatten", plan.views, gradients)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in it."""
@@ -114,9 +126,9 @@ class FlatBuffer:
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all of these are its views, and zeros; only where looking does not wait."""
-        if self._views is None or self._tensor is None or not self._tensor.is_cpu or not self._views.are(gradients):
+        if self._views is None or self._tensor is None or not self._views.are(gradients):
             return False
-        return not self._tensor.any()
+        return not streams.has_streams(self._tensor.device) and not self._tensor.any()
 
     def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return local_tensors(tensors) if self.has_dtensors else tensors
@@ -131,6 +143,7 @@ class FlatBuffer:
             with torch.inference_mode(False):  # or no later backward could write it
                 # Zeros, so that the padding is and stays zero.
                 self._tensor = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+                self._used_on = {streams.current(first.device)}
                 make = RealParts if self._tensor.is_complex() else FlattenPlan.for_bucket
                 self._flatten_plan = make(parameters, self._tensor, offsets)
         return self._flatten_plan

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.runtime import streams
 from ddp_compile.runtime.collectives import name_from_rank_0
 
 
@@ -34,7 +35,7 @@ class IterationMessage:
         self._is_alone = process_group.size() == 1
         self._group: Any = process_group
         self._device = device
-        if is_needed and not self._is_alone and device.type != "cpu":
+        if is_needed and not self._is_alone and streams.has_streams(device):
             store: Any = process_group.get_group_store()
             if store is not None:  # else it is written in Python, and has no peers that gloo could find
                 self._group, self._device = _group_of_hosts(process_group, store, device), torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
@@ -115,14 +115,14 @@ class LaunchQueue:
     def complete(self, bucket: Bucket) -> None:
         """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
         bucket.iteration.pending.clear()
+        bucket.await_accumulation()
         gradients = bucket.contributions(self.sends, self._undefined)
         if bucket.may_launch_early and self.algorithm.traits.replayable:
             # It may have been launched early, and too early, on another rank. What is sent will be written over, or is
             # not ``.grad`` any more. Not the gradients themselves, which would look as if somebody else held them.
             bucket.iteration.own = [g.clone() if bucket.holds(g) else g.detach() for g in gradients]
-        self._flatten(bucket, gradients)
+        self._make_ready(bucket, gradients)
         del gradients  # whoever else holds one is found by the number of references
-        self._launch_ready()
         if self.sends and any(b.is_pending for b in self.not_launched):
             # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.
             bucket.point_gradients_at_views(bucket.iteration.unused)
@@ -132,8 +132,7 @@ class LaunchQueue:
         bucket.iteration.unused.clear()
         for index in bucket.param_indices:
             self._policy.note(index)
-        self._flatten(bucket, gradients)
-        self._launch_ready()
+        self._make_ready(bucket, gradients)
 
     def do_without(self, absent: Iterable[int]) -> None:
         """Let buckets no longer wait for these parameters, which contribute what they hold, or zeros."""
@@ -179,11 +178,16 @@ class LaunchQueue:
                 self.complete(bucket)
             self._launch_ready(skip=bucket.is_pending)
 
-    def _flatten(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+    def _make_ready(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        """Flatten a bucket, and launch what is ready then."""
         if self.sends:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
                 bucket.flatten(gradients, self._scale)
         bucket.iteration.state = BucketState.READY
+        self._launch_ready()
+        if self.sends and bucket.state is BucketState.READY:
+            # An earlier bucket is missing. The one that completes it launches this one too, maybe on another stream.
+            bucket.iteration.flattened_at = streams.record(bucket.flat.device)
 
     # It is launched, when it is its turn.
 
@@ -219,6 +223,8 @@ class LaunchQueue:
         if is_last:
             self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
+            if bucket.iteration.flattened_at is not None:
+                bucket.iteration.flattened_at.wait()
             bucket.reduction_begins(self.algorithm.launch(bucket, is_last))
 
     def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ What a rank has sent lies with it until the other one comes for it. A rank that 
 its process groups, or ends, must not take that with it. The garbage collector may run on any thread, in the middle of
 anything, of a collective that only this thread can complete even; so nobody waits there. A thread of our own waits, and
 keeps messages, and by them their connections, for as long as the process group's timeout allows. Only the end of the
-process waits for that thread. On CUDA a wait holds up a stream and not the host, so none of this is done there.
+process waits for that thread. Where a wait holds up a stream and not the host, as with NCCL, none of this is done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Transfer:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Return when all is there, or will be before what comes next on the current CUDA stream.
+        """Return when all is there, or will be before what comes next on the current stream.
 
         Raises:
             RuntimeError: Something failed or timed out; it is said again by every further call.

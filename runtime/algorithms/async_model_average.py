@@ -28,6 +28,7 @@ from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.rank_names import format_ranks
+from ddp_compile.runtime.streams import Event, used_here
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):
@@ -226,10 +227,16 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         """Whether a round waits for the trainer to leave the parameters."""
         return self._pending is not None
 
-    def round(self) -> None:
-        """Add up the ranks' copies."""
+    def round(self, since: Event) -> None:
+        """Add up the ranks' copies.
+
+        Args:
+            since: Copies may be older than what was written after this event, and be half of one step and half of the
+                next; what matters is that the sum is of the same copy.
+        """
         copies, totals = self._parameters.new(), self._parameters.new()
-        self._parameters.read(copies)
+        with since.reads_racing():
+            self._parameters.read(copies)
         for copied, total in zip(copies, totals, strict=True):
             total.copy_(copied)
             dist.all_reduce(total, group=self._group)
@@ -242,6 +249,8 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
 
     def _apply(self) -> None:
         assert self._pending is not None
+        for tensors in self._pending:
+            used_here(tensors)  # of the last round, by another thread than has made them
         flats = self._parameters.new()
         self._parameters.read(flats)
         for flat, copied, total in zip(flats, *self._pending, strict=True):

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ddp_compile.runtime import streams
+
 #: How long the thread waits for the trainer to let the parameters be, before it tells the others that it waits.
 _PATIENCE_S = 0.2
 #: How long a process that ends by an error waits for its thread, which may not be in the middle of torch then.
@@ -24,8 +26,8 @@ class Rounds(Protocol):
     def has_pending(self) -> bool:
         """Whether a round waits for the trainer to leave the parameters."""
 
-    def round(self) -> None:
-        """Add up the ranks' copies."""
+    def round(self, since: streams.Event) -> None:
+        """Add up the ranks' copies of what the parameters were then, or have become."""
 
     def apply_within(self, limit_s: float) -> None:
         """Take the average as soon as the trainer lets the parameters be, or not yet."""
@@ -61,6 +63,7 @@ class AveragingThread:
         self._device = device
         self._interval_s = interval_s
         self._limit_s = limit_s
+        self._begins = streams.record(device)  # what the thread has to find done
         self._stops = threading.Event()
         self._ends_alone = False
         self._not_stopping = list(range(group.size()))  # ranks in the group
@@ -79,7 +82,7 @@ class AveragingThread:
         self._thread.join(self._limit_s)
         atexit.unregister(self._at_exit)
         if not self._thread.is_alive():
-            return []
+            return []  # and what it has written is there: it has asked all ranks once more, and read their answers
         self.end_alone()
         return [dist.get_global_rank(self._group, rank) for rank in self._not_stopping]
 
@@ -99,16 +102,12 @@ class AveragingThread:
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)
-                    with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                        self._go_round()
-                else:
-                    self._go_round()
+                streams.run_on_own_stream(self._device, self._go_round)
         except Exception as error:  # raised where the trainer is
             self.failure = error
 
     def _go_round(self) -> None:
+        self._begins.wait()
         while not self._ends_alone:
             algorithm = self._algorithm()
             if algorithm is None:
@@ -122,7 +121,7 @@ class AveragingThread:
             if algorithm is None:
                 return
             if not someone_waits:
-                algorithm.round()
+                algorithm.round(self._begins)
             algorithm.apply_within(_PATIENCE_S)
             has_averaged = not algorithm.has_pending
             del algorithm

@@ -92,7 +92,7 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Return when the reduced gradients are in the bucket's flat buffer, or will be before what comes next on the
-        current CUDA stream.
+        current stream.
 
         It must not start a collective: the reducer waits at another time on each rank.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,16 +14,18 @@ from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.process_groups import group_of
+from ddp_compile.runtime.streams import Event, SideStream, record, work_blocks_host
 
 
 class CollectiveChain(CommAlgorithm):
     """One after the other, for each bucket; to derive from, with a generator `reduce` of what is done to a bucket.
 
-    On the CPU the next collective of a bucket starts when the bucket behind it is launched, that of the last bucket at
-    once, or before the reducer waits: what is under way meanwhile is hidden behind the backward. That is in the same
-    order on every rank for one module, and at no certain place between what else a rank sends in its backward: the
-    collectives of another module, or of the user. So a chain of several has a process group of its own. On CUDA all of
-    them start at once, on a stream of the algorithm's own, where NCCL lets that stream wait and not the host.
+    If a collective's ``wait()`` blocks the host, as gloo's does, the next collective of a bucket starts when the next
+    bucket is launched, or before the reducer waits; those of the last bucket start at once. So a transfer is hidden
+    behind the backward that goes on meanwhile. Each rank starts them in the same order for one module, but at no certain
+    place among what else it sends in its backward: collectives of another module, or of the user. So a chain of several
+    has a process group of its own. If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once,
+    on a stream of the algorithm's own.
 
     Args:
         process_group: The ranks to reduce over.
@@ -36,7 +37,7 @@ class CollectiveChain(CommAlgorithm):
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self._under_way: _Chain | None = None  # whose last collective has not been started
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._side_stream: SideStream | None = None  # from the first launch on
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
@@ -58,15 +59,21 @@ class CollectiveChain(CommAlgorithm):
             self.process_group = group_of(ranks, self.process_group, parameters[0].device)
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start the first collective of a bucket, after the last one of the bucket before; on CUDA all of them.
+        """Start the first collective of a bucket, after the last one of the bucket before; see the class for the others.
 
         Raises:
             ReductionError: What was under way has failed.
         """
         self.drain()
-        if bucket.flat.is_cuda:
-            return self._launch_on_own_stream(bucket)
-        chain = self._under_way = _Chain(self, bucket)
+        device = bucket.flat.device
+        if self._side_stream is None:
+            self._side_stream = SideStream(device)
+        chain = _Chain(self, bucket, self._side_stream)
+        if not work_blocks_host(self.process_group, device):
+            chain.finish()
+            return chain
+        chain.start_first()
+        self._under_way = chain
         if is_last:
             # Modules of one backward come to their ends in another order on each rank: no rank may wait there for what
             # another one has yet to start. They come to their launches in one order.
@@ -83,42 +90,50 @@ class CollectiveChain(CommAlgorithm):
         if chain is not None:
             chain.start_all()
 
-    def _launch_on_own_stream(self, bucket: Bucket) -> Pending:
-        device = bucket.flat.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        bucket.flat.record_stream(stream)
-        with torch.cuda.stream(stream):
-            chain = _Chain(self, bucket)
-            chain.wait()
-            return _DoneOnStream(bucket.flat, stream.record_event())
-
 
 class _Chain:
-    """What is under way for one bucket."""
+    """What is under way for one bucket.
 
-    def __init__(self, algorithm: CollectiveChain, bucket: Bucket) -> None:
+    Args:
+        algorithm: Says what is done.
+        bucket: The bucket.
+        side_stream: Where it is done.
+    """
+
+    def __init__(self, algorithm: CollectiveChain, bucket: Bucket, side_stream: SideStream) -> None:
         self._algorithm = algorithm
+        self._side_stream = side_stream
+        self._done: Event | None = None
         self._bucket = bucket
         self._flat = bucket.flat
         self._steps = algorithm.reduce(bucket)
         self._num_started = 0
         self._work: dist.Work | None = None
         self._failure: ReductionError | None = None
-        self._go_on()
+
+    def start_first(self) -> None:
+        """Start the first collective."""
+        with self._side_stream.after_current():
+            self._go_on()
 
     def start_all(self) -> None:
         """Start all collectives, and wait for all but the last one."""
-        while self._num_started < self._algorithm.num_collectives:
-            self._go_on()
+        with self._side_stream.after_current():
+            while self._num_started < self._algorithm.num_collectives:
+                self._go_on()
+
+    def finish(self) -> None:
+        """Start all collectives, and do what comes after the last one."""
+        with self._side_stream.after_current():
+            while self._done is None:
+                self._go_on()
 
     def wait(self) -> None:
         """Let the bucket hold the result; further calls do nothing, or say again what has failed."""
-        self.start_all()
-        if self._work is not None:
-            self._go_on()
+        if self._done is None:
+            self.finish()
+        assert self._done is not None
+        self._done.wait()
 
     def result(self) -> list[Tensor]:
         """The reduced flat buffer."""
@@ -160,30 +175,11 @@ class _Chain:
                 f" for {self._bucket.describe()}; it has to yield the work of each collective, and num_collectives has"
                 " to say how many these are"
             )
+        if has_ended:
+            self._done = record(self._flat.device)
 
     def _error(self, what: str) -> ReductionError:
         return ReductionError(
             f"rank {self._algorithm.process_group.rank()}: reduce() of the {self._algorithm.name} {what}. The gradients"
             " are not reduced, and this rank may be out of step with the others: start again from a checkpoint"
         )
-
-
-class _DoneOnStream:
-    """A bucket whose result will be there when an event of another stream has come.
-
-    Args:
-        flat: Where the result will be.
-        event: Behind all that is done to it.
-    """
-
-    def __init__(self, flat: Tensor, event: torch.cuda.Event) -> None:
-        self._flat = flat
-        self._event = event
-
-    def wait(self) -> None:
-        """Let the current stream wait; the host does not."""
-        torch.cuda.current_stream(self._flat.device).wait_event(self._event)
-
-    def result(self) -> list[Tensor]:
-        """The reduced flat buffer."""
-        return [self._flat]

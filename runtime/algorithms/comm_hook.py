@@ -8,11 +8,11 @@ their results would not be DistributedDataParallel's. Zeroing the padding before
 with that. A plan becomes gapless when the hook is registered, so even a sealed one can still be changed between steps.
 
 Note [One hook at a time on the CPU]
-Futures of CPU tensors run their callbacks on the threads of the process group, gloo's two, whenever a collective ends.
+Futures of gloo run their callbacks on the threads of the process group, two of them, whenever a collective ends.
 A hook whose callbacks start further collectives (PowerSGD: three rounds, each waiting for the next) then blocks both
 threads as soon as two buckets are under way, and ranks start these collectives in different orders. Eager
-DistributedDataParallel hangs there. So on the CPU no other collective starts before a hook is done, unless it is known
-to start all its communication before it returns. On CUDA callbacks run at once, in the order of the launches.
+DistributedDataParallel hangs there. So with such a group no other collective starts before a hook is done, unless it is
+known to start all its communication before it returns. With NCCL callbacks run at once, in the order of the launches.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.local_tensors import local_tensors
+from ddp_compile.runtime.streams import work_blocks_host
 
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
@@ -182,7 +183,7 @@ class CommHook(CommAlgorithm):
     Args:
         function: ``hook(state, bucket) -> Future``; see ``ReplicatedModule.register_comm_hook``.
         state: Passed to it with each bucket.
-        rank: This rank, for errors.
+        process_group: Of the module.
 
     Raises:
         TypeError: It is not callable, or does not take a state and a bucket.
@@ -192,13 +193,14 @@ class CommHook(CommAlgorithm):
     # It divides by itself, looks at the whole buffer, may keep state from call to call, and is called at world size 1.
     traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True)
 
-    def __init__(self, function: Callable[..., Any], state: object, rank: int) -> None:
+    def __init__(self, function: Callable[..., Any], state: object, process_group: dist.ProcessGroup) -> None:
         self._function_name = _name_of(function)
         _check_signature(function, self._function_name)
         self.name = f"comm hook {self._function_name}"
         self._function = function
         self._state = state
-        self._rank = rank
+        self._process_group = process_group
+        self._rank = process_group.rank()
         self._starts_at_once = _starts_at_once(function)
         self._running: HookWork | None = None
 
@@ -221,7 +223,7 @@ class CommHook(CommAlgorithm):
         if not isinstance(future, torch.Future):
             self.fail(f"returned {_describe(future)} for {described}; it must return a torch.futures.Future")
         work = HookWork(self, future, flat, described)
-        if flat.device.type == "cpu" and not self._starts_at_once:
+        if not self._starts_at_once and work_blocks_host(self._process_group, flat.device):
             self._running = work
         return work
 

@@ -15,6 +15,7 @@ from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, 
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, all_reduce, average_over
 from ddp_compile.runtime.algorithms.peers import (
     exchange,
+    objection_to_messages,
     peer_of_shift_one,
     refuse_interval,
     refuse_state_of_another,
@@ -57,6 +58,12 @@ class DecentralizedAlgorithm(CommAlgorithm):
         self._num_exchanges = 0
         self._under_way: list[dist.Work] | None = None
         self._versions: list[int] = []  # of the parameters that are under way
+
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """Messages go from rank to rank, which not every process group can do on every device."""
+        if self._peer_selection == "all":
+            return ""
+        return objection_to_messages(self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, and memory for what is sent and received.

@@ -22,11 +22,13 @@ from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.algorithms.peers import (
     exchange,
+    objection_to_messages,
     refuse_interval,
     refuse_state_of_another,
     wait_for,
 )
 from ddp_compile.runtime.process_groups import NodeGroups
+from ddp_compile.runtime.streams import used_here, work_blocks_host
 from ddp_compile.runtime.transfers import Transfer, keep_after
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
@@ -70,6 +72,10 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._under_way: dict[int, _Messages] = {}  # of the last exchange, by the number of the segment
         self._begins_anew = False  # parameters were loaded, and W, L and R were not
 
+    def objection(self, parameters: Mapping[str, Parameter]) -> str:
+        """Messages go from rank to rank, which not every process group can do on every device."""
+        return objection_to_messages(self._process_group, next(iter(parameters.values())).device)
+
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, and copies of the parameters.
 
@@ -94,7 +100,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._right = self._parameters.new() if has_two_neighbours else self._left  # both are one rank
         for flats in self._kept().values():
             self._parameters.read(flats)
-        if parameters[0].device.type != "cuda":
+        if leaders is not None and work_blocks_host(leaders, device):
             keep_after(self, partial(_let_neighbours_have, self._under_way))
 
     def detach(self, together: bool) -> None:
@@ -240,6 +246,8 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             messages.transfer.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
+        # A step may run on another stream than the one before, which has allocated them.
+        used_here([messages.sent, *(message for _, message in messages.received)])
 
     def _failed(self, error: RuntimeError) -> ReductionError:
         return error_messages.exchange_failed(self._process_group.rank(), self.name, error)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from ddp_compile.runtime.streams import Event, Stream, record
+
 
 class ParameterGate:
     """Keeps what writes parameters apart from what uses them.
@@ -20,8 +22,8 @@ class ParameterGate:
     looked for by the parameters' versions, which writes through ``.data`` do not change.
 
     Args:
-        device: Where the parameters are. On CUDA the host is far ahead of the device, so streams wait for each other as
-            well.
+        device: Where the parameters are. If it has streams, these wait for each other as well as the threads: the host is
+            far ahead of them.
         versions: What changes, by one each, whenever the parameters are written.
         written_outside: What to raise when they were, and nobody was inside.
     """
@@ -31,10 +33,9 @@ class ParameterGate:
     ) -> None:
         self._changed = threading.Condition()
         self._inside: Counter[str] = Counter()
-        self._is_cuda = device.type == "cuda"
         self._device = device
-        self._left: list[torch.cuda.Event] = []  # since the parameters were written
-        self._written: torch.cuda.Event | None = None
+        self._left: dict[Stream, Event] = {}  # when each stream last left, since the parameters were written
+        self._written: Event | None = None
         self._writer_waits = False
         self._versions = versions
         self._written_outside = written_outside
@@ -54,14 +55,15 @@ class ParameterGate:
                 self._changed.wait_for(lambda: not self._writer_waits)
                 self._refuse_writes_outside()
             self._inside[why] += 1
-            if self._written is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._written)
+            self._await_write()
 
     def enter_once(self, why: str) -> None:
-        """The same, of what needs no end before it begins again."""
+        """Enter, unless a thread is inside for the same reason already."""
         with self._changed:
             if not self._inside[why]:
                 self.enter(why)
+            else:
+                self._await_write()  # it may come on another stream
 
     def leave(self, why: str) -> None:
         """It does not use them any more for this reason."""
@@ -69,8 +71,8 @@ class ParameterGate:
             if self._inside[why]:
                 self._inside[why] -= 1
                 self._left_at_versions()
-            if self._is_cuda:
-                self._left.append(torch.cuda.current_stream(self._device).record_event())
+            event = record(self._device)
+            self._left[event.stream] = event
             self._changed.notify_all()
 
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
@@ -88,19 +90,22 @@ class ParameterGate:
             try:
                 if not self._changed.wait_for(lambda: not self._inside.total(), limit_s):
                     return False
-                for event in self._left:
-                    torch.cuda.current_stream(self._device).wait_event(event)
-                self._left = []
+                for event in self._left.values():
+                    event.wait()
+                self._left = {}
                 self._refuse_writes_outside()
                 before = self._versions()
                 function()
                 self._versions_left = [version + 1 for version in before]
-                if self._is_cuda:
-                    self._written = torch.cuda.current_stream(self._device).record_event()
+                self._written = record(self._device)
                 return True
             finally:
                 self._writer_waits = False
                 self._changed.notify_all()
+
+    def _await_write(self) -> None:
+        if self._written is not None:
+            self._written.wait()
 
     def _left_at_versions(self) -> None:
         if self._has_writer and not self._inside.total():

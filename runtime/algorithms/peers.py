@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import streams
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 
 
@@ -27,6 +29,22 @@ def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
     if place < half:
         return (num_exchanges + place) % half + half
     return (place - half - num_exchanges) % half
+
+
+def objection_to_messages(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why messages cannot go from rank to rank, and the way out; empty if they can.
+
+    Args:
+        process_group: The ranks.
+        device: Of what they send.
+    """
+    backend = torch_internals.backend_name(process_group, device)
+    if backend == "gloo" and streams.has_streams(device):
+        return (
+            f"it sends messages from rank to rank, for which gloo takes the CPU's tensors only, and the parameters are on"
+            f" {device}; use a process group of the device's own backend, or GradientAllReduce()"
+        )
+    return ""
 
 
 def exchange(

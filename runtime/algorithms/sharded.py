@@ -265,7 +265,7 @@ class ShardedAlgorithm(CommAlgorithm):
     # Parameters are read.
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
-        """Return when parameters are complete, or will be before what comes next on the current CUDA stream.
+        """Return when parameters are complete, or will be before what comes next on the current stream.
 
         Args:
             indices: Their numbers; all that there are if None.

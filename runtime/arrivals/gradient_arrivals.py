@@ -53,6 +53,7 @@ class GradientArrivals:
         is_undefined = self.note(index)
         self._bucket_set.note_arrival(index)
         bucket = self._bucket_set.of_parameter[index]
+        bucket.note_stream()
         if not self._policy.counts(bucket, index, is_undefined):
             return
         if index not in bucket.iteration.pending:

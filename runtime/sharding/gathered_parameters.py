@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.runtime import streams
 from ddp_compile.runtime.sharding.guarded_parameters import ParameterGuard
 from ddp_compile.runtime.sharding.sharded_bucket import ShardedBucket
 
@@ -82,7 +82,7 @@ class GatheredParameters:
         else:
             wanted = set(indices)
             for bucket in reversed(self.buckets):
-                if bucket.is_gathering and not wanted.isdisjoint(bucket.param_indices):
+                if not wanted.isdisjoint(bucket.param_indices):
                     self._wait_for(bucket)
 
     def _complete(self) -> None:
@@ -92,21 +92,22 @@ class GatheredParameters:
             self._wait_for(bucket)
 
     def _complete_for_everybody(self) -> None:
-        """For a reader: on CUDA the host waits, since nobody knows which streams others will read on."""
+        """For a reader that no forward is: the host waits, since nobody knows which streams others will read on."""
         self._complete()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        streams.synchronize(self._device)
 
     def _wait_for(self, bucket: ShardedBucket) -> None:
-        if bucket.is_gathering:
-            try:
-                with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
-                    bucket.wait()
-            except RuntimeError as error:
-                # Whoever reads one gets the same exception, behind the forward too.
-                self._guard.raise_up()
-                self._has_failed = True
-                raise self._failed(error) from error
+        if not bucket.is_gathering:
+            bucket.wait()
+            return
+        try:
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
+                bucket.wait()
+        except RuntimeError as error:
+            # Whoever reads one gets the same exception, after the forward too.
+            self._guard.raise_up()
+            self._has_failed = True
+            raise self._failed(error) from error
 
     _stop_watching: Callable[[], Any] = staticmethod(lambda: None)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError
+from ddp_compile.runtime import streams
 from ddp_compile.runtime.transfers import Transfer, keep_after
 
 
@@ -43,6 +44,7 @@ class ReduceScatter:
         if self._shard is not None:
             return
         self._transfer.wait()
+        streams.used_here(self._parts)  # allocated where the bucket was launched
         first, *others = self._parts
         if others:
             first = first.add(others[0])  # not in place: it may lie in the flat buffer, which can be sent again
@@ -81,9 +83,11 @@ class ShardTransfers:
         self._for_gradients = for_gradients
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        self._from_rank_to_rank = torch_internals.backend_name(process_group, device) == "gloo"
+        # gloo's messages are read from where a tensor says that it lies, which has to be the host's memory.
+        is_gloo = torch_internals.backend_name(process_group, device) == "gloo"
+        self._from_rank_to_rank = is_gloo and not streams.has_streams(device)
         self._gathers: list[Transfer] = []  # that nobody may have waited for
-        if device.type != "cuda":
+        if streams.work_blocks_host(process_group, device):
             keep_after(self, partial(_wait_for_others, self._gathers))
 
     def shard_numel(self, numel: int) -> int:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReplicationError
 from ddp_compile.kernels import FlattenPlan
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.gradient_views import with_own_storage
 from ddp_compile.runtime.sharding.shard_transfers import ShardTransfers
@@ -84,6 +84,7 @@ class ShardedBucket:
         self.param_indices = bucket.param_indices
         self._transfers = transfers
         self._gathering: Transfer | None = None
+        self._gathered: streams.Event | None = None
         self._lock = threading.RLock()
         element_size = self.parameters[0].element_size()
         self._numel = self.spec.num_bytes // element_size
@@ -189,11 +190,18 @@ class ShardedBucket:
         return self._gathering is not None
 
     def wait(self) -> None:
-        """Return when the parameters are complete; raises RuntimeError if the gather failed or timed out, each time."""
+        """Return when the parameters are complete, or will be before what comes next on the current stream.
+
+        Raises:
+            RuntimeError: The gather failed or timed out; each time.
+        """
         with self._lock:  # another thread that comes meanwhile waits as well
             if self._gathering is not None:
                 self._gathering.wait()
                 self._gathering = None
+                self._gathered = streams.record(self.flat.device)
+            elif self._gathered is not None:
+                self._gathered.wait()  # another stream has been held up by the gather
 
     # Conversions.
 

@@ -1,0 +1,232 @@
+"""Streams and events of accelerators; the only file of the runtime that knows them.
+
+Note [Streams]
+On an accelerator an operator only starts when Python calls it, and runs in the order of its stream. These streams meet
+in one iteration:
+
+- the *forward's*: compiled backwards run on it, and with them an early launch;
+- AccumulateGrad's, fixed when its node was made: hooks run on it, and with them the flatten of a bucket;
+- the *caller's*, which called ``backward()``: engine callbacks run on it, and with them the end of an iteration;
+- those of the process groups, and of algorithms that compute beside the backward.
+
+Autograd orders the first three. Everything else is ordered here: a stream that reads what another one has written waits
+for an `Event` of it, and memory that is used outside of the stream that allocated it is announced with `used_by`, or
+the allocator would hand it out again too early. A collective waits for the stream that is current when it is launched;
+its ``Work.wait()`` holds up the stream that is current then, see `work_blocks_host`.
+
+On a device without streams, the CPU for one, all of this does nothing, so callers need no branches.
+
+Everything goes through `backend`. A test puts a simulated one in its place, which finds what nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile import torch_internals
+
+# Their ``Work.wait()`` returns when a transfer is over, whatever device its tensors are on.
+_BLOCKING_BACKENDS = frozenset({"gloo", "mpi"})
+
+#: A stream as the device's module of torch has it: ``torch.cuda.Stream``, ``torch.xpu.Stream``.
+Stream = Any
+
+
+class Backend(Protocol):
+    """What is asked of a device's module; devices are those of tensors."""
+
+    def has_streams(self, device: torch.device) -> bool: ...
+
+    def current(self, device: torch.device) -> Stream: ...
+
+    def new(self, device: torch.device) -> Stream: ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]: ...
+
+    def in_thread(self, device: torch.device) -> AbstractContextManager[Any]: ...
+
+    def record(self, device: torch.device) -> Any: ...
+
+    def wait(self, device: torch.device, event: Any) -> None: ...
+
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def used_by(self, tensor: Tensor, stream: Stream) -> None: ...
+
+    def reads_racing(self, device: torch.device, since: Any) -> AbstractContextManager[Any]: ...
+
+    def launched(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None: ...
+
+
+class _DeviceModules:
+    """``torch.cuda``, ``torch.xpu`` and those that vendors register, which all have the same names."""
+
+    def __init__(self) -> None:
+        self._has_streams: dict[str, bool] = {"cpu": False, "meta": False}
+
+    def has_streams(self, device: torch.device) -> bool:
+        if device.type not in self._has_streams:
+            self._has_streams[device.type] = hasattr(torch.get_device_module(device), "Stream")
+        return self._has_streams[device.type]
+
+    def current(self, device: torch.device) -> Stream:
+        return torch.get_device_module(device).current_stream(device)
+
+    def new(self, device: torch.device) -> Stream:
+        return torch.get_device_module(device).Stream(device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.get_device_module(stream.device).stream(stream)
+
+    def in_thread(self, device: torch.device) -> AbstractContextManager[Any]:
+        torch.get_device_module(device).set_device(device)
+        return self.on(self.new(device))
+
+    def record(self, device: torch.device) -> Any:
+        return self.current(device).record_event()
+
+    def wait(self, device: torch.device, event: Any) -> None:
+        self.current(device).wait_event(event)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.current(device).synchronize()
+
+    def used_by(self, tensor: Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def reads_racing(self, device: torch.device, since: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def launched(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Kernels order themselves on their streams."""
+
+
+#: What everything here is asked of; to be replaced by tests alone.
+backend: Backend = _DeviceModules()
+
+
+class Event:
+    """What the stream of a device had been given to do when the event was recorded; see `record`.
+
+    Args:
+        device: Of the stream.
+        stream: The stream; None if the device has none.
+        recorded: The backend's event.
+    """
+
+    __slots__ = ("_device", "_recorded", "stream")
+
+    def __init__(self, device: torch.device, stream: Stream | None, recorded: Any) -> None:
+        self.stream = stream
+        self._device = device
+        self._recorded = recorded
+
+    def wait(self) -> None:
+        """Let the current stream wait for it; the host does not."""
+        if self.stream is not None:
+            backend.wait(self._device, self._recorded)
+
+    def reads_racing(self) -> AbstractContextManager[Any]:
+        """Inside, operators may read what is being written, if only by what comes after this event."""
+        return nullcontext() if self.stream is None else backend.reads_racing(self._device, self._recorded)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether operators on a device run on streams, so that the host is ahead of them."""
+    return backend.has_streams(device)
+
+
+def current(device: torch.device) -> Stream | None:
+    """The current stream of a device; None if it has none."""
+    return backend.current(device) if backend.has_streams(device) else None
+
+
+def record(device: torch.device) -> Event:
+    """An event behind everything that the current stream of a device has been given so far."""
+    if not backend.has_streams(device):
+        return Event(device, None, None)
+    return Event(device, backend.current(device), backend.record(device))
+
+
+def record_on(stream: Stream, device: torch.device) -> Event:
+    """The same of another stream than the current one."""
+    with backend.on(stream):
+        return record(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Let the host wait until the current stream of a device has done everything that it was given."""
+    if backend.has_streams(device):
+        backend.synchronize(device)
+
+
+def used_here(tensors: Sequence[Tensor]) -> None:
+    """Keep memory from being handed out again before the current stream, which did not allocate it, is done with it.
+
+    Args:
+        tensors: Of one device, on memory of torch's allocator; views that DLPack has made are not.
+    """
+    if tensors and backend.has_streams(tensors[0].device):
+        stream = backend.current(tensors[0].device)
+        for tensor in tensors:
+            backend.used_by(tensor, stream)
+
+
+class SideStream:
+    """A stream of our own beside that of whoever calls; made when it is first used.
+
+    Args:
+        device: On one without streams everything runs where it is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Stream | None = None
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Inside, it is the current stream, and has waited for the one that was."""
+        if not backend.has_streams(self._device):
+            yield
+            return
+        if self._stream is None:
+            self._stream = backend.new(self._device)
+        so_far = record(self._device)
+        with backend.on(self._stream):
+            so_far.wait()
+            yield
+
+
+def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> None:
+    """Call a function on a new stream, in a thread that torch has not seen yet."""
+    with backend.in_thread(device) if backend.has_streams(device) else nullcontext():
+        function()
+
+
+def launched(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    """Say what a kernel reads and writes that was started on the current stream without torch's dispatcher.
+
+    Args:
+        name: For reports.
+        reads: Tensors that it reads.
+        writes: Tensors that it writes.
+    """
+    backend.launched(name, reads, writes)
+
+
+def work_blocks_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``Work.wait()`` returns when the transfer is over, rather than hold up the current stream.
+
+    Args:
+        process_group: Whose collectives are meant.
+        device: Of the tensors.
+    """
+    if not backend.has_streams(device):
+        return True
+    return torch_internals.backend_name(process_group, device) in _BLOCKING_BACKENDS

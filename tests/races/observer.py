@@ -1,0 +1,140 @@
+"""Tells a `RaceDetector` of every operator that torch's dispatcher runs, and notes those for which the host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from detector import Stack
+from simulated_streams import SimulatedStreams
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_compile import graph_ops
+
+aten = torch.ops.aten
+
+#: They write where a tensor lies, and not what lies there; or look at nothing.
+_WITHOUT_VALUES = {
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
+    aten.set_.source_Storage,
+    aten.resize_.default,
+    aten.detach_.default,
+    aten.is_same_size.default,
+    aten.is_pinned.default,
+    aten.sym_size.int,
+}
+#: Allocated, and not written.
+_UNWRITTEN = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+#: The host needs the values, or how many there are.
+_HOST_WAITS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::repeat_interleave.Tensor",
+}
+
+
+class Observer(TorchDispatchMode):
+    """To be entered in each thread."""
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile inside."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (*graph_ops.OPERATORS, graph_ops.AWAIT_PARAMETERS) and not _any_fake(args):
+            with self:  # what they do in Python is to be seen
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        result = func(*args, **kwargs)
+        if not _any_fake((args, kwargs, result)):
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        streams, name = self._streams, func._schema.name
+        stream = streams.current()
+        results = list(_tensors_in(result))
+        streams.detector.allocated(results, stream)
+        if func in _WITHOUT_VALUES:
+            return
+        reads, writes = [], []
+        given = [*args, *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :])]
+        for argument, value in zip(func._schema.arguments, given, strict=False):
+            if argument.alias_info is None:
+                reads += _tensors_in(value)
+            elif argument.alias_info.is_write:
+                writes += _tensors_in(value)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if name not in _UNWRITTEN and not is_view:
+            fresh = [r for r, of in zip(_listed(result), func._schema.returns, strict=False) if of.alias_info is None]
+            writes += _tensors_in(fresh)
+        if is_view and not writes:
+            return
+        streams.detector.operator(name, stream, reads, writes)
+        if name in _HOST_WAITS and not all(map(streams.detector.is_host_memory, reads)):
+            note_host_wait(streams, name)
+
+
+def note_host_wait(streams: SimulatedStreams, name: str) -> None:
+    """The host waits for the current stream."""
+    streams.host_waits.append((name, Stack.here()))
+    streams.detector.host_waits(streams.current())
+
+
+@contextmanager
+def observing(streams: SimulatedStreams) -> Iterator[None]:
+    """Inside, everything that this thread does, and threads of averaging, is told to the detector of the streams."""
+    tolist, frombuffer = Tensor.tolist, torch.frombuffer
+
+    def observed_tolist(tensor: Tensor) -> Any:
+        if not isinstance(tensor, FakeTensor) and not streams.detector.is_host_memory(tensor):
+            streams.detector.operator("tolist", streams.current(), [tensor], [])
+            note_host_wait(streams, "tolist")
+        return tolist(tensor)
+
+    def observed_frombuffer(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = frombuffer(*args, **kwargs)
+        streams.detector.note_host_memory(tensor)
+        return tensor
+
+    streams.on_thread = lambda: Observer(streams)
+    # These read and make tensors without an operator.
+    Tensor.tolist, torch.frombuffer = observed_tolist, observed_frombuffer  # type: ignore[method-assign]
+    try:
+        with Observer(streams):
+            yield
+    finally:
+        Tensor.tolist, torch.frombuffer = tolist, frombuffer  # type: ignore[method-assign]
+
+
+def _listed(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _any_fake(value: Any) -> bool:
+    return any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in _tensors_in(value))

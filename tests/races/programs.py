@@ -1,0 +1,344 @@
+"""Training programs, one for each way in which ranks communicate; see `stage`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from stage import Program, Roles, Stage, plain_batches
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import (
+    AlgorithmConfig,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    GradientAllReduce,
+    LocalSGD,
+    LowPrecisionDecentralized,
+)
+from ddp_compile.optim import QAdam
+
+WIDTH = 9
+CAP_MB = 0.0003  # a layer each
+
+
+class Layers(nn.Module):
+    """Three buckets of odd sizes.
+
+    Args:
+        ending: Called before the last layer: nothing, a graph break, or code that is not compiled.
+        normed: Whether there is a BatchNorm, with buffers.
+    """
+
+    def __init__(self, ending: str = "", normed: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH) if normed else nn.Identity()
+        self.ending = ending
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        if self.ending == "break":
+            torch._dynamo.graph_break()
+        return _uncompiled(self.last, x) if self.ending == "eager" else torch.tanh(self.last(x))
+
+
+@torch.compiler.disable(recursive=True)
+def _uncompiled(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(layer(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Branches(nn.Module):
+    """Every second forward leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        x = torch.tanh(self.always(x))
+        return self.sometimes(x) if self.num_forwards % 2 else x
+
+
+def replicated(stage: Stage, module: nn.Module | None = None, **settings: Any) -> Any:
+    module = Layers() if module is None else module
+    stage.watch(module)
+    settings = {"split": "auto" if "regions" in settings else "backward", **settings}
+    settings = {"backend": "aot_eager", "bucket_cap_mb": CAP_MB, "process_group": stage.group, **settings}
+    return ddp_compile(module, **settings)
+
+
+def adam(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def train(stage: Stage, make: Callable[[], nn.Module] = Layers, times: int = 3, **settings: Any) -> Any:
+    """An ordinary loop."""
+    model = replicated(stage, make(), **settings)
+    stage.train(model, adam(model), plain_batches(4, WIDTH), times)
+    stage.end(model)
+    return model
+
+
+def with_algorithm(stage: Stage, algorithm: AlgorithmConfig, node_of_two: bool | None = None, **settings: Any) -> None:
+    with local_ranks(node_of_two):
+        train(stage, algorithm=algorithm, **settings)
+
+
+@contextmanager
+def local_ranks(node_of_two: bool | None) -> Iterator[None]:
+    """Both ranks on one node, or each on its own."""
+    if node_of_two is not None:
+        os.environ["LOCAL_RANK"] = str(dist.get_rank()) if node_of_two else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK", None)
+
+
+def with_comm_hook(stage: Stage, name: str) -> None:
+    model = replicated(stage)
+    if name == "powerSGD":
+        # Its error feedback frees what another stream reads, within torch's own code.
+        state: Any = powerSGD_hook.PowerSGDState(
+            stage.group, matrix_approximation_rank=1, start_powerSGD_iter=2, use_error_feedback=False
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        model.register_comm_hook(stage.group, getattr(default_hooks, name))
+    stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
+    stage.end(model)
+
+
+def accumulating(stage: Stage) -> None:
+    """Two micro-batches, of which the second is reduced; and gradients that stay and are zeroed in place."""
+    model = replicated(stage)
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    for roles in stage.steps(2):
+        with stage.on(roles.caller):
+            optimizer.zero_grad(set_to_none=False)
+            for synchronizes in (False, True):
+                with nullcontext() if synchronizes else model.no_sync():
+                    stage.backward(stage.forward(model, batch(), roles), roles)
+            optimizer.step()
+            stage.use_memory()
+    stage.end(model)
+
+
+def late_gradients(stage: Stage) -> None:
+    """From some step on a parameter gets a second gradient after its bucket has been launched: it is sent again."""
+    model = replicated(stage)
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+
+    def with_penalty(x: Tensor) -> Tensor:
+        return torch.cat([model(x).flatten(), model.last.weight.flatten()])
+
+    for number, roles in enumerate(stage.steps(3)):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model if number < 2 else with_penalty, batch(), roles), roles)
+            optimizer.step()
+            stage.use_memory()
+    stage.end(model)
+
+
+def alternating_unused(stage: Stage) -> None:
+    train(stage, Branches, times=4, find_unused_parameters=True)
+
+
+def delayed(stage: Stage) -> None:
+    module = Layers()
+    names = [(name, parameter) for name, parameter in module.named_parameters() if name.startswith("first")]
+    model = replicated(
+        stage, module, delay_all_reduce_named_params=names, param_to_hook_all_reduce=module.last.weight
+    )
+    stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
+    stage.end(model)
+
+
+def joined(stage: Stage) -> None:
+    """The second rank has one batch less."""
+    model = replicated(stage, Layers(normed=True))
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    with model.join():
+        for number, roles in enumerate(stage.steps(2)):
+            if number == 2 * len(stage.roles) - 1 and dist.get_rank() == 1:
+                break
+            with stage.on(roles.caller):
+                optimizer.zero_grad()
+                stage.backward(stage.forward(model, batch(), roles), roles)
+                optimizer.step()
+                stage.use_memory()
+        stage.idle()
+    stage.end(model)
+
+
+def finalized_manually(stage: Stage) -> None:
+    model = replicated(stage)
+    model.require_manual_backward_finalization = True
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    for roles in stage.steps(2):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            model.finalize_backward()
+            optimizer.step()
+            stage.use_memory()
+    stage.end(model)
+
+
+def stepped_in_backward(stage: Stage) -> None:
+    model = replicated(stage)
+    model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    batch = plain_batches(4, WIDTH)
+    for roles in stage.steps(2):
+        with stage.on(roles.caller):
+            model.zero_grad()
+            stage.backward(stage.forward(model, batch(), roles), roles)
+    stage.end(model)
+
+
+def q_adam(stage: Stage) -> None:
+    module = Layers()
+    optimizer = QAdam(module.parameters(), lr=0.01, warmup_steps=2)
+    model = replicated(stage, module, algorithm=optimizer.algorithm())
+    stage.train(model, optimizer, plain_batches(4, WIDTH), times=3)
+    stage.end(model)
+
+
+def asynchronous(stage: Stage) -> None:
+    """The thread averages while steps, evaluations, and forwards on other streams go on."""
+    model = replicated(stage, algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=2))
+    optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), plain_batches(4, WIDTH)
+    for roles in stage.steps(4):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            optimizer.step()
+            with torch.no_grad():
+                stage.forward(model, batch(), Roles("other", "", roles.caller))
+            stage.use_memory()
+            stage.let_threads_come()
+    with stage.on("default"):
+        model.comm_algorithm.abort()
+    stage.end(model)
+
+
+def switched(stage: Stage) -> None:
+    """From one algorithm to the next and back, parameters and gradients."""
+    model = replicated(stage)
+    optimizer, batch = adam(model), plain_batches(4, WIDTH)
+    for algorithm in (LocalSGD(period=2), ByteGrad(), GradientAllReduce()):
+        stage.train(model, optimizer, batch)
+        stage.idle()
+        model.set_comm_algorithm(algorithm, optimizers=[optimizer])
+    stage.train(model, optimizer, batch)
+    stage.end(model)
+
+
+def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False, **settings: Any) -> None:
+    """Steps of shards, clipped; evaluations on another stream; and an average of weights that reads after each step."""
+    model = replicated(stage, Layers(ending), **settings)
+    optimizer = shard_optimizer(adam(model), model)
+    batch = plain_batches(4, WIDTH)
+    averaged = [parameter.detach().clone() for parameter in model.parameters()]
+    for number, roles in enumerate(stage.steps(times)):
+        with stage.on(roles.caller):
+            optimizer.zero_grad()
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            if number % times == 1:
+                with torch.no_grad():
+                    torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
+            elif number % times == 2:
+                with torch.no_grad():
+                    stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
+            stage.use_memory()
+    stage.end(model)
+
+
+def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
+    """A few steps to get to where nothing is new; then nobody may let the host wait for the device."""
+    model = replicated(stage, **settings)
+    optimizer = shard_optimizer(adam(model), model) if of_shards else adam(model)
+    batch = plain_batches(4, WIDTH)
+    every = stage.roles
+    stage.roles = every[:1]
+    stage.train(model, optimizer, batch, times=9)  # agreement points at 1, 2, 4 and 8
+    stage.note_numbers_of_steps(optimizer)
+    stage.roles = every
+    stage.train(model, optimizer, batch, steady=True)
+    stage.end(model)
+
+
+#: By name.
+PROGRAMS: dict[str, Program] = {
+    "backward split": train,
+    "forward split": partial(train, split="forward"),
+    "graph break": partial(train, make=partial(Layers, "break")),
+    # The bucket that is launched last is ready first: what is unused in the first iteration is not packed anew.
+    "eager end": partial(train, make=partial(Layers, "eager"), find_unused_parameters=True),
+    "regions": partial(train, make=lambda: nn.Sequential(*(Block() for _ in range(3))), regions=[Block]),
+    "buffers": partial(train, make=partial(Layers, normed=True)),
+    "gradients of their own": partial(train, gradient_as_bucket_view=False),
+    "lazy buckets": partial(train, lazy_bucket_allocation=True, gradient_as_bucket_view=False),
+    "static graph": partial(train, static_graph=True),
+    "unused parameters": alternating_unused,
+    "accumulation": accumulating,
+    "late gradients": late_gradients,
+    "delayed all-reduce": delayed,
+    "join": joined,
+    "manual finalization": finalized_manually,
+    "steps in backward": stepped_in_backward,
+    "allreduce hook": partial(with_comm_hook, name="allreduce_hook"),
+    "bf16 hook": partial(with_comm_hook, name="bf16_compress_hook"),
+    "PowerSGD hook": partial(with_comm_hook, name="powerSGD"),
+    "wire dtype": partial(with_algorithm, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
+    "hierarchical, one node": partial(
+        with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True
+    ),
+    "hierarchical, two nodes": partial(with_algorithm, algorithm=ByteGrad(hierarchical=True), node_of_two=False),
+    "ByteGrad": partial(with_algorithm, algorithm=ByteGrad()),
+    "ByteGrad, eager end": partial(with_algorithm, algorithm=ByteGrad(), make=partial(Layers, "eager")),
+    "QAdam": q_adam,
+    "decentralized": partial(with_algorithm, algorithm=Decentralized()),
+    "shift one": partial(with_algorithm, algorithm=Decentralized(peer_selection="shift_one")),
+    "ring": partial(with_algorithm, algorithm=LowPrecisionDecentralized()),
+    "ring, one node": partial(
+        with_algorithm, algorithm=LowPrecisionDecentralized(hierarchical=True), node_of_two=True
+    ),
+    "local SGD": partial(with_algorithm, algorithm=LocalSGD(period=2)),
+    "asynchronous average": asynchronous,
+    "switched algorithms": switched,
+    "sharded": sharded,
+    "sharded, graph break": partial(sharded, ending="break"),
+    "sharded, forward split": partial(sharded, split="forward"),
+}
+
+#: In which the host must not wait for the device.
+STEADY_PROGRAMS: dict[str, Program] = {
+    "backward split": steady,
+    "forward split": partial(steady, split="forward"),
+    "sharded": partial(steady, of_shards=True),
+    "ByteGrad": partial(steady, algorithm=ByteGrad()),
+}

@@ -1,0 +1,41 @@
+"""No program has two accesses to memory that no wait puts in order, whatever streams it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from in_ci import only
+from programs import PROGRAMS, STEADY_PROGRAMS
+from rank_pool import RankPool
+from stage import DISTINCT, Outcome, all_roles, perform, perform_without_streams
+
+Ranks = Callable[[int], RankPool]
+
+ROLES = {"distinct": DISTINCT, "default": all_roles("default"), "side": all_roles("side")}
+
+
+def perform_by_name(name: str, roles: str) -> tuple[Outcome, Outcome]:
+    return perform(PROGRAMS[name], ROLES[roles]), perform_without_streams(PROGRAMS[name], ROLES[roles])
+
+
+def count_host_waits(name: str, roles: str) -> Outcome:
+    return perform(STEADY_PROGRAMS[name], ROLES[roles])
+
+
+@pytest.mark.parametrize("roles", only(["distinct"], ROLES))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_everything_that_is_written_is_waited_for(ranks: Ranks, name: str, roles: str) -> None:
+    for outcome, without_streams in ranks(2).run(perform_by_name, name, roles):
+        assert not outcome.races, "\n".join(outcome.races)
+        for found, expected in zip(outcome.parameters, without_streams.parameters, strict=True):
+            assert torch.isfinite(found).all()
+            if name != "asynchronous average":  # whose rounds come when they come
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", STEADY_PROGRAMS)
+def test_the_host_never_waits_for_the_device_in_the_steady_state(ranks: Ranks, name: str) -> None:
+    for outcome in ranks(2).run(count_host_waits, name, "distinct"):
+        assert outcome.host_waits == []
