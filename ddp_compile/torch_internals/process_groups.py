@@ -85,6 +85,11 @@ def backend_name(process_group: Any, device: torch.device) -> str:
         return str(process_group.name())
 
 
+def device_types(process_group: Any) -> list[str]:
+    """Kinds of devices whose tensors the process group sends, as "cpu"; none for a group that is written in Python."""
+    return sorted(device.type for device in process_group._device_types)
+
+
 _making_groups = threading.Lock()
 
 

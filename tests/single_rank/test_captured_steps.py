@@ -1,0 +1,88 @@
+"""A training step is not captured into a device's graph: an error by name, before anything is sent.
+
+The tests have no device that captures; what the runtime asks it is answered here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile.runtime import streams
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+def small_model() -> Any:
+    return ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend="eager")
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``capture.is_on = True`` begins one."""
+    state = SimpleNamespace(is_on=False)
+    monkeypatch.setattr(streams, "is_capturing", lambda device: state.is_on)
+    return state
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(2, 4)).sum()
+
+
+def test_a_captured_forward_is_refused_and_one_without_gradients_is_not(capture: SimpleNamespace) -> None:
+    model = small_model()
+    capture.is_on = True
+    said = r"^rank 0: a forward with gradients of a replicated module while work for cpu is being captured"
+    with pytest.raises(ReplicationError, match=said):
+        model(torch.randn(2, 4))
+    with model.no_sync(), pytest.raises(ReplicationError, match=said):
+        model(torch.randn(2, 4))
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    capture.is_on = False
+    loss_of(model).backward()
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1])
+def test_a_captured_backward_is_refused_before_anything_is_sent(
+    num_steps_before: int, capture: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    # A comm hook lets a single rank send as several do.
+    model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    for _ in range(num_steps_before):
+        loss_of(model).backward()
+    loss = loss_of(model)
+    sent: list[str] = []
+    monkeypatch.setattr(DesyncMonitor, "backward_begins", lambda *_: sent.append("a message"))
+    monkeypatch.setattr(type(model.comm_algorithm), "launch", lambda *_: sent.append("a bucket"))
+    capture.is_on = True
+    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module while work for cpu"):
+        loss.backward()
+    assert sent == []
+
+
+def test_a_captured_backward_without_a_forward_is_refused(capture: SimpleNamespace) -> None:
+    model = small_model()
+    capture.is_on = True
+    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module"):
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+
+
+def test_the_device_is_asked_if_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not streams.has_streams(torch.device("xla"))  # torch has no module of that name
+    modules = {
+        "cuda": SimpleNamespace(is_current_stream_capturing=lambda: True, current_stream=None),
+        "mtia": SimpleNamespace(current_stream=None),
+        "mps": SimpleNamespace(),
+    }
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
+    devices = [torch.device(kind) for kind in ("cpu", "cuda", "mtia", "mps")]
+    assert [streams.is_capturing(device) for device in devices] == [False, True, False, False]
+    assert [streams.has_streams(device) for device in devices] == [False, True, True, False]
