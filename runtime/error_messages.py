@@ -279,7 +279,7 @@ def manual_finalization_in_backward(rank: int, required: bool) -> RuntimeError:
 def captured(rank: int, what: str, device: torch.device) -> ReplicationError:
     """Something of an iteration would be recorded once and replayed without what Python does in each iteration."""
     return ReplicationError(
-        f"rank {rank}: {what} of a replicated module while work for {device} is being captured into a graph"
+        f"rank {rank}: {what} while work for {device} is being captured into a graph"
         " (torch.cuda.graph). A replay repeats kernels and collectives, but not what the ranks tell each other in each"
         " iteration, so nobody would notice ranks that part. Call it outside of the capture; mode='reduce-overhead'"
         " records what lies between the collectives"

@@ -248,7 +248,7 @@ class Reducer:
         """
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
-            self.refuse_capture("a backward")
+            self.refuse_capture("a backward of a replicated module")
             # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
             failed = self._lifecycle.on(Event.GRADIENT) is State.FAILED
             if before is State.LAUNCHED:
@@ -355,7 +355,7 @@ class Reducer:
             return
         if not self._alone.backward_ends():
             return
-        self.refuse_capture("a backward")
+        self.refuse_capture("a backward of a replicated module")
         if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
             raise error_messages.out_of_step(self.rank)
         self._monitor.backward_begins(after_forward=False)

@@ -5,6 +5,7 @@ The tests have no device that captures; what the runtime asks it is answered her
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import AlgorithmConfig, Decentralized, GradientAllReduce, LocalSGD
 from ddp_compile.runtime import streams
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
@@ -38,7 +40,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 def test_a_captured_forward_is_refused_and_one_without_gradients_is_not(capture: SimpleNamespace) -> None:
     model = small_model()
     capture.is_on = True
-    said = r"^rank 0: a forward with gradients of a replicated module while work for cpu is being captured"
+    said = r"^rank 0: a forward of a replicated module with gradients while work for cpu is being captured"
     with pytest.raises(ReplicationError, match=said):
         model(torch.randn(2, 4))
     with model.no_sync(), pytest.raises(ReplicationError, match=said):
@@ -73,6 +75,33 @@ def test_a_captured_backward_without_a_forward_is_refused(capture: SimpleNamespa
     capture.is_on = True
     with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module"):
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shards", "said"),
+    [
+        (LocalSGD(period=1), False, "rank 0: a step of SGD, around which ranks communicate, while work for cpu"),
+        (Decentralized(), False, "rank 0: a step of SGD, around which"),
+        (GradientAllReduce(), True, "rank 0: a step of a sharded optimizer while work for cpu"),
+        (GradientAllReduce(), False, ""),
+    ],
+)
+def test_a_captured_step_is_refused_if_it_communicates(
+    algorithm: AlgorithmConfig, shards: bool, said: str, capture: SimpleNamespace
+) -> None:
+    model: Any = ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = shard_optimizer(optimizer, model) if shards else optimizer
+    loss_of(model).backward()
+    before = model.weight.detach().clone()
+    capture.is_on = True
+    with pytest.raises(ReplicationError, match=said) if said else nullcontext():
+        optimizer.step()
+    assert torch.equal(model.weight, before) == bool(said)
+    capture.is_on = False
+    loss_of(model).backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 def test_the_device_is_asked_if_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
