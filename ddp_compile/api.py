@@ -24,7 +24,7 @@ from ddp_compile.config import (
 )
 from ddp_compile.delayed_all_reduce import delayed_parameters
 from ddp_compile.replicated_class import replicate
-from ddp_compile.validation.module_checks import check_module, names_to_ignore, resolve_process_group
+from ddp_compile.validation.module_checks import check_devices, check_module, names_to_ignore, resolve_process_group
 from ddp_compile.validation.torch_version import warn_of_newer_torch
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -166,6 +166,7 @@ def ddp_compile(
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
     group = resolve_process_group(process_group, device_mesh)
+    check_devices(module, config, group)
     warn_of_newer_torch(group.rank())
     replicate(module, group, config, algorithm, compile_settings)
     return module

@@ -197,6 +197,7 @@ class ReplicateState:
             self.monitor.forward_ends(kind)
             return outputs
         self._refuse_distributed_autograd()
+        self.reducer.refuse_capture("a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
         self._prepare_for_backward(module)
         num_graphs = self._num_graphs

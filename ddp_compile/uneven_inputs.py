@@ -2,9 +2,10 @@
 
 Note [Shadows]
 Inside ``Join``, a rank that has no input left shadows the others: it takes part in all that an iteration of theirs
-sends, and contributes zeros. What that is, the others say at the begin of each forward: one all-reduce of a byte for
+sends, and contributes zeros. What that is, the others say at the begin of each forward: one message with a flag for
 each rank, set where a rank still trains and its next backward is to be reduced. So every rank knows whether anything
-follows, how many ranks still train, and which of them has the buffers to go on with. One forward makes one iteration; a
+follows, how many ranks still train, and which of them has the buffers to go on with. The hosts wait for each other
+there, and for no device: Note [Words on the host]. One forward makes one iteration; a
 second one before its backward is refused, since shadows could not know of it. The ranks compare no fingerprints
 meanwhile, as they do different things by intention.
 """
@@ -21,6 +22,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
+from ddp_compile.runtime.iteration_message import IterationMessage
 from ddp_compile.runtime.reducer import Reducer
 
 _inside: list[Any] = []  # the modules whose `JoinOne` this process is in
@@ -54,6 +56,7 @@ class UnevenInputs:
         self._shadow_buffers = shadow_buffers
         self._broadcast_model = broadcast_model
         self._divides_by_initial_world_size = True
+        self._message: IterationMessage | None = None
         self._notified: Any = None  # what ``Join`` is told is on its way until the next time
 
     def configure(self, config: Any) -> None:
@@ -116,10 +119,13 @@ class UnevenInputs:
 
     def _ranks_that_train(self, synchronizes: bool) -> list[int]:
         """Ranks in the group whose next backward is to be reduced, ascending."""
-        flags = torch.zeros(self._process_group.size(), dtype=torch.uint8, device=self.device)
+        if self._message is None:  # on all ranks at once, as they come here together
+            self._message = IterationMessage(self._process_group, self.device, is_needed=True)
+        flags = bytearray(self._process_group.size())
         flags[self._process_group.rank()] = synchronizes
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._process_group)
-        return [rank for rank, trains in enumerate(flags.tolist()) if trains]
+        self._message.send([flags])
+        (heard,) = self._message.wait()
+        return [rank for rank, trains in enumerate(heard) if trains]
 
     def _enter(self, training: list[int]) -> None:
         if training:  # else nothing is reduced

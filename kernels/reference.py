@@ -14,7 +14,7 @@ from torch import Tensor
 HEADER_BYTES = 8
 ROW_ALIGNMENT = 16
 
-_LEVELS = torch.tensor(255.0, dtype=torch.float64, device="cpu")
+_LEVELS = 255.0
 
 
 def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> None:
@@ -74,7 +74,7 @@ def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = No
         header = torch.stack([minimum, maximum]).float() + 0.0  # one kind of zero
         row[:HEADER_BYTES].view(torch.float32).copy_(torch.where(finite, header, torch.nan))
         # Not 255.0 / tensor, which torch computes as reciprocal and product, with two roundings.
-        inverse = torch.where(finite & (maximum > minimum), _LEVELS.to(values.device) / (maximum - minimum), 0.0)
+        inverse = torch.where(finite & (maximum > minimum), _on(values, _LEVELS) / (maximum - minimum), 0.0)
         codes = ((exact - minimum) * inverse).nan_to_num(0.0).round().clamp(0, 255)
         row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].copy_(codes)
 
@@ -85,7 +85,7 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False)
     for row, chunk in zip(rows, values.split(chunk_numel) if chunk_numel else (), strict=False):
         minimum, maximum = row[:HEADER_BYTES].view(torch.float32).double()
         codes = row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].double()
-        step = (maximum - minimum) / _LEVELS.to(values.device)
+        step = (maximum - minimum) / _on(values, _LEVELS)
         # To float32 first, as the other implementations do on their way to half formats.
         decoded = (codes * step + minimum).float()
         chunk.copy_(chunk.float() + decoded if accumulate else decoded)
@@ -96,5 +96,9 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     with torch.no_grad():
         wide = torch.promote_types(x.dtype, torch.float32)
         # By a tensor: on CUDA, torch divides by a number as it multiplies by its reciprocal.
-        divisor = torch.tensor(count, dtype=wide, device=x.device)
-        x.copy_(x.to(wide) + (total.to(wide) / divisor - copy.to(wide)))
+        x.copy_(x.to(wide) + (total.to(wide) / _on(x, count, wide) - copy.to(wide)))
+
+
+def _on(tensor: Tensor, number: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A number beside a tensor, filled in there: a copy from the host would make the host wait for the device."""
+    return torch.full((), number, dtype=dtype, device=tensor.device)

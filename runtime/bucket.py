@@ -34,8 +34,8 @@ class Bucket:
             there.
         rank: This rank, for messages.
 
-    The bucket owns ``flat``. The stream on which the last gradient arrived writes it, or that of a compiled backward; then
-    the process group's. Its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
+    The bucket owns ``flat``. The stream on which the last gradient arrived writes it, or that of a compiled backward;
+    then the process group's. Its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
     """
 
     def __init__(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -57,6 +56,7 @@ class ComputedBucket:
         self._versions: list[int] = []
         self.watch()
         self._values = [alias.clone() for alias in self._aliases] if compares_values else None
+        self._comparisons: list[tuple[int, Tensor]] = []  # of values: positions, and whether they are equal
         if not self._in_sight:
             drop_gradients(bucket.parameters)
 
@@ -115,7 +115,7 @@ class ComputedBucket:
             return
         position = self._bucket.position_of[index]
         gradient = self._bucket.parameters[position].grad
-        if index in self._arrived or self._is_changed(position, gradient):
+        if index in self._arrived or self._is_another(position, gradient):
             self._has_more = True
         old = self.before[position]
         if old is not None and index not in self._arrived:
@@ -123,12 +123,27 @@ class ComputedBucket:
             self._bucket.store(position, old if gradient is None else old.add_(gradient))
         self._arrived.add(index)
 
-    def compare(self) -> None:
-        """Find the parameters whose ``.grad`` is not, or not only, what was computed."""
-        if not self._is_compared:
+    def compare(self) -> list[Tensor]:
+        """Find the parameters whose ``.grad`` is not, or not only, what was computed; before anybody asks for them.
+
+        Returns:
+            What has yet to be read for that, and given to `read`: bools of shape (), on the device of the gradients. A
+            device may have to compute for a while until they are there, so many of them are best read at once.
+        """
+        if self.is_launched and not self._is_compared:
             pairs = zip(self._bucket.param_indices, self._bucket.gradients(), strict=True)
-            self.late.update(index for i, (index, gradient) in enumerate(pairs) if self._is_changed(i, gradient))
+            self.late.update(index for i, (index, gradient) in enumerate(pairs) if self._is_another(i, gradient))
         self._is_compared = True
+        return [are_equal for _, are_equal in self._comparisons]
+
+    def read(self, are_equal: Iterable[bool]) -> None:
+        """Learn what `compare` returned."""
+        for (position, _), is_equal in zip(self._comparisons, are_equal, strict=True):
+            if not is_equal and self.is_launched:
+                self.late.add(self._bucket.param_indices[position])
+            elif not is_equal:
+                self._has_more = True
+        self._comparisons = []
 
     @property
     def holds_its_own(self) -> bool:
@@ -149,21 +164,23 @@ class ComputedBucket:
                 self._bucket.store(position, old)
                 increment_version(old)  # as if AccumulateGrad had added to it
 
-    def _is_changed(self, position: int, gradient: Tensor | None) -> bool:
-        """Whether what AccumulateGrad has stored is not, or not only, what was computed.
+    def _is_another(self, position: int, gradient: Tensor | None) -> bool:
+        """Whether what AccumulateGrad has stored is seen to be not, or not only, what was computed.
 
-        A compiler may return another tensor object than it computes. Both are new then, and have the version 0.
+        A compiler may return another tensor object than it computes. Both are new then, and have the version 0. What
+        only values tell is left for `read`: the device may not have computed them yet, and nobody waits for it here.
         """
-        return (
+        if (
             gradient is None
             or gradient.data_ptr() != self._aliases[position].data_ptr()
             or gradient._version != self._versions[position]
-            or (self._values is not None and not _have_equal_values(gradient, self._values[position]))
-        )
-
-
-def _have_equal_values(left: Tensor, right: Tensor) -> bool:
-    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+        ):
+            return True
+        if self._values is not None:
+            # Not a hash in the place of a copy: one that sees signs and permutations takes as much memory to compute.
+            are_equal = gradient.isclose(self._values[position], rtol=0, atol=0, equal_nan=True).all()
+            self._comparisons.append((position, are_equal))
+        return False
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -33,11 +33,13 @@ gradient. Its values tell, since what is written through ``gradient.data`` shows
 Note [Hooks that nobody sees]
 Hooks on a parameter can be seen, those on its AccumulateGrad node cannot. A hook before the node may write through
 ``gradient.data``, so values are compared in iterations that teach, and in the first iteration after somebody has
-registered a hook, of whatever kind. What such a hook does later than that goes unnoticed.
+registered a hook, of whatever kind. What such a hook does later than that goes unnoticed. The device compares them as
+they arrive; the host hears of all of them at once, when the ranks tell each other.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -227,11 +229,11 @@ class EarlyLaunch(NoEarlyLaunch):
         return computed.is_launched
 
     def hand_over_for_now(self) -> None:
+        self._compare()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
             if computed is None or not computed.is_launched or bucket.iteration.own is not None:
                 continue
-            computed.compare()
             if computed.holds_its_own:
                 bucket.iteration.own = [own.clone() for own in computed.own_gradients()]
             else:
@@ -258,11 +260,11 @@ class EarlyLaunch(NoEarlyLaunch):
             bucket that cannot be launched again; one for each that does not have one contributor.
         """
         is_shadow = self._queue.is_shadow  # which has nothing to say
+        self._compare()
         late, cannot, has_more = bytearray(len(self._parameters)), bytearray(), bytearray()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
             if computed is not None and computed.is_launched:
-                computed.compare()
                 for index in computed.late:
                     late[index] = 1
             holds_its_own = is_shadow or _holds_its_own(bucket)
@@ -270,6 +272,19 @@ class EarlyLaunch(NoEarlyLaunch):
             has_one = is_shadow or (computed is not None and computed.has_one_contributor)
             has_more.append(self.is_learning and not has_one)
         return late + cannot + has_more
+
+    def _compare(self) -> None:
+        """See what has become of the gradients that were computed; reads from each device once, if at all."""
+        unread: dict[torch.device, list[tuple[ComputedBucket, list[Tensor]]]] = {}
+        for bucket in self._set.buckets:
+            computed = bucket.iteration.computed
+            if computed is not None and (comparisons := computed.compare()):
+                unread.setdefault(comparisons[0].device, []).append((computed, comparisons))
+        for of_device in unread.values():
+            flat = torch.stack([each for _, comparisons in of_device for each in comparisons])
+            are_equal = iter(flat.tolist())
+            for computed, comparisons in of_device:
+                computed.read(itertools.islice(are_equal, len(comparisons)))
 
     def verdict(self, said: Sequence[int]) -> Verdict:
         """What has to be done about this iteration.

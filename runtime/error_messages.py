@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ddp_compile import torch_internals
@@ -272,6 +273,16 @@ def manual_finalization_in_backward(rank: int, required: bool) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: require_manual_backward_finalization = {required} was set while a backward has not been"
         " completed; set it before a forward, or behind finalize_backward()"
+    )
+
+
+def captured(rank: int, what: str, device: torch.device) -> ReplicationError:
+    """Something of an iteration would be recorded once and replayed without what Python does in each iteration."""
+    return ReplicationError(
+        f"rank {rank}: {what} while work for {device} is being captured into a graph"
+        " (torch.cuda.graph). A replay repeats kernels and collectives, but not what the ranks tell each other in each"
+        " iteration, so nobody would notice ranks that part. Call it outside of the capture; mode='reduce-overhead'"
+        " records what lies between the collectives"
     )
 
 

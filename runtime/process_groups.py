@@ -29,7 +29,7 @@ def group_of(
     """
     timeout = torch_internals.group_timeout(like, device)
     name = name_from_rank_0(like, device) if name is None else name
-    with torch_internals.groups_named(f"ddp_compile_{name}_{ranks[0]}"):
+    with torch_internals.groups_of_some_ranks(f"ddp_compile_{name}_{ranks[0]}"):
         group = dist.new_group(list(ranks), timeout, dist.get_backend(like), use_local_synchronization=True)
     assert group is not None
     return group

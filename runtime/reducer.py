@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from ddp_compile import torch_internals
 from ddp_compile.errors import GradientArrivalError
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.backward_passes import BackwardPasses, BackwardsAlone
@@ -130,6 +130,16 @@ class Reducer:
 
     # A forward.
 
+    def refuse_capture(self, what: str) -> None:
+        """Raise a ReplicationError if a graph is being captured, whose replays would pass the reducer by.
+
+        Args:
+            what: What comes, before anything of it has been sent.
+        """
+        device = self.parameters[0].device
+        if streams.is_capturing(device):
+            raise error_messages.captured(self.rank, what, device)
+
     def prepare_for_backward(self, synchronize: bool) -> None:
         """Say before a forward whether a backward that follows it is to be reduced.
 
@@ -238,6 +248,7 @@ class Reducer:
         """
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
+            self.refuse_capture("a backward of a replicated module")
             # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
             failed = self._lifecycle.on(Event.GRADIENT) is State.FAILED
             if before is State.LAUNCHED:
@@ -344,6 +355,7 @@ class Reducer:
             return
         if not self._alone.backward_ends():
             return
+        self.refuse_capture("a backward of a replicated module")
         if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
             raise error_messages.out_of_step(self.rank)
         self._monitor.backward_begins(after_forward=False)

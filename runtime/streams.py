@@ -43,6 +43,8 @@ class Backend(Protocol):
 
     def has_streams(self, device: torch.device) -> bool: ...
 
+    def is_capturing(self, device: torch.device) -> bool: ...
+
     def current(self, device: torch.device) -> Stream: ...
 
     def new(self, device: torch.device) -> Stream: ...
@@ -72,8 +74,15 @@ class _DeviceModules:
 
     def has_streams(self, device: torch.device) -> bool:
         if device.type not in self._has_streams:
-            self._has_streams[device.type] = hasattr(torch.get_device_module(device), "Stream")
+            try:
+                self._has_streams[device.type] = hasattr(torch.get_device_module(device), "Stream")
+            except RuntimeError:  # there is no such module
+                self._has_streams[device.type] = False
         return self._has_streams[device.type]
+
+    def is_capturing(self, device: torch.device) -> bool:
+        ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
 
     def current(self, device: torch.device) -> Stream:
         return torch.get_device_module(device).current_stream(device)
@@ -140,6 +149,11 @@ class Event:
 def has_streams(device: torch.device) -> bool:
     """Whether operators on a device run on streams, so that the host is ahead of them."""
     return backend.has_streams(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work for a device is being recorded into a graph, to be replayed later."""
+    return backend.has_streams(device) and backend.is_capturing(device)
 
 
 def current(device: torch.device) -> Stream | None:

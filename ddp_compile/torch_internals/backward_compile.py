@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from ddp_compile.torch_internals.dynamo import InnerBackend, right_donations
+from ddp_compile.torch_internals.dynamo import InnerBackend, order_keeping_settings, right_donations
 
 #: Called with inductor's error and the backward graph it failed at; raises if that must not run eagerly.
 AcceptFailure = Callable[[Exception, fx.GraphModule], None]
@@ -178,7 +178,7 @@ def _compile_with_inductor(
 
     name = "post_grad_custom_post_pass"
     theirs = config_patches.get(name, getattr(inductor_config, name))
-    patches = {**config_patches, name: _with_cache_key(theirs, edit.cache_key)}
+    patches = {**order_keeping_settings(), **config_patches, name: _with_cache_key(theirs, edit.cache_key)}
     with right_donations(gm):
         return compile_fx(gm, inputs, inner_compile=_edited(inner_compile, edit), config_patches=patches)
 

@@ -59,8 +59,28 @@ def inner_backend(
     # torch.compile pops what it uses itself from the dict; work on a copy, the caller's stays as it is.
     options = dict(options) if options is not None else None
     if backend == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        return torch._TorchCompileInductorWrapper(mode, {**order_keeping_settings(), **(options or {})}, dynamic)
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+
+#: Of inductor, by name. Its pass "simple_overlap" moves collectives to earlier places. It keeps the order of those that
+#: it knows, and operators that launch buckets are none of them (on by default in nightlies of torch 2.14).
+_KEEP_ORDER = {"aten_distributed_optimizations.enable_simple_overlap": False}
+
+
+def order_keeping_settings() -> dict[str, Any]:
+    """Settings with which inductor keeps the order of what communicates, but for those that do not have their default.
+
+    Options of ``torch.compile`` for that are the caller's to respect.
+    """
+    from torch._inductor import config
+
+    known: Any = config.get_config_copy()
+    entries: Any = config._config  # type: ignore[attr-defined]
+    # Not ``_is_default``: after a first compilation with options, torch takes their old values for the user's.
+    return {
+        name: value for name, value in _KEEP_ORDER.items() if name in known and known[name] == entries[name].default
+    }
 
 
 def known_modes() -> list[str]:

@@ -85,24 +85,41 @@ def backend_name(process_group: Any, device: torch.device) -> str:
         return str(process_group.name())
 
 
+def device_types(process_group: Any) -> list[str]:
+    """Kinds of devices whose tensors the process group sends, as "cpu"; none for a group that is written in Python."""
+    return sorted(device.type for device in process_group._device_types)
+
+
 _making_groups = threading.Lock()
 
 
 @contextlib.contextmanager
-def groups_named(name: str) -> Iterator[None]:
-    """Inside, ``new_group(use_local_synchronization=True)`` gives the group this name, which its ranks have agreed on.
+def groups_of_some_ranks(name: str) -> Iterator[None]:
+    """Inside, ``new_group(use_local_synchronization=True)`` needs the ranks of the new group and nobody else.
 
-    Its own names follow from how many groups a rank has, or has made so far. So it waits for ever where one has made
-    more of them than another, as the leader of a node has; and where groups of some ranks count, later ones of all do
-    not find each other.
+    Torch's own names of such groups follow from how many groups a rank has, or has made so far. A rank that has made
+    more groups than another, as the leader of a node has, would wait forever. Groups that only some ranks make would
+    count too, so that later ones of all ranks do not find each other. Inside, the group gets ``name``, on which its
+    ranks have agreed, and is not counted.
+
+    If the default group has a bound device (``init_process_group(device_id=...)``), ``new_group`` splits the new
+    communicator from that of the default group and connects at once. ``ncclCommSplit`` needs every rank of the default
+    group, but those outside of the new group never come here. ``new_group`` has no argument against that (its
+    ``device_id=None`` means the default group's device), so the default group, an object of this process, has no bound
+    device inside. The new group then has none either: its communicator is made among its own ranks, at its first
+    collective.
     """
     c10d: Any = torch.distributed.distributed_c10d
+    default_group: Any = torch.distributed.group.WORLD
     with _making_groups:
         name_by_ranks, group_count = c10d._hash_ranks_to_str, c10d._world.group_count
+        bound_device = default_group.bound_device_id
         c10d._hash_ranks_to_str = lambda ranks: name
+        default_group.bound_device_id = None
         try:
             yield
         finally:
+            default_group.bound_device_id = bound_device
             c10d._hash_ranks_to_str, c10d._world.group_count = name_by_ranks, group_count
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from ddp_compile import torch_internals
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import ReplicationError
 from ddp_compile.module import ReplicatedModule
 from ddp_compile.replicated_class import defines, names_taken
+from ddp_compile.runtime import streams
 from ddp_compile.sharded_submodules import names_sharded
 from ddp_compile.validation.replicated_parameters import reduced_parameters
 from ddp_compile.validation.wrappers import refuse_wrappers_inside
@@ -38,6 +42,53 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
             f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
             " replicate a module that holds this one"
         )
+
+
+def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dist.ProcessGroup) -> None:
+    """Refuse tensors that the process group cannot send, and devices for which the reducer was not written.
+
+    Autograd has a thread for each accelerator, and another one for the CPU. The reducer counts gradients without a
+    lock, so those that it reduces have to come on one thread: lie on one device.
+
+    Raises:
+        ReplicationError: Names the device, and the first tensor on it that would be sent.
+    """
+    reduced: dict[torch.device, str] = {}
+    for name, parameter in reduced_parameters(module, config.parameters_to_ignore | names_sharded(module)).items():
+        reduced.setdefault(parameter.device, name)
+    if len(reduced) > 1:
+        places = ", ".join(f"{name} is on {device}" for device, name in reduced.items())
+        raise ReplicationError(
+            f"rank {process_group.rank()}: {places}; a module is reduced from one device. Move all of it there, start a"
+            " rank for each device, or call ddp_compile on each part that lies on one device"
+        )
+    types = torch_internals.device_types(process_group)
+    first_on: dict[torch.device, str] = {}
+    for name, tensor in _sent(module, config):
+        first_on.setdefault(tensor.device, name)
+    for device, name in first_on.items():
+        where = f"rank {process_group.rank()}: {name} is on {device}"
+        if device.type != "cpu" and not streams.has_streams(device):
+            raise ReplicationError(
+                f"{where}, and torch.{device.type} has no streams, by which gradients that are still being computed"
+                " are sent in the right order; move the module to the CPU, or to an accelerator with streams"
+            )
+        if types and device.type not in types:
+            raise ReplicationError(
+                f"{where}, and the process group sends tensors on {' and '.join(types)} only"
+                f" (backend {dist.get_backend(process_group)!r}); move the module, or pass a process group with a"
+                f" backend for {device.type}, as init_process_group('cpu:gloo,cuda:nccl') makes one for both"
+            )
+
+
+def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Tensor]]:
+    """What goes from rank to rank, by name, but for what FSDP2 sends itself."""
+    not_sent = config.parameters_to_ignore | names_sharded(module)
+    yield from reduced_parameters(module, not_sent).items()
+    if config.init_sync:
+        yield from ((name, tensor) for name, tensor in module.named_parameters() if name not in not_sent)
+    if config.init_sync or config.broadcast_buffers:
+        yield from ((name, tensor) for name, tensor in module.named_buffers() if name not in not_sent)
 
 
 def names_to_ignore(names: Iterable[str]) -> frozenset[str]:

@@ -6,6 +6,9 @@ from typing import Any, Protocol
 
 from ddp_compile.errors import KernelUnavailableError
 
+# As cuDriverGetVersion gives it. Older drivers take 4 KiB of arguments; the largest of PACK_SIZES needs 32 KiB.
+OLDEST_DRIVER = 12010
+
 
 class Driver(Protocol):
     """What `KernelDevice` needs of one device; the tests have one that runs the kernels on the CPU."""
@@ -28,12 +31,21 @@ class CudaDriver:
 
     Args:
         ordinal: The device's number, as in ``torch.device("cuda", ordinal)``. torch has initialized CUDA already.
+
+    Raises:
+        KernelUnavailableError: The driver is too old, or refuses a call.
     """
 
     def __init__(self, ordinal: int) -> None:
         from cuda.bindings import driver
 
         self._api: Any = driver
+        (version,) = self._call("cuDriverGetVersion")
+        if version < OLDEST_DRIVER:
+            raise KernelUnavailableError(
+                f"the kernels need a driver for CUDA {_text(OLDEST_DRIVER)} or newer, this one is for {_text(version)};"
+                " install a newer one"
+            )
         (device,) = self._call("cuDeviceGet", ordinal)
         # Never released: torch keeps the primary context alive for as long as the process lives.
         (self._context,) = self._call("cuDevicePrimaryCtxRetain", device)
@@ -85,3 +97,7 @@ class CudaDriver:
         if int(status) != 0:
             raise KernelUnavailableError(f"{name} failed: {status.name}")
         return tuple(results)
+
+
+def _text(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

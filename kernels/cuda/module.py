@@ -20,7 +20,7 @@ from ddp_compile.kernels.cuda import binary_cache
 from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, Arguments
 from ddp_compile.kernels.cuda.compiler import OPTIONS, Compiler
 from ddp_compile.kernels.cuda.driver import CudaDriver, Driver
-from ddp_compile.kernels.cuda.programs import PROGRAM_OF, STATS_KERNEL, Program, headers
+from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, Program, headers
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ def _open_or_reason(ordinal: int) -> KernelDevice | str:
             properties.multi_processor_count,
             properties.name,
         )
-        # The smallest program shows whether compiling, loading and the cache work.
-        device.prepare(STATS_KERNEL)
+        # Shows whether compiling, loading and the cache work, with the largest arguments that a kernel takes.
+        device.prepare(LARGEST_KERNEL)
     except KernelUnavailableError as error:
         return str(error)  # executors.py warns of it
     device.name = f"{properties.name}, {binaries}"

@@ -57,6 +57,9 @@ def move_kernel(source: str, destination: str, pack_size: int) -> str:
 
 STATS_KERNEL = "add_partials_of_move"
 
+# One of those with the largest arguments, of the program that most jobs need.
+LARGEST_KERNEL = move_kernel("Float32", "Float32", PACK_SIZES[-1])
+
 
 def _move_program(source: str, destination: str) -> Program:
     return Program(

@@ -21,11 +21,11 @@ class CollectiveChain(CommAlgorithm):
     """One after the other, for each bucket; to derive from, with a generator `reduce` of what is done to a bucket.
 
     If a collective's ``wait()`` blocks the host, as gloo's does, the next collective of a bucket starts when the next
-    bucket is launched, or before the reducer waits; those of the last bucket start at once. So a transfer is hidden
-    behind the backward that goes on meanwhile. Each rank starts them in the same order for one module, but at no certain
-    place among what else it sends in its backward: collectives of another module, or of the user. So a chain of several
-    has a process group of its own. If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once,
-    on a stream of the algorithm's own.
+    bucket is launched, or before the reducer waits; those of the last bucket start at once. So the backward goes on
+    during a transfer. Each rank starts them in the same order for one module, but at no certain place among what else
+    it sends in its backward: collectives of another module, or of the user. So a chain of several has a process group
+    of its own. If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the
+    algorithm's own.
 
     Args:
         process_group: The ranks to reduce over.
@@ -59,7 +59,7 @@ class CollectiveChain(CommAlgorithm):
             self.process_group = group_of(ranks, self.process_group, parameters[0].device)
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start the first collective of a bucket, after the last one of the bucket before; see the class for the others.
+        """Start the first collective of a bucket, after the last one of the bucket before; the class says when the others.
 
         Raises:
             ReductionError: What was under way has failed.

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.bucket import Bucket
@@ -236,6 +236,9 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_begins(self) -> None:
         """The optimizer is about to step the pieces."""
+        device = self.buckets[0].flat.device
+        if streams.is_capturing(device):
+            raise error_messages.captured(self._rank, "a step of a sharded optimizer", device)
         self.gathered.refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
         self._before_gradients_are_read("optimizer.step()")

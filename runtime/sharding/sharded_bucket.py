@@ -155,8 +155,9 @@ class ShardedBucket:
             if parameter.device.type == "cpu" and parameter.is_shared():
                 raise ReplicationError(
                     f"rank {rank}: {self.spec.gradients[i].fqn} has been moved into memory that other processes share,"
-                    " which a sharded optimizer would not write. Let them have a copy of the model that shares memory,"
-                    " written behind steps: copy.load_state_dict(model.state_dict()); p.data = p.data.clone() undoes it"
+                    " which a sharded optimizer would not write. Send p.detach().clone(), or let them have a copy of"
+                    " the model that shares memory, written after steps: copy.load_state_dict(model.state_dict());"
+                    " p.data = p.data.clone() undoes it"
                 )
             with torch.no_grad():
                 place.copy_(parameter)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from device_tensors import on_gpu
 from residual_layers import ONE_LAYER_MIB, WIDTH, ResidualLayers
 
-from ddp_compile import ddp_compile
+from ddp_compile import ReplicationError, ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = [*on_gpu, pytest.mark.inductor]
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_the_plain_module(mode: str, split: str, nccl_gro
 def test_the_host_never_waits_for_the_device_in_a_backward(
     settings: dict[str, bool], split: str, nccl_group: None
 ) -> None:
-    """But in iterations that teach, 1, 2, 4 and 8, whose values are compared."""
+    """But once in iterations that teach, 1, 2, 4 and 8, to read whether values were equal."""
     model = ddp_compile(ResidualLayers().cuda(), bucket_cap_mb=ONE_LAYER_MIB, split=split, **settings)
     model.register_comm_hook(None, allreduce_hook)
     for iteration in range(1, 8):
@@ -62,3 +62,12 @@ def test_the_host_never_waits_for_the_device_in_a_backward(
             loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_forward_is_refused(nccl_group: None) -> None:
+    model = ddp_compile(ResidualLayers().cuda(), backend="eager")
+    x = torch.randn(8, WIDTH, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ReplicationError, match="while work for cuda:0 is being captured"), torch.cuda.graph(graph):
+        model(x)
+    model(x).square().sum().backward()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import RankPool
-from test_sharded_optimizer import CAP_MB, WIDTH, batch
+from test_sharded_optimizer import CAP_MB, WIDTH, batch, plain
 from test_sharded_parameters import make
 from torch import Tensor, nn
 
@@ -181,6 +182,23 @@ def test_memory_that_is_shared_with_trained_parameters_is_refused_by_name(ranks:
         for place, (text, part) in enumerate(zip(said, expected, strict=True)):
             assert f"ReplicationError: rank {1 if 3 <= place < 6 else rank}: " in text and part in text
             assert part != shared or names in text
+
+
+@torch.compiler.set_stance("force_eager")
+def sent_to_another_process() -> str:
+    """What the step after says, if a parameter itself goes to a queue of torch.multiprocessing."""
+    model, optimizer = make()
+    for step in range(3):
+        plain(model, optimizer, step)
+        ForkingPickler.dumps([parameter.detach().clone() for parameter in model.parameters()])
+    ForkingPickler.dumps(model.layers[0].weight)
+    return said_by(lambda: plain(model, optimizer, 3))
+
+
+def test_copies_of_parameters_may_go_to_another_process_and_parameters_may_not(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(sent_to_another_process)):
+        assert f"ReplicationError: rank {rank}: layers.0.weight has been moved into memory" in said
+        assert "Send p.detach().clone()" in said
 
 
 @torch.compiler.set_stance("force_eager")

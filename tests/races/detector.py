@@ -5,9 +5,12 @@ stream each one runs on, what it reads and writes, and which streams have waited
 bytes, of which one writes, are a race unless a chain of waits leads from the first to the second. So a race is found
 whether or not it would have changed a result.
 
-Memory is known by address: two tensors on the same bytes conflict, whatever storages they have. When a storage goes, its
-allocator may hand the bytes out again to whatever the stream that allocated them does next: that counts as a write
+Memory is known by address: two tensors on the same bytes conflict, whatever storages they have. When a storage goes,
+its allocator may hand the bytes out again to whatever the stream that allocated them does next: that counts as a write
 there, after all streams that the allocator was told of (``record_stream``).
+
+Not seen: kernels themselves, the order in which inductor's kernels are launched, CUDA graphs, what NCCL needs of a
+device, and the engine's threads.
 """
 
 from __future__ import annotations
@@ -318,4 +321,3 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     begin = _address_of(tensor)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()
-

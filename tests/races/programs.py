@@ -168,9 +168,7 @@ def alternating_unused(stage: Stage) -> None:
 def delayed(stage: Stage) -> None:
     module = Layers()
     names = [(name, parameter) for name, parameter in module.named_parameters() if name.startswith("first")]
-    model = replicated(
-        stage, module, delay_all_reduce_named_params=names, param_to_hook_all_reduce=module.last.weight
-    )
+    model = replicated(stage, module, delay_all_reduce_named_params=names, param_to_hook_all_reduce=module.last.weight)
     stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
     stage.end(model)
 
@@ -314,9 +312,7 @@ PROGRAMS: dict[str, Program] = {
     "bf16 hook": partial(with_comm_hook, name="bf16_compress_hook"),
     "PowerSGD hook": partial(with_comm_hook, name="powerSGD"),
     "wire dtype": partial(with_algorithm, algorithm=GradientAllReduce(wire_dtype=torch.bfloat16)),
-    "hierarchical, one node": partial(
-        with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True
-    ),
+    "hierarchical, one node": partial(with_algorithm, algorithm=GradientAllReduce(hierarchical=True), node_of_two=True),
     "hierarchical, two nodes": partial(with_algorithm, algorithm=ByteGrad(hierarchical=True), node_of_two=False),
     "ByteGrad": partial(with_algorithm, algorithm=ByteGrad()),
     "ByteGrad, eager end": partial(with_algorithm, algorithm=ByteGrad(), make=partial(Layers, "eager")),
@@ -324,9 +320,7 @@ PROGRAMS: dict[str, Program] = {
     "decentralized": partial(with_algorithm, algorithm=Decentralized()),
     "shift one": partial(with_algorithm, algorithm=Decentralized(peer_selection="shift_one")),
     "ring": partial(with_algorithm, algorithm=LowPrecisionDecentralized()),
-    "ring, one node": partial(
-        with_algorithm, algorithm=LowPrecisionDecentralized(hierarchical=True), node_of_two=True
-    ),
+    "ring, one node": partial(with_algorithm, algorithm=LowPrecisionDecentralized(hierarchical=True), node_of_two=True),
     "local SGD": partial(with_algorithm, algorithm=LocalSGD(period=2)),
     "asynchronous average": asynchronous,
     "switched algorithms": switched,

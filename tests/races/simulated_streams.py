@@ -67,6 +67,9 @@ class SimulatedStreams:
     def has_streams(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
+    def is_capturing(self, device: torch.device) -> bool:
+        return False
+
     def current(self, device: torch.device | None = None) -> int:
         stack, backward = self._stack(), self._backward()
         if backward is None or len(stack) > backward.depth:

@@ -149,7 +149,9 @@ class Stage:
         def accumulate(parameter: Parameter) -> int:
             if roles.accumulate != "accumulate":
                 return self.stream(roles.accumulate)
-            return self.stream("accumulate 0" if self._places[id(parameter)] < len(self._places) // 2 else "accumulate 1")
+            return self.stream(
+                "accumulate 0" if self._places[id(parameter)] < len(self._places) // 2 else "accumulate 1"
+            )
 
         with self._streams.backward(self.stream(roles.forward), accumulate) as join:
             loss.register_hook(lambda _: torch_internals.queue_backward_callback(join))

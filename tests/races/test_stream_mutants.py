@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import torch
 from programs import PROGRAMS
 from rank_pool import RankPool
-from simulated_streams import ROOT, Site
+from simulated_streams import Site
 from stage import DISTINCT, perform
 
 Ranks = Callable[[int], RankPool]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddp_compile import ddp_compile
-from ddp_compile.config import DDP_ARGUMENTS_REPLACED
+from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile.config import DDP_ARGUMENTS_REPLACED, ReplicateConfig
+from ddp_compile.validation.module_checks import check_devices, resolve_process_group
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,63 @@ def test_a_module_that_cannot_be_replicated_is_refused(
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         ddp_compile(make())
     assert isinstance(refused.value, RuntimeError)
+
+
+class BufferElsewhere(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        with FakeTensorMode():
+            self.register_buffer("elsewhere", torch.ones(2, device="xpu"))
+
+
+def on(device: str) -> nn.Module:
+    """As if there were such a device."""
+    with FakeTensorMode():
+        return nn.ParameterDict({"weight": torch.empty(3, device=device)})
+
+
+NOT_ON_XPU = "is on xpu:0, and the process group sends tensors on cpu and cuda only (backend 'gloo')"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: on("mps"), "rank 0: weight is on mps:0, and torch.mps has no streams"),
+        (lambda: on("xpu"), f"rank 0: weight {NOT_ON_XPU}"),
+        (BufferElsewhere, f"rank 0: elsewhere {NOT_ON_XPU}"),
+    ],
+)
+def test_a_device_that_cannot_be_sent_from_is_refused(
+    make: Callable[[], nn.Module], said: str, single_rank_group: None
+) -> None:
+    with pytest.raises(ReplicationError, match=re.escape(said)):
+        ddp_compile(make())
+
+
+def test_a_module_on_two_devices_is_refused(single_rank_group: None) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), on("xpu"))
+    with pytest.raises(
+        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; a module is reduced"
+    ):
+        ddp_compile(module)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_sent"),
+    [
+        ({"init_sync": False, "broadcast_buffers": False}, False),
+        ({"parameters_to_ignore": frozenset({"elsewhere"})}, False),
+        ({"init_sync": False}, True),
+        ({"broadcast_buffers": False}, True),
+    ],
+)
+def test_what_is_not_sent_may_be_on_any_device(
+    settings: dict[str, Any], is_sent: bool, single_rank_group: None
+) -> None:
+    config = ReplicateConfig(caps_bytes=(1,), **settings)
+    group = resolve_process_group(None, None)
+    with pytest.raises(ReplicationError, match="elsewhere") if is_sent else nullcontext():
+        check_devices(BufferElsewhere(), config, group)
 
 
 class CatchAll(nn.Linear):

@@ -32,6 +32,9 @@ class FakeDriver:
     def enter(self, context: int | None) -> None:
         self._library.cuCtxSetCurrent(context)
 
+    def set_version(self, version: int) -> None:
+        self._library.fake_set_version(version)
+
     def last_stream(self) -> int:
         return int(self._library.fake_last_stream())
 
@@ -102,6 +105,13 @@ def main(libcuda: str, folder: Path) -> None:
         assert "a CUDA kernel could not be launched: CUDA_ERROR_INVALID_VALUE" in str(error)
     else:
         raise AssertionError("a launch that the driver refuses went through")
+    fake.set_version(12000)
+    try:
+        CudaDriver(0)
+    except KernelUnavailableError as error:
+        assert "need a driver for CUDA 12.1 or newer, this one is for 12.0" in str(error)
+    else:
+        raise AssertionError("a driver that takes no 32 KiB of arguments was taken")
     print("all checks passed")
 
 

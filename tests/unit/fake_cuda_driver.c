@@ -13,11 +13,12 @@ enum { MODE_GLOBAL = 0, MODE_RELAXED = 2 };
 static char primary_contexts[4];  // only their addresses count
 static __thread void* current_context;
 static __thread int capture_mode = MODE_GLOBAL;
+static int driver_version = 13000;
 static uint64_t last_stream;
 static unsigned last_block[3];
 
 EXPORT int cuInit(unsigned flags) { return flags; }
-EXPORT int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
+EXPORT int cuDriverGetVersion(int* version) { return *version = driver_version, SUCCESS; }
 EXPORT int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal < 4 ? SUCCESS : INVALID_VALUE; }
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = primary_contexts + device;
@@ -53,6 +54,7 @@ EXPORT int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, un
   return run(parameters, x) == 0 ? SUCCESS : LAUNCH_FAILED;
 }
 
+EXPORT void fake_set_version(int version) { driver_version = version; }
 EXPORT uint64_t fake_last_stream(void) { return last_stream; }
 EXPORT unsigned fake_last_num_threads(void) { return last_block[0]; }
 EXPORT void* fake_current_context(void) { return current_context; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_choice import Asked
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddp_compile import kernels
+from ddp_compile.kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -187,3 +191,27 @@ def test_the_averaging_update_refuses(asked: Asked) -> None:
         with pytest.raises(ValueError, match=message):
             asked.average_into(x, total, copy, count)
     assert x.tolist() == [1, 1, 1, 1]
+
+
+class NoneOnTheHost(TorchDispatchMode):
+    """Refuses tensors on the host, from which a device would copy while the host waits."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            assert not (isinstance(value, Tensor) and value.is_cpu), f"{function} has a tensor on the host"
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_copies_nothing_from_the_host(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("torch.tensor copies from the host"))
+    x, total, copy = (torch.empty(1000, dtype=dtype, device="meta") for _ in range(3))
+    rows = torch.empty(2, reference.row_bytes(500), dtype=torch.uint8, device="meta")
+    with NoneOnTheHost():
+        reference.minmax_u8_compress(x, rows)
+        reference.minmax_u8_decompress(rows, x)
+        reference.minmax_u8_decompress(rows, x, accumulate=True)
+        reference.average_into(x, total, copy, 3)
+        reference.scale_into([x, total], [total, copy], 0.5)
+        reference.stats_of([x], [total], 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,11 @@ from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels import executors
 from ddp_compile.kernels.cuda import binary_cache, module
 from ddp_compile.kernels.cuda.compiler import Compiler
+from ddp_compile.kernels.cuda.driver import CudaDriver
 from ddp_compile.kernels.cuda.module import KernelDevice
-from ddp_compile.kernels.cuda.programs import PROGRAMS, STATS_KERNEL, Program
+from ddp_compile.kernels.cuda.programs import LARGEST_KERNEL, PROGRAM_OF, PROGRAMS, STATS_KERNEL, Program
 
+LARGEST = PROGRAM_OF[LARGEST_KERNEL].name
 NO_DEVICE = "torch sees no CUDA device|was built without CUDA"
 
 
@@ -38,6 +41,26 @@ class CountingDriver:
 
     def launch(self, *_: Any) -> None:
         raise AssertionError("nothing is launched here")
+
+
+class CountingApi:
+    """Of ``cuda.bindings.driver``, what finds a device and loads a module."""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.loaded: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: (0, 1)
+
+    def cuDriverGetVersion(self) -> tuple[int, int]:
+        return 0, self.version
+
+    def cuModuleLoadData(self, binary: bytes) -> tuple[int, int]:
+        self.loaded.append(binary)
+        return 0, 1
 
 
 class FakeCompiler:
@@ -101,10 +124,10 @@ def test_looking_at_the_status_loads_no_bindings_where_there_is_no_device() -> N
 
 def test_the_description_names_what_runs(cuda_machine: type[FakeCompiler], tmp_path: Path) -> None:
     assert module.description() == f"Device X, sm_90, NVRTC 13.0, first kernel compiled into {tmp_path / 'cuda'}"
-    assert cuda_machine.compiled == ["statistics"]
+    assert cuda_machine.compiled == [LARGEST]
     module._devices.clear()
     assert module.description() == f"Device X, sm_90, NVRTC 13.0, first kernel read from {tmp_path / 'cuda'}"
-    assert cuda_machine.compiled == ["statistics"]
+    assert cuda_machine.compiled == [LARGEST]
 
 
 def test_another_source_nvrtc_or_architecture_is_another_binary(
@@ -125,7 +148,7 @@ def test_another_source_nvrtc_or_architecture_is_another_binary(
     reopen()
     assert len(cuda_machine.compiled) == 3
     monkeypatch.setattr(cuda_machine, "target", lambda self, capability: "sm_100")
-    assert reopen() == b"statistics for sm_100"
+    assert reopen() == f"{LARGEST} for sm_100".encode()
     assert len(cuda_machine.compiled) == 4
     reopen()
     assert len(cuda_machine.compiled) == 4
@@ -138,20 +161,64 @@ def test_a_device_that_cannot_be_used_is_not_tried_again(
 
     def fail(self: FakeCompiler, program: Program, target: str) -> bytes:
         attempts.append(program.name)
-        raise KernelUnavailableError("NVRTC 13.0 cannot compile statistics: error")
+        raise KernelUnavailableError("NVRTC 13.0 cannot compile it: error")
 
     monkeypatch.setattr(cuda_machine, "compile", fail)
     for _ in range(2):
-        with pytest.raises(KernelUnavailableError, match=r"^NVRTC 13\.0 cannot compile statistics: error$"):
+        with pytest.raises(KernelUnavailableError, match=r"^NVRTC 13\.0 cannot compile it: error$"):
             module.description()
-    assert attempts == ["statistics"]
+    assert attempts == [LARGEST]
+
+
+def reason_of_the_reference(caplog: pytest.LogCaptureFixture) -> str:
+    """Why torch's own operations move CUDA tensors, as the registry, the warning and the error say it."""
+    device = torch.device("cuda", 0)
+    assert executors.choose(device, [torch.float32], None) == "reference"
+    (reason,) = {row.reason for row in kernels.status() if row.device_type == "cuda"}
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert warning == f"gradients on cuda:0 are moved by torch's own operations: {reason}"
+    with pytest.raises(KernelUnavailableError) as raised:
+        executors.choose(device, [torch.float32], "cuda")
+    assert str(raised.value) == f"implementation='cuda' is not available: {reason}"
+    return reason
+
+
+@pytest.mark.parametrize(("version", "is_too_old"), [(12000, True), (12010, False), (13000, False)])
+def test_a_driver_that_takes_small_arguments_only_is_not_used(
+    cuda_machine: type[FakeCompiler],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: int,
+    is_too_old: bool,
+) -> None:
+    api = CountingApi(version)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=api))
+    monkeypatch.setattr(module, "CudaDriver", CudaDriver)
+    if is_too_old:
+        reason = reason_of_the_reference(caplog)
+        assert reason == "the kernels need a driver for CUDA 12.1 or newer, this one is for 12.0; install a newer one"
+    else:
+        assert executors.choose(torch.device("cuda", 0), [torch.float32], None) == "cuda"
+        assert api.loaded == [f"{LARGEST} for sm_90".encode()]
+
+
+def test_a_compiler_that_takes_small_arguments_only_is_not_used(
+    cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_small(self: FakeCompiler, program: Program, target: str) -> bytes:
+        if program.header == "move.cuh":
+            raise KernelUnavailableError(f"cannot compile {program.name}: Formal parameter space overflowed")
+        return b""
+
+    monkeypatch.setattr(cuda_machine, "compile", compile_small)
+    assert reason_of_the_reference(caplog) == f"cannot compile {LARGEST}: Formal parameter space overflowed"
 
 
 def test_devices_are_apart(cuda_machine: type[FakeCompiler]) -> None:
     first, second = (module.kernel_device(torch.device("cuda", ordinal)) for ordinal in (0, 1))
     assert first is not second
     assert first is module.kernel_device(torch.device("cuda", 0)) is module.kernel_device()
-    assert cuda_machine.compiled == ["statistics"]  # the second one found it on disk
+    assert cuda_machine.compiled == [LARGEST]  # the second one found it on disk
 
 
 @pytest.mark.parametrize("unsupported", [0, 1])

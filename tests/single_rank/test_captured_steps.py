@@ -1,0 +1,118 @@
+"""A training step is not captured into a device's graph: an error by name, before anything is sent.
+
+The tests have no device that captures; what the runtime asks it is answered here.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import AlgorithmConfig, Decentralized, GradientAllReduce, LocalSGD
+from ddp_compile.runtime import streams
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
+
+def small_model() -> Any:
+    return ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend="eager")
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``capture.is_on = True`` begins one."""
+    state = SimpleNamespace(is_on=False)
+    monkeypatch.setattr(streams, "is_capturing", lambda device: state.is_on)
+    return state
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(2, 4)).sum()
+
+
+def test_a_captured_forward_is_refused_and_one_without_gradients_is_not(capture: SimpleNamespace) -> None:
+    model = small_model()
+    capture.is_on = True
+    said = r"^rank 0: a forward of a replicated module with gradients while work for cpu is being captured"
+    with pytest.raises(ReplicationError, match=said):
+        model(torch.randn(2, 4))
+    with model.no_sync(), pytest.raises(ReplicationError, match=said):
+        model(torch.randn(2, 4))
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    capture.is_on = False
+    loss_of(model).backward()
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 1])
+def test_a_captured_backward_is_refused_before_anything_is_sent(
+    num_steps_before: int, capture: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    # A comm hook lets a single rank send as several do.
+    model.register_comm_hook(None, torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    for _ in range(num_steps_before):
+        loss_of(model).backward()
+    loss = loss_of(model)
+    sent: list[str] = []
+    monkeypatch.setattr(DesyncMonitor, "backward_begins", lambda *_: sent.append("a message"))
+    monkeypatch.setattr(type(model.comm_algorithm), "launch", lambda *_: sent.append("a bucket"))
+    capture.is_on = True
+    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module while work for cpu"):
+        loss.backward()
+    assert sent == []
+
+
+def test_a_captured_backward_without_a_forward_is_refused(capture: SimpleNamespace) -> None:
+    model = small_model()
+    capture.is_on = True
+    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module"):
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shards", "said"),
+    [
+        (LocalSGD(period=1), False, "rank 0: a step of SGD, around which ranks communicate, while work for cpu"),
+        (Decentralized(), False, "rank 0: a step of SGD, around which"),
+        (GradientAllReduce(), True, "rank 0: a step of a sharded optimizer while work for cpu"),
+        (GradientAllReduce(), False, ""),
+    ],
+)
+def test_a_captured_step_is_refused_if_it_communicates(
+    algorithm: AlgorithmConfig, shards: bool, said: str, capture: SimpleNamespace
+) -> None:
+    model: Any = ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = shard_optimizer(optimizer, model) if shards else optimizer
+    loss_of(model).backward()
+    before = model.weight.detach().clone()
+    capture.is_on = True
+    with pytest.raises(ReplicationError, match=said) if said else nullcontext():
+        optimizer.step()
+    assert torch.equal(model.weight, before) == bool(said)
+    capture.is_on = False
+    loss_of(model).backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_the_device_is_asked_if_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "backend", type(streams.backend)())
+    assert not streams.has_streams(torch.device("xla"))  # torch has no module of that name
+    modules = {
+        "cuda": SimpleNamespace(is_current_stream_capturing=lambda: True, Stream=None),
+        "mtia": SimpleNamespace(Stream=None),
+        "mps": SimpleNamespace(),
+    }
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
+    devices = [torch.device(kind) for kind in ("cpu", "cuda", "mtia", "mps")]
+    assert [streams.is_capturing(device) for device in devices] == [False, True, False, False]
+    assert [streams.has_streams(device) for device in devices] == [False, True, True, False]

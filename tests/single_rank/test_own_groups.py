@@ -1,0 +1,57 @@
+"""Process groups of our own beside a default group with a bound device, as ``init_process_group(device_id=...)`` has.
+
+A gloo group takes a bound CUDA device on any machine, and hands it on to new groups as an NCCL group does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_compile.runtime.process_groups import NodeGroups, group_of
+
+CPU, BOUND = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def bound_default_group(single_rank_group: None) -> Iterator[dist.ProcessGroup]:
+    default = dist.group.WORLD
+    assert default is not None
+    default.bound_device_id = BOUND
+    yield default
+
+
+@pytest.fixture
+def split_sources(monkeypatch: pytest.MonkeyPatch) -> list[dist.ProcessGroup]:
+    """The groups from which torch would have split the communicators of new ones."""
+    asked: list[dist.ProcessGroup] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+    return asked
+
+
+def test_torch_itself_would_split_them(
+    bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]
+) -> None:
+    group = dist.new_group([0], use_local_synchronization=True)
+    assert split_sources == [bound_default_group]
+    assert group.bound_device_id == BOUND
+
+
+def test_they_are_neither_split_nor_bound(
+    bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]
+) -> None:
+    named = group_of([0], bound_default_group, CPU, "agreed_on")
+    drawn = NodeGroups.of_single_ranks(bound_default_group, CPU).leaders
+    assert drawn is not None
+    assert [group.bound_device_id for group in (named, drawn)] == [None, None]
+    assert split_sources == []
+    assert bound_default_group.bound_device_id == BOUND
+
+
+def test_the_default_group_stays_bound_after_an_error(bound_default_group: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="world size"):
+        group_of([0, -1], bound_default_group, CPU, "agreed_on")
+    assert bound_default_group.bound_device_id == BOUND
