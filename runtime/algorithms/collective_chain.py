@@ -59,7 +59,7 @@ class CollectiveChain(CommAlgorithm):
             self.process_group = group_of(ranks, self.process_group, parameters[0].device)
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start the first collective of a bucket, after the last one of the bucket before; the class says when the others.
+        """Start the first collective of a bucket, after the last one of the bucket before; see the class.
 
         Raises:
             ReductionError: What was under way has failed.

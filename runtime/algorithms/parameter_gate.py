@@ -22,8 +22,8 @@ class ParameterGate:
     looked for by the parameters' versions, which writes through ``.data`` do not change.
 
     Args:
-        device: Where the parameters are. If it has streams, these wait for each other as the threads do: the host is far
-            ahead of them.
+        device: Where the parameters are. If it has streams, these wait for each other as the threads do: the host is
+            far ahead of them.
         versions: What changes, by one each, whenever the parameters are written.
         written_outside: What to raise when they were, and nobody was inside.
     """

@@ -41,8 +41,8 @@ def objection_to_messages(process_group: dist.ProcessGroup, device: torch.device
     backend = torch_internals.backend_name(process_group, device)
     if backend == "gloo" and streams.has_streams(device):
         return (
-            "it sends messages from rank to rank, for which gloo takes the CPU's tensors only, and the parameters are on"
-            f" {device}; use a process group of the device's own backend, or GradientAllReduce()"
+            "it sends messages from rank to rank, for which gloo takes tensors of the CPU only, and the parameters are"
+            f" on {device}; use a process group of the device's own backend, or GradientAllReduce()"
         )
     return ""
 

@@ -283,7 +283,6 @@ def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
     every = stage.roles
     stage.roles = every[:1]
     stage.train(model, optimizer, batch, times=9)  # agreement points at 1, 2, 4 and 8
-    stage.note_numbers_of_steps(optimizer)
     stage.roles = every
     stage.train(model, optimizer, batch, steady=True)
     stage.end(model)

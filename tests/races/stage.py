@@ -1,4 +1,4 @@
-"""Where training programs are run: streams for forward, AccumulateGrad and caller, and the steps of an ordinary loop."""
+"""Where training programs run: streams for forward, AccumulateGrad and caller, and the steps of an ordinary loop."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from simulated_group import BACKEND, Device, Launch
 from simulated_streams import DEFAULT_STREAM, SimulatedStreams, Site
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_compile import torch_internals
 from ddp_compile.runtime import streams as runtime_streams
@@ -26,8 +27,8 @@ from ddp_compile.runtime import streams as runtime_streams
 class Roles(NamedTuple):
     """On which streams one training step runs; each is "default", "side", or a name of its own.
 
-    AccumulateGrad's is the same in all steps of a model, as it is with torch; "accumulate" are two, one for each half of
-    the parameters, which meet in the middle of a bucket.
+    AccumulateGrad's is the same in all steps of a model, as it is with torch; "accumulate" are two, one for each half
+    of the parameters, which meet in the middle of a bucket.
     """
 
     forward: str
@@ -90,11 +91,6 @@ class Stage:
         for stream in self._named.values():
             self.detector.host_waits(stream)
 
-    def note_numbers_of_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Those of torch's optimizers lie in the host's memory, whatever device the parameters are on."""
-        for state in optimizer.state.values():
-            self.detector.note_host_memory(state["step"])
-
     def steps(self, times: int = 1) -> Iterator[Roles]:
         """Each of the roles, so many times; the device is idle between two of them."""
         for roles in self.roles:
@@ -114,7 +110,7 @@ class Stage:
                 self.use_memory()
 
     def use_memory(self) -> None:
-        """Between two steps, allocate on every stream: data of the next batch, and what else goes on beside training."""
+        """Between two steps, allocate on every stream: the next batch, and what else goes on beside training."""
         for stream in self._named.values():
             with self._streams.on(stream):
                 torch.zeros(1)
@@ -149,12 +145,11 @@ class Stage:
         def accumulate(parameter: Parameter) -> int:
             if roles.accumulate != "accumulate":
                 return self.stream(roles.accumulate)
-            return self.stream(
-                "accumulate 0" if self._places[id(parameter)] < len(self._places) // 2 else "accumulate 1"
-            )
+            half = 2 * self._places[id(parameter)] // len(self._places)
+            return self.stream(f"accumulate {half}")
 
         with self._streams.backward(self.stream(roles.forward), accumulate) as join:
-            loss.register_hook(lambda _: torch_internals.queue_backward_callback(join))
+            torch_internals.register_own(loss.register_hook, lambda _: torch_internals.queue_backward_callback(join))
             loss.backward()
 
     @contextmanager
@@ -219,6 +214,13 @@ def perform(program: Program, roles: list[Roles], ignored: Site | None = None, d
     group = dist.new_group(backend=BACKEND)
     stage = Stage(streams, group, roles)
     torch.manual_seed(SEED)
+
+    def note_host_memory(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for state in optimizer.state.values():  # numbers of steps, whatever device the parameters are on
+            if isinstance(number := state.get("step"), Tensor):
+                detector.note_host_memory(number)
+
+    handle = register_optimizer_step_post_hook(note_host_memory)
     real, runtime_streams.backend = runtime_streams.backend, streams
     try:
         with observing(streams):
@@ -229,6 +231,7 @@ def perform(program: Program, roles: list[Roles], ignored: Site | None = None, d
         stage.outcome.error = f"{type(error).__name__}: {error}"
     finally:
         runtime_streams.backend = real
+        handle.remove()
     stage.outcome.races = [str(race) for race in detector.races]
     stage.outcome.sites = streams.sites
     stage.outcome.launches = device.launches
