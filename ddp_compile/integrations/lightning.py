@@ -15,7 +15,7 @@ try:
     import lightning
 except ImportError as error:
     raise ImportError(
-        "ddp_compile.integrations.lightning needs Lightning: pip install 'ddp-compile[lightning]'"
+        "ddp_compile.integrations.lightning needs Lightning: pip install lightning"
     ) from error
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
