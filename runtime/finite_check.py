@@ -24,6 +24,9 @@ from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.collectives import gather_texts
 from ddp_compile.runtime.flat_buffer import non_finite_flags
 from ddp_compile.runtime.launch_queue import LaunchQueue
+from ddp_compile.runtime.local_tensors import local_tensors
+
+_NONE = torch.empty(0)  # a gradient that there is not
 
 
 class FiniteCheck:
@@ -56,8 +59,8 @@ class FiniteCheck:
         """
         if not self._queue.sends:  # nothing has been flattened, and ``.grad`` is still this rank's own
             for bucket in self._set.buckets:
-                gradients = [torch.empty(0, device=self._device) if g is None else g for g in bucket.gradients()]
-                bucket.iteration.non_finite = non_finite_flags(gradients)
+                gradients = [_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in bucket.parameters]
+                bucket.iteration.non_finite = non_finite_flags(local_tensors(gradients))
         looked_at = [(b.spec, b.iteration.non_finite) for b in self._set.buckets if b.iteration.non_finite is not None]
         if not looked_at:
             return ""

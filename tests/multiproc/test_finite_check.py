@@ -68,6 +68,12 @@ def hook_after_the_launch(model: Any, step: int, value: float) -> None:
             spoil.remove()
 
 
+def finalized_by_hand(model: Any, step: int, value: float) -> None:
+    model.require_manual_backward_finalization = True
+    plain_step(model, step, value)
+    model.finalize_backward()
+
+
 #: By step: what a gradient has, and on which rank.
 SPOILT = {0: (NAN, 1), 3: (INF, 0), 5: (NAN, 1)}
 
@@ -136,6 +142,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "copied back, lazily": {"gradient_as_bucket_view": False, "lazy_bucket_allocation": True},
     "eight bits": {"algorithm": ByteGrad()},
     "hierarchical": {"algorithm": GradientAllReduce(hierarchical=True, wire_dtype=torch.bfloat16)},
+    "finalized by hand": {"step_of": finalized_by_hand},
     "sparse gradient": {"sparse": True},
 }
 

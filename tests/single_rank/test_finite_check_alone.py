@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_net import Net, backward, replicated
+from torch import Tensor, nn
 
 from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
 from ddp_compile.algorithm_switch import refuse_settings
@@ -44,3 +45,23 @@ def test_gradients_that_do_not_pass_through_buckets_are_refused(single_rank_grou
     state = model._ddp_compile_state
     with pytest.raises(ReplicationError, match="submodules of fully_shard, which reduces their gradients"):
         refuse_settings(state.reducer.algorithm, state.config, state.buffers, True, state.process_group)
+
+
+class OneOfTwo(nn.Module):
+    """Parameters of low precision, some of which get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_parameters_without_a_gradient_are_passed_over(single_rank_group: None) -> None:
+    model = ddp_compile(OneOfTwo(), check_finite_gradients=True, find_unused_parameters=True, backend="eager")
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    model.zero_grad()
+    with pytest.raises(NonFiniteGradientError, match=r"in bucket 0 \(used.weight\)\."):
+        model(x * float("inf")).sum().backward()
