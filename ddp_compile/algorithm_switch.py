@@ -69,7 +69,7 @@ class AlgorithmSwitch:
         algorithm = build_algorithm(algorithm_config, self._process_group)
         refuse_objection(algorithm.objection(self._reduced), self._rank)
         refuse_gradients(algorithm, self._gradients, self._rank)
-        refuse_what_waits(algorithm, self._config, self._buffers, self._has_sharded, self._process_group)
+        refuse_settings(algorithm, self._config, self._buffers, self._has_sharded, self._process_group)
         before = self._reducer.algorithm
         differ = self._process_group.size() > 1 and not before.sends_gradients
         if differ and algorithm.sends_gradients and optimizers is None:
@@ -99,18 +99,31 @@ def refuse_objection(objection: str, rank: int) -> None:
         raise ReplicationError(f"rank {rank}: {objection}")
 
 
-def refuse_what_waits(
+def refuse_settings(
     algorithm: CommAlgorithm,
     config: ReplicateConfig,
     buffers: ReplicatedBuffers,
     has_sharded: bool,
     process_group: dist.ProcessGroup,
 ) -> None:
-    """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not.
+    """Refuse settings that an algorithm, or what else the module has, excludes.
 
     Raises:
         ReplicationError: Names the settings.
     """
+    _refuse_what_waits(algorithm, config, buffers, has_sharded, process_group)
+    if config.check_finite_gradients:
+        _refuse_what_is_not_checked(algorithm, config, has_sharded, process_group.rank())
+
+
+def _refuse_what_waits(
+    algorithm: CommAlgorithm,
+    config: ReplicateConfig,
+    buffers: ReplicatedBuffers,
+    has_sharded: bool,
+    process_group: dist.ProcessGroup,
+) -> None:
+    """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not."""
     if algorithm.traits.in_step or process_group.size() == 1:
         return
     names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
@@ -125,4 +138,22 @@ def refuse_what_waits(
         raise ReplicationError(
             f"rank {process_group.rank()}: with the {algorithm.name} no rank waits for another in a step, and with"
             f" {', '.join(waits)} they would; leave that out, or pass another algorithm"
+        )
+
+
+def _refuse_what_is_not_checked(
+    algorithm: CommAlgorithm, config: ReplicateConfig, has_sharded: bool, rank: int
+) -> None:
+    """Refuse ``check_finite_gradients`` if some gradients do not pass through the buckets, where they are looked at."""
+    others = []
+    if algorithm.traits.payload != "gradients":
+        others.append(f"the {algorithm.name}, which communicates parameters")
+    if has_sharded:
+        others.append("submodules of fully_shard, which reduces their gradients")
+    if config.delayed.named:
+        others.append("delay_all_reduce_named_params, whose gradients are averaged by themselves")
+    if others:
+        raise ReplicationError(
+            f"rank {rank}: check_finite_gradients=True looks at the gradients in buckets alone, and cannot be used with"
+            f" {' and '.join(others)}. Leave it out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"
         )

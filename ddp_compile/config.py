@@ -107,6 +107,7 @@ class ReplicateConfig:
         find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.
         skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
         static_graph: The same gradients come in every iteration, as often as in the first one.
+        check_finite_gradients: Every rank raises if a gradient of any rank is infinite or NaN.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
         delayed: Those that the reducer leaves out, and that are averaged all the same.
         device_mesh: The mesh that the ranks were given as, if they were.
@@ -123,6 +124,7 @@ class ReplicateConfig:
     find_unused_parameters: bool = False
     skip_all_reduce_unused_params: bool = False
     static_graph: bool = False
+    check_finite_gradients: bool = False
     parameters_to_ignore: frozenset[str] = frozenset()
     delayed: DelayedParameters = field(default_factory=DelayedParameters)
     device_mesh: DeviceMesh | None = None
@@ -145,6 +147,7 @@ class ReplicateConfig:
             "find_unused_parameters",
             "skip_all_reduce_unused_params",
             "static_graph",
+            "check_finite_gradients",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False; pass one of them")

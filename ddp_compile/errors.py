@@ -34,6 +34,13 @@ class GradientArrivalError(DDPCompileError):
     """A gradient arrived twice, or after its bucket had been launched; names the parameter."""
 
 
+class NonFiniteGradientError(DDPCompileError):
+    """With ``check_finite_gradients``, a gradient was infinite or NaN before it was reduced; names rank and parameter.
+
+    Every rank raises it at the end of the same backward, and can go on: no optimizer has stepped.
+    """
+
+
 class CompilationError(DDPCompileError):
     """A graph cannot be compiled to what it should compute, nor run eagerly; names it."""
 

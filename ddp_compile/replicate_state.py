@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_what_waits
+from ddp_compile.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_settings
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
 from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
@@ -97,7 +97,7 @@ class ReplicateState:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         gradients = describe_gradients(module, reduced)
         refuse_gradients(algorithm, gradients, process_group.rank())
-        refuse_what_waits(algorithm, config, self.buffers, bool(sharded), process_group)
+        refuse_settings(algorithm, config, self.buffers, bool(sharded), process_group)
         algorithm.attach(parameters)
         self.sharded.attach(broadcast=config.init_sync)
         region_of = region_of_parameters(list(reduced), regions)
@@ -154,6 +154,7 @@ class ReplicateState:
             find_unused_parameters=self.config.find_unused_parameters,
             skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
             static_graph=self.config.static_graph,
+            check_finite_gradients=self.config.check_finite_gradients,
             launches_in_backward=in_backward,
             algorithm=algorithm,
             monitor=self.monitor,

@@ -18,7 +18,7 @@ from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import Pending
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.bucket_iteration import BucketIteration, BucketState
-from ddp_compile.runtime.flat_buffer import FlatBuffer
+from ddp_compile.runtime.flat_buffer import FlatBuffer, non_finite_flags
 from ddp_compile.runtime.gradient_views import held_by_others
 
 
@@ -33,6 +33,7 @@ class Bucket:
         lazy_allocation: Whether the flat buffer is let go when an iteration ends, and allocated when its gradients are
             there.
         rank: This rank, for messages.
+        checks_finite: Whether `flatten` notes which gradients are infinite or NaN.
 
     The bucket owns ``flat``. The stream on which the last gradient arrived writes it, or that of a compiled backward;
     then the process group's. Its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
@@ -45,6 +46,7 @@ class Bucket:
         gradient_as_bucket_view: bool,
         lazy_allocation: bool,
         rank: int,
+        checks_finite: bool = False,
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
@@ -58,6 +60,7 @@ class Bucket:
         self.iteration = BucketIteration(self.param_indices)
         self._rank = rank
         self._lazy_allocation = lazy_allocation
+        self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
         self._accumulated_on: set[streams.Stream] = set()  # of the AccumulateGrad nodes, each of which keeps its own
@@ -158,11 +161,13 @@ class Bucket:
         if self.spec.is_sparse:
             with torch.no_grad():
                 self._sparse = gradients[0].mul_(scale)
+            if self._checks_finite:
+                self.iteration.non_finite = non_finite_flags([self._sparse])
             return
         self.iteration.flattened = gradients
         if self._accumulated_elsewhere:
             streams.used_here(gradients)
-        self._buffer.flatten(gradients, scale)
+        self.iteration.non_finite = self._buffer.flatten(gradients, scale, self._checks_finite)
 
     def contributions(self, sends: bool, undefined: UndefinedGradients) -> list[Tensor]:
         """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.

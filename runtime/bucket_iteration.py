@@ -38,6 +38,7 @@ class BucketIteration:
         "is_claimed",
         "is_left_out",
         "kept",
+        "non_finite",
         "own",
         "pending",
         "state",
@@ -54,6 +55,9 @@ class BucketIteration:
         self.computed: ComputedBucket | None = None
         #: This rank's gradients where ``.grad`` has them no longer and they may have to be sent once more.
         self.own: list[Tensor] | None = None
+        #: Which gradients of this rank were infinite or NaN when they were flattened, in the bucket's order: bool, on
+        #: their device. None if that was not looked for, or all are known to be finite.
+        self.non_finite: Tensor | None = None
         self.is_claimed = False
         self.is_left_out = False  #: whether it is not sent, since no rank uses it
         self.kept: dict[int, Tensor] = {}  # by position: what an unused parameter held in the flat buffer

@@ -146,6 +146,7 @@ class BucketSet:
                     self._settings.gradient_as_bucket_view,
                     self._settings.lazy_bucket_allocation,
                     self._process_group.rank(),
+                    self._settings.check_finite_gradients,
                 )
             bucket.spec = spec
             buckets.append(bucket)

@@ -86,10 +86,16 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
     if process_group.size() == 1:
         return
     if ranks_unlike_rank_0(algorithm.encode(), process_group, device):
-        name = _shorten(algorithm, _MOST_BYTES_OF_A_NAME).encode()
-        padded = _all_gather(name.ljust(_MOST_BYTES_OF_A_NAME, b"\0"), process_group, device)
-        names = [theirs.rstrip(b"\0").decode() for theirs in padded]
+        names = gather_texts(algorithm, process_group, device, _MOST_BYTES_OF_A_NAME)
         raise error_messages.algorithms_differ(process_group.rank(), name_values(names))
+
+
+def gather_texts(
+    text: str, process_group: dist.ProcessGroup, device: torch.device, most_bytes: int = _MOST_BYTES_OF_A_LINE
+) -> list[str]:
+    """What each rank has to say, by rank; cut off after so many bytes. Every rank calls it."""
+    line = _shorten(text, most_bytes).encode().ljust(most_bytes, b"\0")
+    return [theirs.rstrip(b"\0").decode() for theirs in _all_gather(line, process_group, device)]
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

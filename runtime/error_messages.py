@@ -11,6 +11,7 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import (
     GradientArrivalError,
     MissingGradientError,
+    NonFiniteGradientError,
     ParametersChangedError,
     RanksDifferError,
     ReductionError,
@@ -18,6 +19,7 @@ from ddp_compile.errors import (
 )
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.lifecycle import State
+from ddp_compile.runtime.rank_names import format_ranks
 
 
 def no_plan_to_agree_on(rank: int, plan: BucketPlan, error: RuntimeError) -> ReductionError:
@@ -195,6 +197,25 @@ def contributor_after_launch(
         f" another one. The reduced gradients lack it, and the buckets cannot be launched again, because {reason}."
         " Every rank has raised this: set the gradients to zero and do the step again, in which those buckets wait for"
         " all of it; or pass split='forward'"
+    )
+
+
+def not_finite(rank: int, said: Sequence[str]) -> NonFiniteGradientError:
+    """With ``check_finite_gradients``, some rank has an infinite gradient, or a NaN.
+
+    Args:
+        rank: This rank.
+        said: By rank, which gradients these are; empty if all are finite.
+    """
+    ranks_of = {text: [other for other, theirs in enumerate(said) if theirs == text] for text in said if text}
+    found = "; ".join(
+        f"on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} in {text}" for text, ranks in ranks_of.items()
+    )
+    return NonFiniteGradientError(
+        f"rank {rank}: gradients were infinite or NaN before they were reduced, {found}. Every rank has raised this,"
+        " and .grad holds means that are not finite either. Set the gradients to zero on every rank, and leave this"
+        " step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells which operation"
+        " makes a NaN. With a GradScaler, which looks for infinities itself, drop check_finite_gradients=True"
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime import error_messages, streams
@@ -83,8 +84,16 @@ class FlatBuffer:
         if self._views is not None:
             self._views.follow()
 
-    def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
+    def flatten(self, gradients: Sequence[Tensor], scale: float, checks_finite: bool = False) -> Tensor | None:
         """Write each gradient times ``scale`` to its place; one that lies there already is scaled in place.
+
+        Args:
+            gradients: One for each place.
+            scale: Factor for every element.
+            checks_finite: Whether to look for infinities and NaN. The host does not wait for a device.
+
+        Returns:
+            What `non_finite_flags` says of the places; None if that was not asked for, or all are known to be finite.
 
         Raises:
             ParametersChangedError: The parameters have been converted.
@@ -93,8 +102,11 @@ class FlatBuffer:
         self.used_here()
         if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
             self._refuse_converted()
+        # Without streams the kernel's answer is there at once, and costs nothing that could be measured. On a device it would
+        # have to be waited for, to learn whether to ask which gradients they are.
+        asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
         try:
-            plan.flatten(gradients, scale)
+            stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
         except ValueError:
             self._refuse_converted()
             # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
@@ -102,8 +114,11 @@ class FlatBuffer:
             if not any(gradient.is_sparse for gradient in gradients):
                 raise
             gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
-            plan.flatten(gradients, scale)
+            stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
         streams.launched("flatten", gradients, plan.views)
+        if not checks_finite or (stats is not None and not stats.non_finite):
+            return None
+        return non_finite_flags(plan.views)
 
     def used_here(self) -> None:
         """Keep the memory until the current stream, which may not be the one that allocated it, is done with it."""
@@ -165,3 +180,19 @@ class FlatBuffer:
                 changes.append(f"{was} before and {is_now} now: {spec.fqn}")
         if changes:
             raise error_messages.parameters_changed(self._rank, changes)
+
+
+def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:
+    """Which of these tensors hold an infinite value or a NaN; the host does not wait for a device.
+
+    Args:
+        tensors: Of any shapes, dtypes and layouts, on one device.
+
+    Returns:
+        Bool, shape (len(tensors),), on their device.
+    """
+    with torch.no_grad():
+        values = [torch_internals.sparse_values(t) if t.is_sparse else t for t in tensors]
+        # The largest absolute value is NaN if any value is. An empty tensor has none.
+        largest = torch._foreach_norm([v if v.numel() else v.new_zeros(1) for v in values], float("inf"))
+        return ~torch.stack(largest).isfinite()

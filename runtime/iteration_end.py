@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ddp_compile.errors import DDPCompileError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
+from ddp_compile.runtime.finite_check import FiniteCheck
 from ddp_compile.runtime.iteration_message import IterationMessage
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.reducer_settings import ReducerSettings
@@ -29,6 +32,7 @@ class IterationEnd:
         settings: Of the reducer.
         names: Fully qualified names of the parameters.
         rank: This rank, for messages.
+        finite_check: Looks at what this rank has sent, if that is wanted.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class IterationEnd:
         settings: ReducerSettings,
         names: Sequence[str],
         rank: int,
+        finite_check: FiniteCheck | None,
     ) -> None:
         self._early = early
         self._queue = queue
@@ -50,6 +55,7 @@ class IterationEnd:
         self._futures: list[torch.futures.Future[Any]] = []
         self._names = names
         self._rank = rank
+        self._finite_check = finite_check
 
     @property
     def _early_has_message(self) -> bool:
@@ -82,6 +88,8 @@ class IterationEnd:
             GradientArrivalError: A bucket was launched too early and cannot be launched again, or was left out and has
                 been used.
             RanksDifferError: The ranks have found that they are out of step.
+            NonFiniteGradientError: Some rank has sent an infinity or a NaN, and `FiniteCheck` looks for these; all else
+                is done but what `ReducerSettings.on_reduced` does.
         """
         self._hear_the_others()
         if self._queue.is_shadow:
@@ -92,6 +100,7 @@ class IterationEnd:
         torch.futures.wait_all(futures)
         if self._queue.is_whole:
             self._queue.algorithm.after_backward()
+        self._refuse_non_finite()
         if not self._queue.is_shadow:
             with self._queue.algorithm.evaluation():
                 self._on_reduced()
@@ -117,17 +126,35 @@ class IterationEnd:
         self.tell_the_others()
         if early_speaks:
             self._queue.wait()  # before anything is launched again
-        try:
+        with self._told_if_it_fails():
             heard = self._message.wait()
-        except RuntimeError as error:
-            what = "what the ranks tell each other behind the buckets"
-            failure = error_messages.reduction_failed(self._rank, what, error)
-            raise self._monitor.report_failure(failure) from error
         if policy_speaks:
             self._policy.hear(heard[0])
             self._refuse_use_of_left_out()
         if early_speaks:
             self._launch_again(self._early.verdict(heard[-1]))
+
+    def _refuse_non_finite(self) -> None:
+        """Raise on every rank if one has sent an infinity or a NaN, and that is looked for."""
+        if self._finite_check is None or not self._finite_check.has_message:
+            return
+        found = self._finite_check.found_here()
+        with self._told_if_it_fails():
+            self._message.send([bytearray([found != ""])])
+            if any(self._message.wait()[0]):
+                raise self._finite_check.error(found)
+
+    @contextmanager
+    def _told_if_it_fails(self) -> Iterator[None]:
+        """Around what the ranks tell each other: a failure of it becomes a ReductionError."""
+        try:
+            yield
+        except DDPCompileError:
+            raise
+        except RuntimeError as error:
+            what = "what the ranks tell each other after the buckets"
+            failure = error_messages.reduction_failed(self._rank, what, error)
+            raise self._monitor.report_failure(failure) from error
 
     def _refuse_use_of_left_out(self) -> None:
         """Raise on every rank if one has used a parameter whose bucket was left out on all."""

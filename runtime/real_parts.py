@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_compile.kernels import FlattenPlan
+from ddp_compile.kernels import FlattenPlan, FlattenStats
 
 
 class RealParts:
@@ -24,9 +24,9 @@ class RealParts:
         self._plan = FlattenPlan.for_bucket(_real_parts(tensors), parts, [2 * offset for offset in offsets])
         self.views = tuple(torch.view_as_complex(view) for view in self._plan.views)
 
-    def flatten(self, tensors: Sequence[Tensor], scale: float) -> None:
+    def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
         """As `FlattenPlan.flatten`."""
-        self._plan.flatten(_real_parts(tensors), scale)
+        return self._plan.flatten(_real_parts(tensors), scale, with_stats=with_stats)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> None:
         """As `FlattenPlan.unflatten`."""

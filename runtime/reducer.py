@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import GradientArrivalError
+from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
@@ -31,6 +31,7 @@ from ddp_compile.runtime.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.bucket_receiver import BucketReceiver
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.early_launch import EarlyLaunch, NoEarlyLaunch
+from ddp_compile.runtime.finite_check import FiniteCheck
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
 from ddp_compile.runtime.iteration_message import IterationMessage
@@ -82,9 +83,15 @@ class Reducer:
             self._early = EarlyLaunch(self._bucket_set, self._queue, self._hooks, accumulators, self.rank)
         #: Told of the buckets that compiled backwards have computed.
         self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
-        may_speak = settings.launches_in_backward or self._policy.has_message
-        message = IterationMessage(process_group, self.parameters[0].device, may_speak)
-        self._end = IterationEnd(self._queue, self._policy, self._early, message, settings, names, self.rank)
+        device = self.parameters[0].device
+        finite_check = None
+        if settings.check_finite_gradients:
+            finite_check = FiniteCheck(self._bucket_set, self._queue, process_group, device)
+        may_speak = settings.launches_in_backward or self._policy.has_message or finite_check is not None
+        message = IterationMessage(process_group, device, may_speak)
+        self._end = IterationEnd(
+            self._queue, self._policy, self._early, message, settings, names, self.rank, finite_check
+        )
         self._queue.on_all_launched = self._end.all_are_launched
         self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward
         self._passes = BackwardPasses()
@@ -285,6 +292,7 @@ class Reducer:
         Raises:
             ReductionError: A reduction failed or timed out.
             GradientArrivalError: A bucket was launched too early and cannot be launched again.
+            NonFiniteGradientError: Some rank has sent an infinity or a NaN, and that is checked.
         """
         if self._lifecycle.phase.state is not State.REDUCING:
             return  # a pass inside this one has seen the last gradient
@@ -384,7 +392,7 @@ class Reducer:
         """Every bucket is launched: wait for them, and hand their gradients over."""
         try:
             self._end.finish()
-        except GradientArrivalError:
+        except (GradientArrivalError, NonFiniteGradientError):
             self._begin_iteration()  # the next one can be trained
             raise
         self._begin_iteration()

@@ -21,6 +21,7 @@ class ReducerSettings:
         skip_all_reduce_unused_params: Send no bucket again that no rank uses in the first iteration.
         static_graph: Learn from the first iteration which gradients come, and how often; every later iteration is the
             same.
+        check_finite_gradients: Let every rank raise if a gradient of any rank is infinite or NaN.
         launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
         algorithm: How a bucket is reduced.
         monitor: What ranks tell each other while they train.
@@ -33,6 +34,7 @@ class ReducerSettings:
     find_unused_parameters: bool
     skip_all_reduce_unused_params: bool
     static_graph: bool
+    check_finite_gradients: bool
     launches_in_backward: bool
     algorithm: CommAlgorithm
     monitor: DesyncMonitor

@@ -192,7 +192,7 @@ def _draw(directory: Path) -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        print("no charts: matplotlib is not installed (pip install 'ddp-compile[bench]')", file=sys.stderr)
+        print("no charts: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         charts = []
     else:
         charts = draw_charts(directory)
@@ -224,7 +224,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettin
         raise ValueError("device='cuda', but torch sees no CUDA device; pass --device cpu")
     for module in ("tabulate", "tqdm"):
         if find_spec(module) is None:
-            raise ValueError(f"the Python package {module} is missing; pip install 'ddp-compile[bench]'")
+            raise ValueError(f"the Python package {module} is missing; pip install {module}")
     cases = make_cases(names, arguments.bucket_cap_mb, arguments.modes, arguments.no_sync_every)
     settings = RunSettings(cases=cases, rounds=arguments.rounds, steps=arguments.steps, only_steps=arguments.only_steps)
     workload = WorkloadSettings(

@@ -19,7 +19,7 @@ try:
     import accelerate
 except ImportError as error:
     raise ImportError(
-        "ddp_compile.integrations.accelerate needs Hugging Face Accelerate: pip install 'ddp-compile[accelerate]'"
+        "ddp_compile.integrations.accelerate needs Hugging Face Accelerate: pip install accelerate"
     ) from error
 from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 

@@ -14,9 +14,7 @@ from torch.distributed.tensor import DTensor
 try:
     import lightning
 except ImportError as error:
-    raise ImportError(
-        "ddp_compile.integrations.lightning needs Lightning: pip install 'ddp-compile[lightning]'"
-    ) from error
+    raise ImportError("ddp_compile.integrations.lightning needs Lightning: pip install lightning") from error
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import Metric, MetricCollection

@@ -180,3 +180,8 @@ NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
 #: What a GradScaler calls with gradients, a flag that becomes 1 where one is not finite, and what to multiply by.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor as they are stored, those of one index perhaps in several places."""
+    return tensor._values()

@@ -45,6 +45,7 @@ def describe_module(
         "find_unused_parameters",
         "skip_all_reduce_unused_params",
         "static_graph",
+        "check_finite_gradients",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
     # What is launched inside a backward is followed by a message between the ranks.

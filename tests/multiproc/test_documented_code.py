@@ -1,4 +1,4 @@
-"""The code of migration, tutorial and notebooks in docs/ runs, and recipes give what DistributedDataParallel gives."""
+"""The code of README, migration, tutorial and notebooks runs, and recipes give what DistributedDataParallel gives."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def test_debugging_compares_and_prints(ranks: Ranks, tmp_path: Path) -> None:
         assert "graph 0: " in printed
 
 
-def run_tutorial(folder: Path) -> str:
-    """The script, in a process group that is there already, and with a backend that takes less time."""
+def run_script(folder: Path) -> str:
+    """``train.py``, in a process group that is there already, and with a backend that takes less time."""
     printed = io.StringIO()
     defaults = {**(ddp_compile.__kwdefaults__ or {}), "backend": "aot_eager"}
     with (
@@ -204,15 +204,27 @@ def run_tutorial(folder: Path) -> str:
     return printed.getvalue()
 
 
+def assert_learns(printed: str, num_losses: int) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+    assert len(losses) == num_losses and losses[-1] < losses[0] / 2
+
+
 def test_the_script_of_the_tutorial_trains(ranks: Ranks, tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS / "tutorial.md").read_text(), re.M | re.S)
     (tmp_path / "train.py").write_text(script)
-    rank_0, rank_1 = ranks(2).run(run_tutorial, tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", rank_0)]
-    assert len(losses) == 5 and losses[-1] < losses[0] / 2
+    rank_0, rank_1 = ranks(2).run(run_script, tmp_path)
+    assert_learns(rank_0, 5)
     assert "4 buckets, 8 gradients" in rank_0 and "4 partitions" in rank_0
     assert rank_1 == ""
     assert next(iter(torch.load(tmp_path / "model.pt"))) == "layers.0.weight"
+
+
+def test_the_script_of_the_readme_trains(ranks: Ranks, tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS.parent / "README.md").read_text(), re.M | re.S)
+    (tmp_path / "train.py").write_text(script)
+    rank_0, rank_1 = ranks(2).run(run_script, tmp_path)
+    assert_learns(rank_0, 4)
+    assert rank_1 == ""
 
 
 def run_cell_twice() -> None:

@@ -49,6 +49,7 @@ from ddp_compile.validation.module_checks import check_devices, resolve_process_
         ({"process_group": -100}, ValueError, "process_group=-100 is not a process group this rank belongs to"),
         ({"device_ids": [0]}, TypeError, "device_ids=[0]; move the module to its device first"),
         ({"find_unused_parameters": 1}, ValueError, "find_unused_parameters=1 is neither True nor False"),
+        ({"check_finite_gradients": 1}, ValueError, "check_finite_gradients=1 is neither True nor False"),
         ({"static_graph": "yes"}, ValueError, "static_graph='yes' is neither True nor False"),
         ({"bucket_cap": 25}, TypeError, "unexpected keyword argument 'bucket_cap'; did you mean bucket_cap_mb"),
         ({"find_unused_parameter": True}, TypeError, "did you mean find_unused_parameters?"),

@@ -5,13 +5,14 @@ Where an error is expected, a comment names it, and one that nothing needs is an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
 from typing import assert_type
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_compile import ddp_compile, explain, is_replicated, no_sync, shard_optimizer, unwrap
 from ddp_compile.comm_hooks import bf16_compress_hook
@@ -25,14 +26,30 @@ class MyModel(nn.Module):
         return x
 
 
-def use(device: torch.device, loader: Iterable[tuple[Tensor, Tensor]]) -> None:
+def use() -> None:
     dist.init_process_group()
-    model = ddp_compile(MyModel().to(device))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for x, y in loader:  # with a DistributedSampler
-        torch.nn.functional.cross_entropy(model(x), y).backward()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+
+    torch.manual_seed(0)  # the same data on every rank; the sampler gives each rank its part
+    inputs = torch.randn(4096, 10)
+    data = TensorDataset(inputs, inputs.argmax(dim=1))
+    loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
+
+    model = nn.Sequential(nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    model = ddp_compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    for step, (x, y) in enumerate(loader):
+        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step % 16 == 0 and dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+    dist.destroy_process_group()
 
 
 def settings(model: MyModel, mesh: DeviceMesh) -> None:

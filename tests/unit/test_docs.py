@@ -54,6 +54,14 @@ def test_links_between_documents_lead_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_nothing_says_to_install_the_package_of_our_name_on_the_index() -> None:
+    # That one is somebody else's. A wheel's file name, or a checkout's ".[extra]", is ours.
+    sources = [path for name in ("ddp_compile", "runtime", "passes", "kernels") for path in (ROOT / name).rglob("*.py")]
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*"), *sources]:
+        text = re.sub(r"\s+", " ", path.read_text()) if path.is_file() and path.suffix in (".md", ".py") else ""
+        assert re.findall(r"pip install (?:-\S+ )*['\"]?ddp[-_]compile\b(?!-\*)", text) == [], path
+
+
 @pytest.mark.parametrize("module", ["ddp_compile", "ddp_compile.algorithms", "ddp_compile.optim"])
 def test_the_reference_has_every_exported_name(module: str) -> None:
     for package in ("accelerate", "lightning"):

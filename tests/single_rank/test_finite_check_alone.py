@@ -1,0 +1,67 @@
+"""``check_finite_gradients`` on one rank, and what it cannot be used with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_net import Net, backward, replicated
+from torch import Tensor, nn
+
+from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
+from ddp_compile.algorithm_switch import refuse_settings
+from ddp_compile.algorithms import Decentralized, LocalSGD
+
+
+def test_one_rank_alone_is_checked_though_nothing_is_sent(single_rank_group: None) -> None:
+    model = replicated(check_finite_gradients=True)
+    backward(model)
+    model.zero_grad()
+    with pytest.raises(NonFiniteGradientError, match=r"on rank 0 in bucket 0 \(second.bias, second.weight, .*first"):
+        (model(torch.randn(4, 6)) * float("inf")).sum().backward()
+    model.zero_grad()
+    backward(model)
+
+
+def test_what_is_not_finite_is_let_through_unless_that_is_asked_for(single_rank_group: None) -> None:
+    (replicated()(torch.randn(4, 6)) * float("inf")).sum().backward()
+
+
+DELAYED = r"delay_all_reduce_named_params.*\. Leave it out, and pass error_if_nonfinite=True to clip_grad_norm_"
+
+
+def test_gradients_that_do_not_pass_through_buckets_are_refused(single_rank_group: None) -> None:
+    settings: dict[str, Any] = {"check_finite_gradients": True, "backend": "eager"}
+    with pytest.raises(ReplicationError, match=r"True .* the local SGD.*, which communicates parameters"):
+        ddp_compile(Net(), algorithm=LocalSGD(period=2), **settings)
+    net = Net()
+    settings["delay_all_reduce_named_params"] = [("first.weight", net.first.weight)]
+    with pytest.raises(ReplicationError, match=DELAYED):
+        ddp_compile(net, param_to_hook_all_reduce=net.second.weight, **settings)
+    model: Any = replicated(check_finite_gradients=True)
+    with pytest.raises(ReplicationError, match=r"rank 0: check_finite_gradients=True .* the decentralized"):
+        model.set_comm_algorithm(Decentralized())
+    state = model._ddp_compile_state
+    with pytest.raises(ReplicationError, match="submodules of fully_shard, which reduces their gradients"):
+        refuse_settings(state.reducer.algorithm, state.config, state.buffers, True, state.process_group)
+
+
+class OneOfTwo(nn.Module):
+    """Parameters of low precision, some of which get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_parameters_without_a_gradient_are_passed_over(single_rank_group: None) -> None:
+    model = ddp_compile(OneOfTwo(), check_finite_gradients=True, find_unused_parameters=True, backend="eager")
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    model.zero_grad()
+    with pytest.raises(NonFiniteGradientError, match=r"in bucket 0 \(used.weight\)\."):
+        model(x * float("inf")).sum().backward()
