@@ -46,12 +46,37 @@ def exchange_failed(rank: int, name: str, error: Exception) -> ReductionError:
     )
 
 
+def ranks_gone(rank: int, name: str, gone: Mapping[int, str]) -> ReductionError:
+    """Ranks train no more, and have not ended together with the others.
+
+    Args:
+        rank: This rank.
+        name: Of the algorithm.
+        gone: What each of them has done, by its global rank.
+    """
+    return ReductionError(
+        f"rank {rank}: the {name} has ended, since {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
+        " without model.comm_algorithm.abort(). Look for its error; if it had none, call abort() on every rank, after"
+        " its last step"
+    )
+
+
 def parameters_written(rank: int, name: str) -> ReductionError:
     """What comes from the others would write over what this rank has done to its parameters."""
     return ReductionError(
         f"rank {rank}: parameters were written between a forward and the end of its backward, while the {name} had them"
         " under way, whose result would undo that. Step, load and edit before the forward; and put forwards that no"
         " backward follows into torch.no_grad() or model.no_sync()"
+    )
+
+
+def late_step(rank: int, name: str) -> ReductionError:
+    """An optimizer steps, and what was sent to the others lacks the step."""
+    return ReductionError(
+        f"rank {rank}: an optimizer is about to step after the {name} has sent the parameters for this step, so ranks"
+        " would differ where they should be alike. A forward with gradients, or model.comm_algorithm.state_dict(), came"
+        " between the backward and the step, which looks as if the step were skipped. Put such a forward into"
+        " torch.no_grad() or model.no_sync(), or before the backward; take checkpoints after the step"
     )
 
 

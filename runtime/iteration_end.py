@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ddp_compile.errors import ReductionError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
@@ -91,10 +92,16 @@ class IterationEnd:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         if self._queue.is_whole:
-            self._queue.algorithm.after_backward()
+            self._parameters_are_exchanged()
         if not self._queue.is_shadow:
             with self._queue.algorithm.evaluation():
                 self._on_reduced()
+
+    def _parameters_are_exchanged(self) -> None:
+        try:
+            self._queue.algorithm.after_backward()
+        except ReductionError as error:
+            raise self._monitor.report_failure(error) from error.__cause__
 
     def tell_the_others(self) -> None:
         """The backward has ended: tell the other ranks what there is to say, if anything, unless they know.

@@ -198,7 +198,8 @@ def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
             left.raised(error)
 
     # Runs at the interpreter's exit too, where ``atexit`` alone knows nothing of processes that multiprocessing starts.
-    finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=0)
+    # Before what tells the others that this rank has failed, upon which they read it.
+    finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=1)
     return finalizer.cancel
 
 
