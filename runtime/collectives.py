@@ -72,24 +72,32 @@ def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> 
     return _to_bytes(drawn).hex()
 
 
-def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check, before anything is reduced, that every rank reduces in the same way.
+def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, device: torch.device, model: str) -> None:
+    """Check, before anything is reduced, that every rank reduces the same model in the same way.
 
     Args:
         algorithm: Name of this rank's way.
         process_group: The ranks to compare.
         device: Device for the messages.
+        model: What this model is called among those that share the process group.
 
     Raises:
         RanksDifferError: On every rank, with what each of them does.
     """
     if process_group.size() == 1:
         return
-    if ranks_unlike_rank_0(algorithm.encode(), process_group, device):
-        name = _shorten(algorithm, _MOST_BYTES_OF_A_NAME).encode()
-        padded = _all_gather(name.ljust(_MOST_BYTES_OF_A_NAME, b"\0"), process_group, device)
-        names = [theirs.rstrip(b"\0").decode() for theirs in padded]
-        raise error_messages.algorithms_differ(process_group.rank(), name_values(names))
+    if ranks_unlike_rank_0(f"{model}\n{algorithm}".encode(), process_group, device):
+        rank = process_group.rank()
+        models = _names_of_all(model, process_group, device)
+        if len(set(models)) > 1:
+            raise error_messages.models_differ(rank, name_values(models))
+        raise error_messages.algorithms_differ(rank, name_values(_names_of_all(algorithm, process_group, device)))
+
+
+def _names_of_all(name: str, process_group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    shortened = _shorten(name, _MOST_BYTES_OF_A_NAME).encode()
+    padded = _all_gather(shortened.ljust(_MOST_BYTES_OF_A_NAME, b"\0"), process_group, device)
+    return [theirs.rstrip(b"\0").decode() for theirs in padded]
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:

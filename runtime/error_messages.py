@@ -38,6 +38,14 @@ def reduction_failed(rank: int, what: str, error: RuntimeError) -> ReductionErro
     )
 
 
+def nothing_to_wait_for(rank: int, name: str, bucket: str, returned: object) -> TypeError:
+    """``launch`` of somebody's own algorithm returned no `Pending`; the gradients would not be averaged."""
+    return TypeError(
+        f"rank {rank}: launch() of the {name} returned {returned!r} for {bucket}; return what has wait() and result(),"
+        " such as the work of a collective with async_op=True"
+    )
+
+
 def exchange_failed(rank: int, name: str, error: Exception) -> ReductionError:
     """Parameters did not come from where they were awaited."""
     return ReductionError(
@@ -95,6 +103,23 @@ def algorithms_differ(rank: int, described: str) -> RanksDifferError:
     return RanksDifferError(
         f"rank {rank}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
         " register_comm_hook on every rank, with the same hook, between the same two steps"
+    )
+
+
+def models_differ(rank: int, described: str) -> RanksDifferError:
+    """Which ranks have come to the first backward of which model."""
+    return RanksDifferError(
+        f"rank {rank}: the first backwards of different models have met: that of {described}. Call the backwards of the"
+        " models in one order on every rank, or give each model a process group of its own"
+    )
+
+
+def another_models_plan(rank: int, model: str, theirs: str, ours: str) -> RanksDifferError:
+    """What rank 0 sent as the bucket plan does not hold this model's parameters."""
+    return RanksDifferError(
+        f"rank {rank}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model has"
+        f" {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every rank,"
+        " or give each model a process group of its own"
     )
 
 

@@ -130,6 +130,9 @@ class IterationEnd:
             what = "what the ranks tell each other behind the buckets"
             failure = error_messages.reduction_failed(self._rank, what, error)
             raise self._monitor.report_failure(failure) from error
+        if self._message.has_met_another:
+            self._queue.wait()  # nothing may be under way when the iteration is given up
+            self._monitor.refuse_other_model()
         if policy_speaks:
             self._policy.hear(heard[0])
             self._refuse_use_of_left_out()

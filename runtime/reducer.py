@@ -83,7 +83,7 @@ class Reducer:
         #: Told of the buckets that compiled backwards have computed.
         self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
         may_speak = settings.launches_in_backward or self._policy.has_message
-        message = IterationMessage(process_group, self.parameters[0].device, may_speak)
+        message = IterationMessage(process_group, self.parameters[0].device, may_speak, settings.monitor.model_number)
         self._end = IterationEnd(self._queue, self._policy, self._early, message, settings, names, self.rank)
         self._queue.on_all_launched = self._end.all_are_launched
         self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward

@@ -364,3 +364,11 @@ def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
 def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
     two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
     assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
+
+
+def test_a_plan_that_holds_a_parameter_twice_or_is_numbered_otherwise_is_refused() -> None:
+    first, second = (BucketSpec(i, (gradient(i, 100),), 400) for i in range(2))
+    with pytest.raises(ValueError, match="holds parameter 0 twice"):
+        BucketPlan((first, BucketSpec(1, first.gradients, 400)))
+    with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
+        BucketPlan((second, first))
