@@ -219,5 +219,5 @@ class ReturnsNothingConfig(AlgorithmConfig):
 
 def test_an_algorithm_that_returns_nothing_to_wait_for_is_refused() -> None:
     model = ddp_compile(small_model(), backend="eager", algorithm=ReturnsNothingConfig())
-    with pytest.raises(TypeError, match="rank 0: launch.* of the algorithm that forgets to return returned None for b"):
+    with pytest.raises(TypeError, match=r"launch\(\) of the algorithm that forgets to return returned None for b"):
         go_backward(model)
