@@ -29,7 +29,7 @@ from torch import nn
 from ddp_compile import ddp_compile
 from ddp_compile.bench.provenance import commit, processor
 from ddp_compile.bench.report import write_csv
-from ddp_compile.runtime.desync.agreement_points import ITERATIONS_BETWEEN_AGREEMENTS
+from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS
 
 WORLD_SIZE = 2
 WIDTH = 64
@@ -48,7 +48,7 @@ class SaysNothing:
     def backward_begins(self, after_forward: bool) -> None:
         pass
 
-    def last_bucket_is_launched(self, plan: Any, comm_hook: str) -> None:
+    def last_bucket_is_launched(self, plan: Any, comm_hook: str, is_shared: bool) -> None:
         pass
 
     def buckets_are_awaited(self) -> None:

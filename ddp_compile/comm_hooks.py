@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_compile.errors import ReplicationError
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.runtime.algorithms.comm_hook import GradBucket, starts_at_once
 
@@ -90,7 +91,11 @@ def _average_in(
 
 def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = process_group if process_group is not None else dist.group.WORLD
-    assert group is not None, "a hook runs inside a backward, so there is a process group"
+    if group is None:
+        raise ReplicationError(
+            "a comm hook of ddp_compile was called without a process group: call"
+            " torch.distributed.init_process_group() first, or pass a process group as the hook's state"
+        )
     return group
 
 

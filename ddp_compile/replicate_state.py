@@ -28,7 +28,7 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.regions import CompiledRegions, find_regions, region_of_parameters
 from ddp_compile.replicated_buffers import ReplicatedBuffers
 from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
-from ddp_compile.runtime.desync.agreement_points import is_agreement_point
+from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.reducer import Reducer
@@ -88,7 +88,7 @@ class ReplicateState:
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
         self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced), regions)
-        self.monitor = DesyncMonitor(process_group, self.device)
+        self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )

@@ -66,7 +66,7 @@ class BucketSet:
         """
         device = self.parameters[0].device
         try:
-            verify_algorithms_agree(algorithm, self._process_group, device)
+            verify_algorithms_agree(algorithm, self._process_group, device, self._monitor.model)
             plan = agree_on_plan(self._builder.propose(), self._process_group, device)
         except RanksDifferError:
             raise
@@ -131,8 +131,22 @@ class BucketSet:
         failure = error_messages.no_plan_to_agree_on(self._process_group.rank(), self._builder.propose(), error)
         return self._monitor.report_failure(failure)
 
+    def _refuse_other_model(self, plan: BucketPlan) -> None:
+        theirs = {gradient.index: gradient for bucket in plan.buckets for gradient in bucket.gradients}
+        ours = {gradient.index: gradient for gradient in self._builder.gradients}
+        if theirs == ours:
+            return
+        index = min(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
+        described = [str(gradients.get(index, "nothing there")) for gradients in (theirs, ours)]
+        raise error_messages.another_models_plan(self._process_group.rank(), self._monitor.model, *described)
+
     def _install(self, plan: BucketPlan) -> None:
-        """Reduce by another plan from now on. Buckets that it has in common with the one before are kept."""
+        """Reduce by another plan from now on. Buckets that it has in common with the one before are kept.
+
+        Raises:
+            RanksDifferError: It is another model's plan.
+        """
+        self._refuse_other_model(plan)
         self._builder.seal(plan)
         present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
         buckets = []

@@ -72,22 +72,27 @@ def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> 
     return _to_bytes(drawn).hex()
 
 
-def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check, before anything is reduced, that every rank reduces in the same way.
+def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, device: torch.device, model: str) -> None:
+    """Check, before anything is reduced, that every rank reduces the same model in the same way.
 
     Args:
         algorithm: Name of this rank's way.
         process_group: The ranks to compare.
         device: Device for the messages.
+        model: What this model is called among those that share the process group.
 
     Raises:
         RanksDifferError: On every rank, with what each of them does.
     """
     if process_group.size() == 1:
         return
-    if ranks_unlike_rank_0(algorithm.encode(), process_group, device):
-        names = gather_texts(algorithm, process_group, device, _MOST_BYTES_OF_A_NAME)
-        raise error_messages.algorithms_differ(process_group.rank(), name_values(names))
+    if ranks_unlike_rank_0(f"{model}\n{algorithm}".encode(), process_group, device):
+        rank = process_group.rank()
+        models = gather_texts(model, process_group, device, _MOST_BYTES_OF_A_NAME)
+        if len(set(models)) > 1:
+            raise error_messages.models_differ(rank, name_values(models))
+        algorithms = gather_texts(algorithm, process_group, device, _MOST_BYTES_OF_A_NAME)
+        raise error_messages.algorithms_differ(rank, name_values(algorithms))
 
 
 def gather_texts(

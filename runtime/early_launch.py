@@ -54,7 +54,7 @@ from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.computed_bucket import ComputedBucket, EarlyDecision
-from ddp_compile.runtime.desync.agreement_points import is_agreement_point
+from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 log = logging.getLogger(__name__)

@@ -41,11 +41,34 @@ def reduction_failed(rank: int, what: str, error: RuntimeError) -> ReductionErro
     )
 
 
+def nothing_to_wait_for(rank: int, name: str, bucket: str, returned: object) -> TypeError:
+    """``launch`` of somebody's own algorithm returned no `Pending`; the gradients would not be averaged."""
+    return TypeError(
+        f"rank {rank}: launch() of the {name} returned {returned!r} for {bucket}; return what has wait() and result(),"
+        " such as the work of a collective with async_op=True"
+    )
+
+
 def exchange_failed(rank: int, name: str, error: Exception) -> ReductionError:
     """Parameters did not come from where they were awaited."""
     return ReductionError(
         f"rank {rank}: the {name} failed. Another rank has raised, exited, or not come to the same step within the"
         f" process group's timeout; look for its error. ({error})"
+    )
+
+
+def ranks_gone(rank: int, name: str, gone: Mapping[int, str]) -> ReductionError:
+    """Ranks train no more, and have not ended together with the others.
+
+    Args:
+        rank: This rank.
+        name: Of the algorithm.
+        gone: What each of them has done, by its global rank.
+    """
+    return ReductionError(
+        f"rank {rank}: the {name} has ended, since {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
+        " without model.comm_algorithm.abort(). Look for its error; if it had none, call abort() on every rank, after"
+        " its last step"
     )
 
 
@@ -55,6 +78,16 @@ def parameters_written(rank: int, name: str) -> ReductionError:
         f"rank {rank}: parameters were written between a forward and the end of its backward, while the {name} had them"
         " under way, whose result would undo that. Step, load and edit before the forward; and put forwards that no"
         " backward follows into torch.no_grad() or model.no_sync()"
+    )
+
+
+def late_step(rank: int, name: str) -> ReductionError:
+    """An optimizer steps, and what was sent to the others lacks the step."""
+    return ReductionError(
+        f"rank {rank}: an optimizer is about to step after the {name} has sent the parameters for this step, so ranks"
+        " would differ where they should be alike. A forward with gradients, or model.comm_algorithm.state_dict(), came"
+        " between the backward and the step, which looks as if the step were skipped. Put such a forward into"
+        " torch.no_grad() or model.no_sync(), or before the backward; take checkpoints after the step"
     )
 
 
@@ -73,6 +106,23 @@ def algorithms_differ(rank: int, described: str) -> RanksDifferError:
     return RanksDifferError(
         f"rank {rank}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
         " register_comm_hook on every rank, with the same hook, between the same two steps"
+    )
+
+
+def models_differ(rank: int, described: str) -> RanksDifferError:
+    """Which ranks have come to the first backward of which model."""
+    return RanksDifferError(
+        f"rank {rank}: the first backwards of different models have met: that of {described}. Call the backwards of the"
+        " models in one order on every rank, or give each model a process group of its own"
+    )
+
+
+def another_models_plan(rank: int, model: str, theirs: str, ours: str) -> RanksDifferError:
+    """What rank 0 sent as the bucket plan does not hold this model's parameters."""
+    return RanksDifferError(
+        f"rank {rank}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model has"
+        f" {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every rank,"
+        " or give each model a process group of its own"
     )
 
 

@@ -102,7 +102,7 @@ class FlatBuffer:
         self.used_here()
         if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
             self._refuse_converted()
-        # Without streams the kernel's answer is there at once, and costs nothing that could be measured. On a device it would
+        # Without streams the kernel has the answer at once, at no cost that could be measured. On a device it would
         # have to be waited for, to learn whether to ask which gradients they are.
         asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
         try:

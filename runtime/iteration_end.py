@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_compile.errors import DDPCompileError
+from ddp_compile.errors import DDPCompileError, ReductionError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
@@ -99,11 +99,17 @@ class IterationEnd:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         if self._queue.is_whole:
-            self._queue.algorithm.after_backward()
+            self._parameters_are_exchanged()
         self._refuse_non_finite()
         if not self._queue.is_shadow:
             with self._queue.algorithm.evaluation():
                 self._on_reduced()
+
+    def _parameters_are_exchanged(self) -> None:
+        try:
+            self._queue.algorithm.after_backward()
+        except ReductionError as error:
+            raise self._monitor.report_failure(error) from error.__cause__
 
     def tell_the_others(self) -> None:
         """The backward has ended: tell the other ranks what there is to say, if anything, unless they know.
@@ -126,8 +132,7 @@ class IterationEnd:
         self.tell_the_others()
         if early_speaks:
             self._queue.wait()  # before anything is launched again
-        with self._told_if_it_fails():
-            heard = self._message.wait()
+        heard = self._heard()
         if policy_speaks:
             self._policy.hear(heard[0])
             self._refuse_use_of_left_out()
@@ -141,8 +146,18 @@ class IterationEnd:
         found = self._finite_check.found_here()
         with self._told_if_it_fails():
             self._message.send([bytearray([found != ""])])
-            if any(self._message.wait()[0]):
+        if any(self._heard()[0]):
+            with self._told_if_it_fails():
                 raise self._finite_check.error(found)
+
+    def _heard(self) -> list[bytes]:
+        """What all ranks have said in the message that is under way."""
+        with self._told_if_it_fails():
+            heard = self._message.wait()
+        if self._message.has_met_another:
+            self._queue.wait()  # nothing may be under way when the iteration is given up
+            self._monitor.refuse_other_model()
+        return heard
 
     @contextmanager
     def _told_if_it_fails(self) -> Iterator[None]:

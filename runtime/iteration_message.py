@@ -29,10 +29,16 @@ class IterationMessage:
         process_group: The ranks. All of them make one at the same time.
         device: Where the gradients are.
         is_needed: Whether anything will be sent; the same on every rank.
+        sender: Number of the model, which tells its messages from those of others in the process group.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, is_needed: bool) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, device: torch.device, is_needed: bool, sender: int = 1
+    ) -> None:
         self._is_alone = process_group.size() == 1
+        # The largest of each comes back: both are what was sent only if all ranks sent the same.
+        self._sender = bytes([sender % 256, 255 - sender % 256])
+        self.has_met_another = False  #: whether another rank sent another model's message
         self._group: Any = process_group
         self._device = device
         if is_needed and not self._is_alone and streams.has_streams(device):
@@ -55,7 +61,7 @@ class IterationMessage:
             parts: Flags, 0 or 1; every rank sends as many parts of the same lengths. They are only read.
         """
         self._lengths = [len(part) for part in parts]
-        self._flags = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+        self._flags = torch.frombuffer(bytearray().join([*parts, self._sender]), dtype=torch.uint8)
         if not self._is_alone:
             self._flags = self._flags.to(self._device)
             options: Any = dist.AllreduceOptions()
@@ -72,6 +78,7 @@ class IterationMessage:
         if self._work is not None:
             self._work.wait()
         flags, self._flags, self._work = bytes(self._flags.tolist()), None, None
+        self.has_met_another = flags[-len(self._sender) :] != self._sender
         ends = itertools.accumulate(self._lengths)
         return [flags[end - length : end] for end, length in zip(ends, self._lengths, strict=True)]
 

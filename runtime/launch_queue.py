@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -215,17 +216,23 @@ class LaunchQueue:
         if self.all_launched and self._num_launched > before:
             self.is_exchange = self.is_whole and self.world_size > 1 and self.algorithm.meets_others
             if self.is_exchange:
-                self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name)
+                self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared=False)
             self.on_all_launched()
 
     def _launch(self, bucket: Bucket, is_last: bool) -> None:
         self.has_launched = True
         if is_last:
-            self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name)
+            self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, self.algorithm.shares_process_group)
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
             if bucket.iteration.flattened_at is not None:
                 bucket.iteration.flattened_at.wait()
-            bucket.reduction_begins(self.algorithm.launch(bucket, is_last))
+            self._begin_reduction(bucket, is_last)
+
+    def _begin_reduction(self, bucket: Bucket, is_last: bool) -> None:
+        work: Any = self.algorithm.launch(bucket, is_last)  # maybe a user's, which may return anything
+        if not callable(getattr(work, "wait", None)):
+            raise error_messages.nothing_to_wait_for(self._rank, self.algorithm.name, bucket.describe(), work)
+        bucket.reduction_begins(work)
 
     def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Reduce a bucket that has been launched in this iteration once more; every rank does so, in the same order.
@@ -238,7 +245,7 @@ class LaunchQueue:
             bucket.fill_with_nothing()
         else:
             bucket.flatten(gradients, self._scale)
-        bucket.reduction_begins(self.algorithm.launch(bucket, is_last=False))
+        self._begin_reduction(bucket, is_last=False)
 
     def launch_shadows(self) -> None:
         """Launch every bucket with zeros: this rank has no input left, and the others train on."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError
+from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.runtime import error_messages, streams
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
@@ -88,7 +88,7 @@ class Reducer:
         if settings.check_finite_gradients:
             finite_check = FiniteCheck(self._bucket_set, self._queue, process_group, device)
         may_speak = settings.launches_in_backward or self._policy.has_message or finite_check is not None
-        message = IterationMessage(process_group, device, may_speak)
+        message = IterationMessage(process_group, device, may_speak, settings.monitor.model_number)
         self._end = IterationEnd(
             self._queue, self._policy, self._early, message, settings, names, self.rank, finite_check
         )
@@ -169,10 +169,13 @@ class Reducer:
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
             raise error_messages.out_of_step(self.rank)
-        if synchronize:
-            self.algorithm.before_forward()
-        else:
-            self.algorithm.before_local_forward()
+        try:
+            if synchronize:
+                self.algorithm.before_forward()
+            else:
+                self.algorithm.before_local_forward()
+        except ReductionError as error:
+            raise self._monitor.report_failure(error) from error.__cause__
 
     def search_unused_parameters(self, outputs: Any) -> None:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.

@@ -95,7 +95,12 @@ class DDPCompileStrategy(DDPStrategy):
             ReplicationError: It cannot be replicated, or is replicated or compiled already.
         """
         module = self.model
-        assert isinstance(module, LightningModule)
+        if not isinstance(module, LightningModule):
+            raise ReplicationError(
+                f"rank {self.global_rank}: the strategy was given a {type(module).__name__} in place of the"
+                " LightningModule, perhaps by a precision plugin that converts modules; leave that plugin out, or use"
+                ' strategy="ddp"'
+            )
         self._refuse(module)
         settings = dict(self._ddp_kwargs)
         if (ignored := settings.get("parameters_to_ignore")) and not isinstance(ignored, str):

@@ -108,15 +108,20 @@ class BucketPlan:
     Args:
         buckets: The buckets in launch order.
         generation: Counts the plans that a module has trained with; a new one is only installed between steps.
+
+    Raises:
+        ValueError: A parameter stands in two buckets, or the buckets are not numbered by their places.
     """
 
     buckets: tuple[BucketSpec, ...]
     generation: int = 0
 
     def __post_init__(self) -> None:
-        indices = [gradient.index for bucket in self.buckets for gradient in bucket.gradients]
-        assert len(indices) == len(set(indices)), "a parameter stands in two buckets"
-        assert [bucket.index for bucket in self.buckets] == list(range(len(self.buckets)))
+        counts = Counter(gradient.index for bucket in self.buckets for gradient in bucket.gradients)
+        if twice := [index for index, count in counts.items() if count > 1]:
+            raise ValueError(f"a BucketPlan holds each parameter once, and this one holds parameter {twice[0]} twice")
+        if (numbers := [bucket.index for bucket in self.buckets]) != list(range(len(self.buckets))):
+            raise ValueError(f"buckets of a BucketPlan are numbered 0, 1, 2, ... in launch order, not {numbers}")
 
     @cached_property
     def bucket_of_parameter(self) -> dict[int, int]:

@@ -5,31 +5,40 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 
 
 class AfterStep(CommAlgorithm):
-    """Communicates once for each iteration: when all parameters that have a gradient have been stepped since.
+    """Communicates after an iteration that meets the others, once all parameters that have a gradient were stepped.
 
-    Where no optimizer steps, a GradScaler skips a step for example, it does so when the next forward begins, or a
-    checkpoint is taken: whether a step follows is no matter of all ranks, and each of them communicates once for each
-    iteration. So where a rank may skip a step by itself, nothing else may be sent between the ranks until then.
+    If no optimizer steps, as when a GradScaler skips a step, it communicates when the next forward begins or a
+    checkpoint is taken. Ranks need not agree on whether a step follows: each of them communicates once. So if a rank
+    may skip a step by itself, nothing else may be sent between the ranks until then. If a step follows after all, what
+    was sent lacks it, which is an error.
+
+    Args:
+        process_group: All ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = process_group
         self._owes = False  # for the iteration that has ended
+        self._paid_without_step = False  # for it, since there was none until then
         self._steps: OptimizerSteps | None = None
 
     @abstractmethod
     def communicate(self) -> None:
-        """An iteration is over, and its step done."""
+        """An iteration that meets the others is over, and its step done."""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Hear of optimizers from now on."""
-        self._steps = OptimizerSteps(parameters, after=self._step_ends)
+        self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
 
     def detach(self, together: bool) -> None:
         """Hear of no optimizer any more; what is owed is communicated if all ranks are there."""
@@ -46,16 +55,30 @@ class AfterStep(CommAlgorithm):
     def after_backward(self) -> None:
         """An iteration has ended, whose step follows; of the one before nothing is owed any more."""
         self.pay()  # a backward without a forward before it, in which nothing has stepped since
-        self._owes = True
+        self._owes = self.meets_others
+        self._paid_without_step = False
         if self._steps is not None:
             self._steps.iteration_ends()
 
     def pay(self) -> None:
         """Communicate now, if there is an iteration for which that has not been done; on every rank."""
         if self._owes:
-            self._owes = False
+            self.owe_nothing()
             self.communicate()
+            self._paid_without_step = True
+
+    def owe_nothing(self) -> None:
+        """Forget the last iteration."""
+        self._owes = self._paid_without_step = False
+
+    def _step_begins(self) -> None:
+        if self._paid_without_step:
+            raise error_messages.late_step(self._process_group.rank(), self.name)
 
     def _step_ends(self) -> None:
         if self._steps is not None and self._steps.all_have_stepped:
             self.pay()
+            self._paid_without_step = False
+
+    def _failed(self, error: RuntimeError) -> ReductionError:
+        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)

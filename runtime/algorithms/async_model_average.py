@@ -19,7 +19,7 @@ from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
-from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread
+from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread, Standing
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
@@ -215,10 +215,10 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         average_over(self._group, self._parameters, self._failed)
 
     def _let_go(self) -> None:
-        """Take part in no further round; the other ranks' rounds will fail."""
+        """Take part in no further round; the other ranks are told so, and raise."""
         averager, self._averager = self._averager, None
         if averager is not None:
-            averager.end_alone()
+            averager.end_alone(Standing.HAS_LEFT)
 
     # What the thread calls.
 
@@ -279,6 +279,8 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
             self._raise_failure_of(self._averager)
 
     def _raise_failure_of(self, averager: AveragingThread) -> None:
+        if averager.gone:
+            raise error_messages.ranks_gone(self._process_group.rank(), self.name, averager.gone)
         if isinstance(averager.failure, ReductionError):
             raise averager.failure
         if averager.failure is not None:

@@ -1,11 +1,27 @@
-"""The thread that averages parameters while another one trains them."""
+"""The thread that averages parameters while another one trains them.
+
+Note [Ranks that end]
+No rank waits for another, so a rank that is gone is missed by nobody. The threads would go on answering for it, and the
+others would average with parameters that nobody trains any more. So the threads tell each other how each rank stands,
+at least once in `_LONGEST_SILENCE_S`, each to each: a killed process closes its connections, which every other rank
+sees at once. A rank whose process lives says itself that it has failed, as soon as its main thread has ended.
+
+How a main thread has ended, Python tells nobody once it is over: ``sys.last_value`` knows no SystemExit, and exit
+functions get no status. But the frame that the thread began with stays readable for whoever holds it. If the last
+instruction that it came to is a return, the script was read to its end. Otherwise an exception has left it; whether
+that was ``sys.exit(0)`` or ``sys.exit(1)`` cannot be told, so both are failures.
+"""
 
 from __future__ import annotations
 
-import atexit
+import opcode
 import sys
 import threading
+import time
 import weakref
+from enum import IntEnum, auto
+from multiprocessing.util import Finalize
+from types import FrameType
 from typing import Protocol
 
 import torch
@@ -15,8 +31,28 @@ from ddp_compile.runtime import streams
 
 #: How long the thread waits for the trainer to let the parameters be, before it tells the others that it waits.
 _PATIENCE_S = 0.2
+#: How long the ranks say nothing to each other, however long the interval is.
+_LONGEST_SILENCE_S = 1.0
 #: How long a process that ends by an error waits for its thread, which may not be in the middle of torch then.
 _LAST_WAIT_S = 5.0
+
+
+class Standing(IntEnum):
+    """What a rank tells the others of itself."""
+
+    TRAINS = auto()
+    STOPS = auto()  #: it has asked for the end, or its script has come to its own
+    HAS_FAILED = auto()  #: its process ends by an exception or by ``sys.exit``
+    HAS_LEFT = auto()  #: it takes part no more, and its process goes on
+    HAS_NO_MODEL = auto()  #: the model was collected
+
+
+#: What a rank has done that takes no part in another round.
+HOW_GONE = {
+    Standing.HAS_FAILED: "has ended by an exception or by sys.exit()",
+    Standing.HAS_LEFT: "has left the averaging after an error",
+    Standing.HAS_NO_MODEL: "has let its model go",
+}
 
 
 class Rounds(Protocol):
@@ -34,12 +70,13 @@ class Rounds(Protocol):
 
 
 class AveragingThread:
-    """Goes from round to round until all ranks have asked for the end.
+    """Goes from round to round until all ranks have asked for the end, or one has failed; see Note [Ranks that end].
 
     It does not keep the algorithm alive while it waits or sleeps.
 
-    Before each round the ranks tell each other who wants to stop, and whether one still has to take the average before;
-    then there is no round, so that a rank that computes for long holds up the averages but fails no collective.
+    Before each round the ranks tell each other how they stand, and whether one still has to take the average before, or
+    its interval is not over; then there is no round, so that a rank that computes for long holds up the averages but
+    fails no collective.
 
     Args:
         algorithm: Has what a round is.
@@ -57,7 +94,8 @@ class AveragingThread:
         interval_s: float,
         limit_s: float,
     ) -> None:
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  #: what a collective raised
+        self.gone: dict[int, str] = {}  #: how, by the global rank; without them there are no more rounds
         self._algorithm = weakref.ref(algorithm)
         self._group = group
         self._device = device
@@ -65,39 +103,48 @@ class AveragingThread:
         self._limit_s = limit_s
         self._begins = streams.record(device)  # what the thread has to find done
         self._stops = threading.Event()
-        self._ends_alone = False
-        self._not_stopping = list(range(group.size()))  # ranks in the group
+        self._has_ended: Standing | None = None  # this rank, by an error
+        self._ranks = dist.get_process_group_ranks(group)
+        self._not_stopping = self._ranks
+        self._first_frame = _first_frame_of_main_thread()
         self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
         self._thread.start()
-        # A thread that is still in torch when the interpreter goes ends the process by SIGABRT.
-        atexit.register(self._at_exit)
+        # A thread that is still in torch when the interpreter goes ends the process by SIGABRT. Not atexit, which
+        # children of multiprocessing pass over. It comes after the monitor has posted the error that ends the process.
+        self._at_exit = Finalize(None, self._process_ends, exitpriority=0)
 
     def stop(self) -> list[int]:
-        """Ask for the end, and return when all ranks have.
+        """Ask for the end, and return when all ranks have, or one has failed.
 
         Returns:
             The global ranks that have not asked for it in time; the thread ends then, and leaves the others alone.
         """
         self._stops.set()
         self._thread.join(self._limit_s)
-        atexit.unregister(self._at_exit)
         if not self._thread.is_alive():
-            return []  # and what it has written is there: it has asked all ranks once more, and read their answers
-        self.end_alone()
-        return [dist.get_global_rank(self._group, rank) for rank in self._not_stopping]
+            self._at_exit.cancel()
+            return []  # and what it has written is there: it has heard of all ranks once more, on the host
+        self.end_alone(Standing.HAS_LEFT)
+        return self._not_stopping
 
-    def end_alone(self) -> None:
-        """Begin no further round."""
-        self._ends_alone = True
+    def end_alone(self, standing: Standing) -> None:
+        """Begin no further round; tell the others why, without waiting for them."""
+        self._has_ended = standing
         self._stops.set()
 
-    def _at_exit(self) -> None:
-        has_failed = getattr(sys, "last_value", None) is not None
+    def _process_ends(self) -> None:
+        algorithm = self._algorithm()  # alive until the others need no more of it
+        if threading.main_thread().is_alive():  # of a child of multiprocessing, which handles what has ended it
+            error = sys.exception()
+            has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
+        else:
+            has_failed = not _has_returned(self._first_frame)
         if not has_failed:  # the script has ended without abort(): go on until the others' have
             self._stops.set()
             self._thread.join(self._limit_s)
-        self.end_alone()
+        self.end_alone(Standing.HAS_FAILED if has_failed else Standing.HAS_LEFT)
         self._thread.join(_LAST_WAIT_S)
+        del algorithm
 
     def _run(self) -> None:
         try:
@@ -108,31 +155,56 @@ class AveragingThread:
 
     def _go_round(self) -> None:
         self._begins.wait()
-        while not self._ends_alone:
+        due_at = time.monotonic()
+        while True:
             algorithm = self._algorithm()
-            if algorithm is None:
-                return
-            is_waiting = algorithm.has_pending
+            standing = self._standing(algorithm)
+            is_due = standing is Standing.STOPS or time.monotonic() >= due_at
+            holds_up = not is_due or (algorithm is not None and algorithm.has_pending)
             del algorithm
-            self._not_stopping, someone_waits = self._ask_all(is_waiting)
-            if not self._not_stopping:
+            standings, no_round = self._tell(standing, holds_up)
+            if standing in HOW_GONE:
+                return
+            self.gone = {rank: HOW_GONE[theirs] for rank, theirs in standings.items() if theirs in HOW_GONE}
+            self._not_stopping = [rank for rank, theirs in standings.items() if theirs is Standing.TRAINS]
+            if self.gone or not self._not_stopping:
                 return
             algorithm = self._algorithm()
             if algorithm is None:
-                return
-            if not someone_waits:
+                continue
+            if not no_round:
                 algorithm.round(self._begins)
+                due_at = time.monotonic() + self._interval_s
             algorithm.apply_within(_PATIENCE_S)
-            has_averaged = not algorithm.has_pending
-            del algorithm
-            if has_averaged:
-                self._stops.wait(self._interval_s)
+            if not algorithm.has_pending:
+                del algorithm
+                self._stops.wait(min(_LONGEST_SILENCE_S, max(0.0, due_at - time.monotonic())))
 
-    def _ask_all(self, is_waiting: bool) -> tuple[list[int], bool]:
-        """Which ranks do not want to stop, and whether any has still to take an average."""
-        said = torch.zeros(self._group.size() + 1, dtype=torch.int32, device=self._device)
-        said[self._group.rank()] = self._stops.is_set()
-        said[-1] = is_waiting
-        dist.all_reduce(said, group=self._group)
-        *stops, waiting = said.tolist()
-        return [rank for rank, stop in enumerate(stops) if not stop], bool(waiting)
+    def _standing(self, algorithm: Rounds | None) -> Standing:
+        if self._has_ended is not None:
+            return self._has_ended
+        if not threading.main_thread().is_alive():  # exit functions may take long before it is the turn of ours
+            return Standing.STOPS if _has_returned(self._first_frame) else Standing.HAS_FAILED
+        if algorithm is None:
+            return Standing.HAS_NO_MODEL
+        return Standing.STOPS if self._stops.is_set() else Standing.TRAINS
+
+    def _tell(self, standing: Standing, holds_up: bool) -> tuple[dict[int, Standing], bool]:
+        """Tell every other rank, and hear of each by its global rank, and whether any holds the next round up."""
+        said = torch.tensor([[standing, holds_up]] * self._group.size(), dtype=torch.int32, device=self._device)
+        heard = torch.empty_like(said)
+        dist.all_to_all_single(heard, said, group=self._group)
+        standings, holding = heard.T.tolist()
+        return dict(zip(self._ranks, map(Standing, standings), strict=True)), any(holding)
+
+
+def _first_frame_of_main_thread() -> FrameType:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0) or sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether a frame that has ended did so by a return, and not by an exception."""
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")

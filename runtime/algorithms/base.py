@@ -114,6 +114,8 @@ class CommAlgorithm(ABC):
     #: For people, and compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
     name: str
     traits: Traits = Traits()
+    #: Whether buckets are sent over the process group that the module was given, which other modules may use too.
+    shares_process_group: bool = True
     #: Whether ``register_comm_hook`` may put a hook in its place.
     gives_way_to_comm_hook: bool = False
 

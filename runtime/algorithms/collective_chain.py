@@ -57,6 +57,7 @@ class CollectiveChain(CommAlgorithm):
         if self.process_group.size() > 1:
             ranks = dist.get_process_group_ranks(self.process_group)
             self.process_group = group_of(ranks, self.process_group, parameters[0].device)
+            self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """Start the first collective of a bucket, after the last one of the bucket before; see the class.

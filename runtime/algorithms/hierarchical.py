@@ -41,6 +41,7 @@ class Hierarchical(CollectiveChain):
         """
         nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
         self._nodes = nodes
+        self.shares_process_group = False
         self.num_collectives = 0 if nodes.within is None else 2
         if self._sends_between:
             self._between.process_group = nodes.leaders

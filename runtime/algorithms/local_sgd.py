@@ -9,8 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.after_step import AfterStep
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Pending, Traits
@@ -37,14 +35,12 @@ class LocalSGDAlgorithm(AfterStep):
     traits = Traits(payload="both", takes_sparse=False, takes_dtypes=FLOATING)
 
     def __init__(self, process_group: dist.ProcessGroup, period: int, warmup_steps: int) -> None:
-        super().__init__()
+        super().__init__(process_group)
         self.name = f"local SGD (period {period} after {warmup_steps} steps)"
-        self._process_group = process_group
         self._all_reduce = AllReduce(process_group)
         self._period = period
         self._warmup_steps = warmup_steps
         self._num_steps = 0
-        self._averages = False  # when the step that is under way is done
 
     @property
     def sends_gradients(self) -> bool:
@@ -76,13 +72,11 @@ class LocalSGDAlgorithm(AfterStep):
     def after_backward(self) -> None:
         """See `AfterStep.after_backward`."""
         super().after_backward()
-        self._averages = self.meets_others
         self._num_steps += 1
 
     def communicate(self) -> None:
-        """Average, where a period ends with the step that was done."""
-        if self._averages:
-            average_over(self._group, self._parameters, self._failed)
+        """Average: a period ends with the step that was done."""
+        average_over(self._group, self._parameters, self._failed)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps; to be called on every rank."""
@@ -92,11 +86,8 @@ class LocalSGDAlgorithm(AfterStep):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`."""
         refuse_state_of_another(self, state)
-        self._owes = False
+        self.owe_nothing()
         self._num_steps = state["num_steps"]
-
-    def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

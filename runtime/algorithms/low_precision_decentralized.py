@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.errors import ReductionError
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.kernels.reference import row_bytes
-from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.after_step import AfterStep
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
@@ -60,15 +58,13 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
     traits = Traits(payload="parameters", takes_dtypes=KERNEL_DTYPES)
 
     def __init__(self, process_group: dist.ProcessGroup, communication_interval: int, hierarchical: bool) -> None:
-        super().__init__()
+        super().__init__(process_group)
         self.name = f"low-precision decentralized average (every {communication_interval}"
         self.name += ", hierarchical)" if hierarchical else ")"
-        self._process_group = process_group
         self._interval = communication_interval
         self._hierarchical = hierarchical
         self._num_steps = 0
         self._num_exchanges = 0
-        self._exchanges = False  # when the step that is under way is done
         self._under_way: dict[int, _Messages] = {}  # of the last exchange, by the number of the segment
         self._begins_anew = False  # parameters were loaded, and W, L and R were not
 
@@ -118,12 +114,11 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
     def after_backward(self) -> None:
         """See `AfterStep.after_backward`."""
         super().after_backward()
-        self._exchanges = self.meets_others
         self._num_steps += 1
 
     def communicate(self) -> None:
-        """One exchange, if the step that was done is one of the interval."""
-        if self._exchanges and self._process_group.size() > 1:
+        """One exchange: the step that was done is one of the interval."""
+        if self._process_group.size() > 1:
             self._exchange()
 
     @torch.no_grad()
@@ -239,7 +234,8 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             for flat, given in zip(flats, state[key], strict=True):
                 flat.copy_(given)
         self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
-        self._owes, self._begins_anew = False, state["begins_anew"]
+        self._begins_anew = state["begins_anew"]
+        self.owe_nothing()
 
     def _await(self, messages: _Messages) -> None:
         try:
@@ -248,9 +244,6 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             raise self._failed(error) from error
         # A step may run on another stream than the one before, which has allocated them.
         used_here([messages.sent, *(message for _, message in messages.received)])
-
-    def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
 
 
 class _Messages(NamedTuple):

@@ -97,6 +97,7 @@ class ShardedAlgorithm(CommAlgorithm):
         gathers = gradients = self._process_group
         if len(ranks) > 1:
             gathers, gradients = (group_of(ranks, self._process_group, device) for _ in range(2))
+            self.shares_process_group = False
         self._parameters = list(parameters)
         self._hidden = HiddenGradients(self._parameters, self._names, self._rank)
         self.transfers = ShardTransfers(gathers, gradients, device)

@@ -1,21 +1,22 @@
 """The ranks compare, every so many iterations, whether they have done the same.
 
 Note [Agreement points]
-They are iterations 1, 2, 4, 8, ... and then every 128th; an iteration is one reduction of all buckets. Before its last
-bucket is launched, each rank adds 1 to a counter in the store whose name is a digest of its fingerprint. When the
-iteration's collectives are over, all ranks have done that, since the last one needed them all: nobody waits for
-anybody. A counter that has come to the world size proves that all fingerprints are equal, with one question from each
-rank, however many ranks there are. Otherwise ranks post the fingerprints themselves, and one compares them for all, see
-Note [One rank reads]. The counter of an agreement point is deleted after the next one, which no rank reaches before all
-have read the one before. Where ``wait`` returns before a collective is over, as with NCCL, a rank may read before the
-others have added. Then it asks again for some seconds and leaves the rest to the next agreement point; what is compared
-is never forgotten.
+They are iterations 1, 2, 4, 8, ... and then every 128th; an iteration is one reduction of all buckets of a model, and
+all models that share a process group are counted together, see Note [Whose message]. Before its last bucket is
+launched, each rank adds 1 to a counter in the store whose name is a digest of its fingerprint. When the iteration's
+collectives are over, all ranks have done that, since the last one needed them all: nobody waits for anybody. A counter
+that has come to the world size proves that all fingerprints are equal, with one question from each rank, however many
+ranks there are. Otherwise ranks post the fingerprints themselves, and one compares them for all, see Note [One rank
+reads]. The counter of an agreement point is deleted after the next one, which no rank reaches before all have read the
+one before. Where ``wait`` returns before a collective is over, as with NCCL, a rank may read before the others have
+added. Then it asks again for some seconds and leaves the rest to the next agreement point; what is compared is never
+forgotten.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -23,58 +24,63 @@ from ddp_compile import torch_internals
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.used_parameters import tensors_in
-from ddp_compile.runtime.desync.fingerprint import Fingerprint, describe_differences
+from ddp_compile.runtime.desync.fingerprint import ORDER_WAY_OUT, Fingerprint, ModelFingerprint, describe_differences
 from ddp_compile.runtime.desync.gathering import Gathering
-from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, GroupStore, StoreLostError
+from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError
+from ddp_compile.runtime.desync.model_order import ModelOrder
 from ddp_compile.runtime.rank_names import format_ranks
 
 log = logging.getLogger(__name__)
 
-#: Iterations from one agreement point to the next, once there have been so many.
-ITERATIONS_BETWEEN_AGREEMENTS = 128
 #: After so many agreement points at which not every rank answered, there are no more.
 _MOST_UNANSWERED = 3
 
 
-def is_agreement_point(iteration_number: int) -> bool:
-    """Whether the ranks compare at the end of an iteration; the first one is number 1."""
-    if iteration_number < ITERATIONS_BETWEEN_AGREEMENTS:
-        return iteration_number.bit_count() == 1
-    return iteration_number % ITERATIONS_BETWEEN_AGREEMENTS == 0
-
-
 class AgreementPoints:
-    """Counts iterations, and compares the ranks' fingerprints at some of them.
+    """Counts the iterations of one model, and compares the ranks' fingerprints at some of them.
 
     Args:
-        store: Where ranks tell each other.
+        shared: The order of the models that share the process group.
+        own: An order of this model alone, for iterations that send nothing over that group.
+        class_name: Of the model.
         rank: This rank.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+    def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, world_size: int) -> None:
         self.iteration_number = 1  #: of the iteration that is under way or, between iterations, comes next
         self.begins_after_forward = True  #: whether a synchronised forward has come since the iteration before
         self.is_paused = False  #: while ranks do different things by intention
         self.forwards = ForwardsLeftOut()
-        self._store = store
+        self._models = {order: order.add(class_name) for order in (shared, own)}
+        self._shared, self._own = shared, own
         self._rank = rank
         self._world_size = world_size
         self._backwards_repeated = 0
         self._digest_of: tuple[BucketPlan, str] | None = None
-        self._added: tuple[Fingerprint, str] | None = None  # this rank's fingerprint of the iteration, and its counter
+        self._added: _Added | None = None  # in this iteration
         self._old_counter: str | None = None
-        self._num_unanswered = 0
 
-    def last_bucket_is_launched(self, plan: BucketPlan, algorithm: str) -> None:
+    def last_bucket_is_launched(self, plan: BucketPlan, algorithm: str, is_shared: bool) -> None:
         """Before the last bucket of an iteration is launched: tell the other ranks, if this is an agreement point.
 
         Args:
             plan: The plan the bucket belongs to.
             algorithm: Name of the way in which this rank reduces.
+            is_shared: Whether it is sent over the process group that models share.
         """
-        if is_agreement_point(self.iteration_number) and not self.is_paused:
-            self._add(plan, algorithm)
+        if self._digest_of is None or self._digest_of[0] is not plan:
+            self._digest_of = plan, f"{plan.digest} of generation {plan.generation}"
+        done = ModelFingerprint(
+            plan=self._digest_of[1],
+            algorithm=algorithm,
+            forwards_left_out=self.forwards.num_left_out,
+            backwards_repeated=self._backwards_repeated + (not self.begins_after_forward),
+        )
+        order = self._shared if is_shared else self._own
+        fingerprint = order.last_bucket_is_launched(self._models[order], done)
+        if fingerprint is not None and not self.is_paused:
+            self._add(order, fingerprint)
 
     def compare(self) -> None:
         """When the iteration's collectives are over: compare the ranks' fingerprints, if this is an agreement point.
@@ -84,15 +90,16 @@ class AgreementPoints:
         """
         if self._added is None:
             return
-        (fingerprint, counter), self._added = self._added, None
+        added, self._added = self._added, None
+        order = added.order
         try:
-            # Whoever has added to this counter has read the one before, which rank 0 deletes.
-            old_counter, self._old_counter = self._old_counter, counter
+            # Whoever has added to this counter has read this model's one before, which rank 0 deletes.
+            old_counter, self._old_counter = self._old_counter, added.counter
             forget = old_counter if self._rank == 0 else None
-            if not self._store.has_come_to(counter, self._world_size, forget):
-                self._compare_fingerprints(fingerprint, counter)
+            if not order.store.has_come_to(added.counter, self._world_size, forget):
+                self._compare_fingerprints(added)
         except StoreLostError as error:
-            self._give_up(f"the store of the process group is gone ({error})")
+            self._give_up(order, f"the store of the process group is gone ({error})")
 
     def iteration_ends(self, has_launched: bool) -> None:
         """The next bucket that is launched begins another iteration.
@@ -106,30 +113,48 @@ class AgreementPoints:
             self._backwards_repeated += not self.begins_after_forward
         self._added = None
 
-    def _add(self, plan: BucketPlan, algorithm: str) -> None:
-        if self._store.lost is not None or self._num_unanswered == _MOST_UNANSWERED:
-            return
-        if self._digest_of is None or self._digest_of[0] is not plan:
-            self._digest_of = plan, f"{plan.digest} of generation {plan.generation}"
-        fingerprint = Fingerprint(
-            plan=self._digest_of[1],
-            algorithm=algorithm,
-            forwards_left_out=self.forwards.num_left_out,
-            backwards_repeated=self._backwards_repeated + (not self.begins_after_forward),
-        )
-        counter = f"agreement/{fingerprint.digest(self.iteration_number)}"
-        try:
-            self._store.add(counter, 1)
-            self._added = fingerprint, counter
-        except StoreLostError as error:
-            self._give_up(f"the store of the process group is gone ({error})")
+    @property
+    def model(self) -> str:
+        """What this model is called among those that share the process group."""
+        return self._models[self._shared]
 
-    def _compare_fingerprints(self, fingerprint: Fingerprint, counter: str) -> None:
-        keys = [f"fingerprint/{self.iteration_number}/{rank}" for rank in range(self._world_size)]
-        self._store.post(keys[self._rank], fingerprint.to_json())
+    @property
+    def model_number(self) -> int:
+        """Its number among them, the same on every rank."""
+        return self._shared.number_of(self.model)
+
+    def refuse_other_model(self) -> NoReturn:
+        """Something of this iteration has met another model's on another rank; every rank has found that out.
+
+        Raises:
+            RanksDifferError: Always.
+        """
+        fingerprint = self._shared.fingerprint()
+        try:
+            self._compare_fingerprints(_Added.of(self._shared, fingerprint))
+        except StoreLostError as error:
+            log.warning("rank %d: which rank sent what is not known: the store is gone (%s)", self._rank, error)
+        what = f"gradients of different models have met. {ORDER_WAY_OUT}"
+        raise error_messages.ranks_out_of_step(self._rank, self.iteration_number, what)
+
+    def _add(self, order: ModelOrder, fingerprint: Fingerprint) -> None:
+        if order.store.lost is not None or order.num_unanswered == _MOST_UNANSWERED:
+            return
+        added = _Added.of(order, fingerprint)
+        try:
+            order.store.add(added.counter, 1)
+            self._added = added
+        except StoreLostError as error:
+            self._give_up(order, f"the store of the process group is gone ({error})")
+
+    def _compare_fingerprints(self, added: _Added) -> None:
+        order, fingerprint, counter = added
+        store, name = order.store, f"{order.prefix}fingerprint/{fingerprint.number}"
+        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        store.post(keys[self._rank], fingerprint.to_json())
 
         def agree() -> bool:  # ranks that come later and see it post nothing
-            return self._store.has_come_to(counter, self._world_size)
+            return store.has_come_to(counter, self._world_size)
 
         def describe(found: dict[str, str]) -> str:
             if len(found) < len(keys):
@@ -138,16 +163,16 @@ class AgreementPoints:
             difference = describe_differences([Fingerprint.from_json(found[key]) for key in keys])
             return "" if difference is None else f"difference {difference}"
 
-        gathering = Gathering(self._store, f"fingerprint/{self.iteration_number}", keys)
+        gathering = Gathering(store, name, keys)
         text = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), describe)
         kind, _, what = ("silent unknown" if text is None else text).partition(" ")
         if kind == "difference":
             raise error_messages.ranks_out_of_step(self._rank, self.iteration_number, what)
         if kind == "silent":
-            self._are_silent(what)
+            self._are_silent(order, what)
 
-    def _are_silent(self, ranks: str) -> None:
-        self._num_unanswered += 1
+    def _are_silent(self, order: ModelOrder, ranks: str) -> None:
+        order.num_unanswered += 1
         log.warning(
             "rank %d: ranks that said nothing at the end of iteration %d: %s. Either they are late, or they cannot"
             " reach the store of the process group; nothing was compared",
@@ -155,12 +180,30 @@ class AgreementPoints:
             self.iteration_number,
             ranks,
         )
-        if self._num_unanswered == _MOST_UNANSWERED:
-            self._give_up(f"{_MOST_UNANSWERED} times not every rank answered")
+        if order.num_unanswered == _MOST_UNANSWERED:
+            self._give_up(order, f"{_MOST_UNANSWERED} times not every rank answered")
 
-    def _give_up(self, why: str) -> None:
-        self._num_unanswered = _MOST_UNANSWERED
+    def _give_up(self, order: ModelOrder, why: str) -> None:
+        order.num_unanswered = _MOST_UNANSWERED
         log.warning("rank %d: from now on it is not noticed when ranks get out of step: %s", self._rank, why)
+
+
+class _Added(NamedTuple):
+    """What this rank has told the others in an iteration.
+
+    Args:
+        order: Whose iterations are compared.
+        fingerprint: This rank's.
+        counter: The key that it has added to.
+    """
+
+    order: ModelOrder
+    fingerprint: Fingerprint
+    counter: str
+
+    @classmethod
+    def of(cls, order: ModelOrder, fingerprint: Fingerprint) -> _Added:
+        return cls(order, fingerprint, f"{order.prefix}agreement/{fingerprint.digest}")
 
 
 class ForwardsLeftOut:

@@ -12,8 +12,8 @@ from ddp_compile.runtime.rank_names import name_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fingerprint:
-    """What one rank has done up to an iteration.
+class ModelFingerprint:
+    """What one model has done on one rank up to an iteration.
 
     Args:
         plan: Digest and generation of its bucket plan.
@@ -27,16 +27,36 @@ class Fingerprint:
     forwards_left_out: int
     backwards_repeated: int
 
-    def digest(self, iteration_number: int) -> str:
-        """Equal for two ranks where their fingerprints of an iteration are equal."""
-        return hashlib.sha256(f"{iteration_number} {self.to_json()}".encode()).hexdigest()[:16]
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What the models that share a process group have done on one rank.
+
+    Args:
+        number: Of iterations, of all models.
+        models: Those that had an iteration since the agreement point before, by name.
+        order: Digest of the order in which all their iterations came.
+        latest: The models of the latest iterations, in order; empty if there is only one model.
+    """
+
+    number: int
+    models: dict[str, ModelFingerprint]
+    order: str
+    latest: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Equal for two ranks if their fingerprints are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprint:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        models = {name: ModelFingerprint(**done) for name, done in fields["models"].items()}
+        return cls(number=fields["number"], models=models, order=fields["order"], latest=tuple(fields["latest"]))
 
 
 class _Field(NamedTuple):
@@ -59,6 +79,10 @@ _FIELDS = {
     ),
 }
 
+ORDER_WAY_OUT = (
+    "Call the backwards of the models in one order on every rank, or give each model a process group of its own"
+)
+
 
 def describe_differences(fingerprints: Sequence[Fingerprint]) -> str | None:
     """What differs between the ranks, the fewest ranks first, and what to do about it; None where nothing does.
@@ -67,9 +91,27 @@ def describe_differences(fingerprints: Sequence[Fingerprint]) -> str | None:
         fingerprints: By rank.
     """
     differences, ways_out = [], []
-    for name, field in _FIELDS.items():
-        values = [getattr(fingerprint, name) for fingerprint in fingerprints]
-        if len(set(values)) > 1:
-            differences.append(f"{field.what}: {name_values(values)}")
-            ways_out.append(field.way_out)
-    return f"{'; '.join(differences)}. {'. '.join(ways_out)}" if differences else None
+    if len({fingerprint.order for fingerprint in fingerprints}) > 1:
+        differences.append(_describe_order(fingerprints))
+        ways_out.append(ORDER_WAY_OUT)
+    for model in fingerprints[0].models:
+        done = [theirs.models[model] for theirs in fingerprints if model in theirs.models]
+        if len(done) < len(fingerprints):
+            continue  # whose iteration it was is described already
+        for name, field in _FIELDS.items():
+            values = [getattr(fingerprint, name) for fingerprint in done]
+            if len(set(values)) > 1:
+                of_model = f" of {model}" if fingerprints[0].latest else ""
+                differences.append(f"{field.what}{of_model}: {name_values(values)}")
+                ways_out.append(field.way_out)
+    return f"{'; '.join(differences)}. {'. '.join(dict.fromkeys(ways_out))}" if differences else None
+
+
+def _describe_order(fingerprints: Sequence[Fingerprint]) -> str:
+    """The first of the latest iterations that was not one model's on every rank."""
+    for back in range(min(len(theirs.latest) for theirs in fingerprints), 0, -1):
+        models = [theirs.latest[-back] for theirs in fingerprints]
+        if len(set(models)) > 1:
+            number = fingerprints[0].number - back + 1
+            return f"gradients that met in iteration {number} of the process group: those of {name_values(models)}"
+    return "the order in which the models of the process group had their iterations"

@@ -28,6 +28,7 @@ from ddp_compile.runtime.collectives import name_from_rank_0
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.gathering import Gathering, pauses
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
+from ddp_compile.runtime.desync.model_order import ModelOrder, order_in
 from ddp_compile.runtime.desync.rank_status import RankStatuses
 from ddp_compile.runtime.rank_names import name_values
 
@@ -42,20 +43,25 @@ class DesyncMonitor:
     Args:
         process_group: The ranks.
         device: Device of a message, one that the process group can reach.
+        class_name: Of the module.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, class_name: str) -> None:
         self._rank, self._world_size = process_group.rank(), process_group.size()
         self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
         # The name keeps it apart from other modules, and from an earlier process group in the same store.
         self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
-        self._points = AgreementPoints(self._store, self._rank, self._world_size)
+        shared, own = order_in(process_group, self._store), ModelOrder(self._store, "own/")
+        self._points = AgreementPoints(shared, own, class_name, self._rank, self._world_size)
         self._statuses = RankStatuses(self._store, self._rank, self._world_size)
         self._num_forwards: Counter[str] = Counter()
         self._num_algorithms = 0
         #: The points' own, as each call takes time from every step.
         self.last_bucket_is_launched = self._points.last_bucket_is_launched
         self.iteration_ends = self._points.iteration_ends
+        self.refuse_other_model = self._points.refuse_other_model
+        self.model = self._points.model  #: what this model is called among those that share the process group
+        self.model_number = self._points.model_number  #: among them
         if self._store.lost is None:
             # torch keeps what watches for good, and it must not lead here.
             stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._statuses)))
@@ -198,7 +204,8 @@ def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
             left.raised(error)
 
     # Runs at the interpreter's exit too, where ``atexit`` alone knows nothing of processes that multiprocessing starts.
-    finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=0)
+    # Before what tells the others that this rank has failed, upon which they read it.
+    finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=1)
     return finalizer.cancel
 
 

@@ -276,6 +276,10 @@ def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own(ranks: Ranks) -
         assert worst < 1e-2
 
 
+def _verify_algorithms_agree(algorithm: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    collectives.verify_algorithms_agree(algorithm, group, device, "model 1 (Linear)")
+
+
 def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[list[int], list[str]]:
     """Bytes of each all-gather on this rank, and what it raised."""
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
@@ -293,7 +297,7 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
     try:
         for check, what in (
             (collectives.verify_modules_agree, lines),
-            (collectives.verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
+            (_verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
         ):
             try:
                 check(what, group, device)

@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
+from ddp_compile.errors import RanksDifferError
 
 Ranks = Callable[[int], RankPool]
 
@@ -102,6 +103,71 @@ def go_on_after_the_error() -> str:
 def test_no_rank_goes_on_after_the_error(ranks: Ranks) -> None:
     for rank, refusal in enumerate(ranks(2).run(go_on_after_the_error)):
         assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
+
+
+# Two models in one process group
+
+
+def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[Any]:
+    """Rank 1 calls the backwards in the other order from a step on; the first model's gradients, and the error."""
+    torch.manual_seed(0)
+    modules = nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False))
+    models = [ddp_compile(module, backend="aot_eager", **settings) for module in modules]
+    seen = []
+    try:
+        for step in range(8):
+            losses = [model(torch.ones(1, 4)).sum() * (number + 1) for number, model in enumerate(models)]
+            in_other_order = dist.get_rank() == 1 and step >= first
+            for loss in reversed(losses) if in_other_order else losses:
+                loss.backward()
+            seen.append(modules[0].weight.grad[0, 0].item())
+            modules[0].zero_grad()
+    except RanksDifferError as error:
+        return [*seen, str(error)]
+    return seen
+
+
+FIRST_BACKWARDS = "the first backwards of different models have met: that of model 1 (Linear) on rank 0, model 2 ("
+OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. gradients that met in iteration {} of the process"
+
+
+@pytest.mark.parametrize(
+    ("first", "settings", "said"),
+    [
+        (0, {"split": "forward"}, FIRST_BACKWARDS),
+        (2, {"split": "forward"}, OUT_OF_STEP.format(4, 5)),
+        # What the ranks tell each other at the end of each iteration says whose iteration it is.
+        (4, {"find_unused_parameters": True}, OUT_OF_STEP.format(5, 9)),
+    ],
+)
+def test_backwards_of_two_models_in_another_order(
+    first: int, settings: dict[str, Any], said: str, ranks: Ranks
+) -> None:
+    for rank, (*gradients, error) in enumerate(ranks(2).run(two_models_in_another_order, first, settings)):
+        assert gradients[:first] == [1.0] * first
+        assert str(error).startswith(f"rank {rank}: {said}")
+        assert "model 2 (Sequential) on rank 1" in error and "a process group of its own" in error
+
+
+@torch.compiler.set_stance("force_eager")
+def forwards_in_another_order() -> str:
+    """On rank 1 in the second step, before which models that run eagerly pack their buckets anew."""
+    models = [ddp_compile(module, backend="eager") for module in (nn.Linear(4, 4), nn.Linear(3, 4))]
+    inputs = [torch.ones(1, 4), torch.ones(1, 3)]
+    try:
+        for step in range(2):
+            in_order = [*zip(models, inputs, strict=True)]
+            losses = [model(x).sum() for model, x in (reversed(in_order) if step * dist.get_rank() else in_order)]
+            for loss in losses:
+                loss.backward()
+    except RanksDifferError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
+    _, said = ranks(2).run_expecting_failures(forwards_in_another_order, timeout_s=2.0)
+    assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
 
 
 # Ranks that differ, and yet average what they should

@@ -23,7 +23,7 @@ from ddp_compile.algorithms import (
     LocalSGD,
     LowPrecisionDecentralized,
 )
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReductionError, ReplicationError
 
 Ranks = Callable[[int], RankPool]
 PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
@@ -127,6 +127,47 @@ def resumes(name: str) -> bool:
 @pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
 def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str, ranks: Ranks) -> None:
     assert ranks(2).run(resumes, name) == [True, True]
+
+
+# A forward between a backward and its step.
+
+
+@torch.compiler.set_stance("force_eager")
+def forwards_before_the_step(config: AlgorithmConfig) -> tuple[bool, list[str]]:
+    """Whether forwards that send nothing change a step, and what is said of those that would have sent too early."""
+    ends = []
+    for looks_on in (False, True):
+        model, optimizer = make_model(config, backend="eager")
+        for step in range(2):
+            loss_of(model(batch(dist.get_rank(), step, 0))).backward()
+            if looks_on:
+                with torch.no_grad():
+                    model(batch(0, 0, 0))
+                with model.no_sync():
+                    model(batch(0, 0, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(flat_of(model))
+    said = []
+    for look in (lambda: model(batch(0, 0, 0)), model.comm_algorithm.state_dict):
+        loss_of(model(batch(dist.get_rank(), 2, 0))).backward()
+        look()
+        before = flat_of(model)
+        with pytest.raises(ReductionError) as refused:
+            optimizer.step()
+        assert torch.equal(flat_of(model), before)
+        said.append(str(refused.value))
+    loss_of(model(batch(dist.get_rank(), 3, 0))).backward()
+    optimizer.step()
+    return torch.equal(*ends), said
+
+
+@pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
+def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: AlgorithmConfig, ranks: Ranks) -> None:
+    for rank, (is_equal, said) in enumerate(ranks(2).run(forwards_before_the_step, config)):
+        assert is_equal
+        assert len(said) == 2
+        assert all(text.startswith(f"rank {rank}: an optimizer is about to step after the l") for text in said)
 
 
 # Ways to train.

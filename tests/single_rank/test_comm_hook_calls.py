@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_compile import ReductionError, comm_hooks, ddp_compile
+from ddp_compile.algorithms import AlgorithmConfig, Bucket, CommAlgorithm, Traits
 
 CAP_MB = 60 / 2**20
 
@@ -200,4 +201,23 @@ def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:
         RuntimeError,
         match="the comm hook allreduce_hook was to reduce from now on while a backward has not been completed",
     ):
+        go_backward(model)
+
+
+class ReturnsNothing(CommAlgorithm):
+    name = "algorithm that forgets to return"
+    traits = Traits(on_one_rank=True)
+
+    def launch(self, bucket: Bucket, is_last: bool) -> Any:
+        dist.all_reduce(bucket.flat)
+
+
+class ReturnsNothingConfig(AlgorithmConfig):
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return ReturnsNothing()
+
+
+def test_an_algorithm_that_returns_nothing_to_wait_for_is_refused() -> None:
+    model = ddp_compile(small_model(), backend="eager", algorithm=ReturnsNothingConfig())
+    with pytest.raises(TypeError, match=r"launch\(\) of the algorithm that forgets to return returned None for b"):
         go_backward(model)

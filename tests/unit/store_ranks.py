@@ -10,6 +10,7 @@ from typing import Any
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.group_store import GroupStore
+from ddp_compile.runtime.desync.model_order import ModelOrder
 
 PLAN = BucketPlan(())
 
@@ -19,9 +20,14 @@ def store_of(store: Any, world_size: int = 2) -> GroupStore:
     return GroupStore(group, "test/")
 
 
+def points_of(store: GroupStore, rank: int, world_size: int = 2) -> AgreementPoints:
+    """Of a model that is the only one of its process group."""
+    return AgreementPoints(ModelOrder(store), ModelOrder(store, "own/"), "Linear", rank, world_size)
+
+
 def run_iteration(points: AgreementPoints, after_forward: bool = True) -> None:
     points.begins_after_forward = after_forward
-    points.last_bucket_is_launched(PLAN, "none")
+    points.last_bucket_is_launched(PLAN, "none", is_shared=True)
 
 
 def on_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:

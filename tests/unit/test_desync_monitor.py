@@ -13,21 +13,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from store_ranks import on_threads, run_iteration, store_of
+from store_ranks import PLAN, on_threads, points_of, run_iteration, store_of
 
 from ddp_compile.errors import RanksDifferError
 from ddp_compile.runtime.desync import agreement_points, rank_status
-from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut, is_agreement_point
-from ddp_compile.runtime.desync.fingerprint import Fingerprint, describe_differences
+from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
+from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint, describe_differences
 from ddp_compile.runtime.desync.group_store import StoreLostError
+from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS, ModelOrder, is_agreement_point
 from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, format_rank_statuses
 from ddp_compile.runtime.rank_names import format_ranks, name_values
 
 
-def fingerprint(**changes: Any) -> Fingerprint:
-    return Fingerprint(
+def fingerprint(number: int = 4, latest: tuple[str, ...] = (), **changes: Any) -> Fingerprint:
+    done = ModelFingerprint(
         **{"plan": "p", "algorithm": "all-reduce", "forwards_left_out": 0, "backwards_repeated": 0, **changes}
     )
+    order = str(hash(latest))
+    return Fingerprint(number=number, models={"model 1 (Linear)": done}, order=order, latest=latest)
 
 
 @pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([1, 3, 4], "1, 3-4"), ([], "")])
@@ -42,8 +45,9 @@ def test_the_fewest_ranks_are_named_first() -> None:
 
 def test_fingerprints_that_are_equal_have_no_difference_and_one_digest() -> None:
     assert describe_differences([fingerprint(), fingerprint()]) is None
-    assert fingerprint().digest(4) == fingerprint().digest(4)
-    assert len({fingerprint().digest(4), fingerprint().digest(5), fingerprint(algorithm="h").digest(4)}) == 3
+    assert fingerprint().digest == fingerprint().digest
+    different = [fingerprint(), fingerprint(number=5), fingerprint(algorithm="h"), fingerprint(latest=("b",))]
+    assert len({each.digest for each in different}) == 4
 
 
 def test_every_difference_is_named_with_a_way_out() -> None:
@@ -56,7 +60,15 @@ def test_every_difference_is_named_with_a_way_out() -> None:
 
 
 def test_fingerprints_travel_as_json() -> None:
-    assert Fingerprint.from_json(fingerprint(backwards_repeated=3).to_json()) == fingerprint(backwards_repeated=3)
+    sent = fingerprint(backwards_repeated=3, latest=("a", "b"))
+    assert Fingerprint.from_json(sent.to_json()) == sent
+
+
+def test_the_first_iteration_that_was_another_models_is_named() -> None:
+    text = describe_differences([fingerprint(latest=latest) for latest in (("a", "b"), ("b", "a"), ("a", "b"))])
+    assert text is not None
+    assert text.startswith("gradients that met in iteration 3 of the process group: those of b on rank 1, a on ranks 0")
+    assert "a process group of its own" in text
 
 
 def test_agreement_points_come_early_and_then_every_128_iterations() -> None:
@@ -160,7 +172,7 @@ def test_a_forward_that_is_watched_keeps_no_graph_alive() -> None:
 
 def two_ranks() -> list[AgreementPoints]:
     store = dist.HashStore()
-    return [AgreementPoints(store_of(store), rank, 2) for rank in range(2)]
+    return [points_of(store_of(store), rank) for rank in range(2)]
 
 
 def compare_all(ranks: list[AgreementPoints]) -> list[Exception | None]:
@@ -194,6 +206,63 @@ def test_a_difference_between_agreement_points_is_found_at_the_next() -> None:
     for rank, error in enumerate(errors):
         assert isinstance(error, RanksDifferError)
         assert f"rank {rank}: at the end of iteration 4" in str(error) and "0 on rank 0, 1 on rank 1" in str(error)
+
+
+def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
+    store = dist.HashStore()
+    orders = [ModelOrder(store_of(store)) for _ in range(2)]
+    owns = [[ModelOrder(order.store, f"own/{model}/") for model in "ab"] for order in orders]
+    return [
+        tuple(AgreementPoints(order, own, model, rank, 2) for model, own in zip("ab", owns[rank], strict=True))  # type: ignore[misc]
+        for rank, order in enumerate(orders)
+    ]
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 8, 9, 31])
+def test_models_in_another_order_are_found_at_the_next_agreement_point(at: int) -> None:
+    """Of which there is one in the same iteration of the process group on every rank."""
+    ranks = two_models_on_each_rank()
+    for number in range(1, 65):
+        of_iteration = [models[(number + (rank == 1 and number >= at)) % 2] for rank, models in enumerate(ranks)]
+        for points in of_iteration:
+            run_iteration(points)
+        errors = compare_all(of_iteration)
+        if any(errors):
+            break
+    assert number == next(n for n in range(at, 65) if is_agreement_point(n))
+    for error in errors:
+        assert isinstance(error, RanksDifferError)
+        assert f"that met in iteration {at} of the process group: those of model" in str(error)
+
+
+def test_models_that_send_over_groups_of_their_own_have_no_order() -> None:
+    ranks = two_models_on_each_rank()
+    for number in range(1, 9):
+        for second in range(2):
+            of_iteration = [models[(rank + second) % 2] for rank, models in enumerate(ranks)]
+            for points in of_iteration:
+                points.last_bucket_is_launched(PLAN, "none", is_shared=False)
+        for model in range(2):
+            assert compare_all([models[model] for models in ranks]) == [None, None], number
+
+
+def test_a_model_that_rests_is_compared_at_the_next_agreement_point_of_another_one() -> None:
+    ranks = two_models_on_each_rank()
+    for number in range(1, 9):
+        for rank, models in enumerate(ranks):
+            run_iteration(models[number == 5], after_forward=not (rank == 1 and number == 5))
+        errors = compare_all([models[number == 5] for models in ranks])
+        assert all(errors) == (number == 8)
+    assert "backwards without a forward before them of model 2 (b): 0 on rank 0, 1 on rank 1" in str(errors[0])
+
+
+def test_the_order_of_a_long_training_takes_little_memory() -> None:
+    order = ModelOrder(store_of(dist.HashStore()))
+    models = [order.add(name) for name in "ab"]
+    done = next(iter(fingerprint().models.values()))
+    for number in range(20 * ITERATIONS_BETWEEN_AGREEMENTS):
+        order.last_bucket_is_launched(models[number % 2], done)
+    assert len(order.fingerprint().latest) == 2 * ITERATIONS_BETWEEN_AGREEMENTS
 
 
 def test_a_backward_that_sends_nothing_is_no_iteration() -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from store_ranks import on_threads, run_iteration, store_of
+from store_ranks import on_threads, points_of, run_iteration, store_of
 
 from ddp_compile.runtime.desync import gathering, rank_status
-from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore
 from ddp_compile.runtime.desync.rank_status import RankStatuses
@@ -70,7 +69,7 @@ def test_the_table_of_many_ranks_takes_questions_in_proportion_to_the_ranks(aske
 
 def test_fingerprints_of_many_ranks_that_differ_take_questions_in_proportion_to_the_ranks(asked: Any) -> None:
     stores, counts = asked
-    ranks = [AgreementPoints(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
+    ranks = [points_of(store, rank, NUM_RANKS) for rank, store in enumerate(stores)]
     for rank, points in enumerate(ranks):
         run_iteration(points, after_forward=rank != 3)
     counts.clear()

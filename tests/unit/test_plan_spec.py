@@ -325,7 +325,7 @@ def test_text_that_is_no_plan_is_refused(text: str, said: str) -> None:
 def test_a_parameter_in_two_buckets_is_an_error() -> None:
     bucket = plan_buckets(gradients(1), 100).buckets[0]
     twin = BucketSpec(1, bucket.gradients, 100)
-    with pytest.raises(AssertionError, match="a parameter stands in two buckets"):
+    with pytest.raises(ValueError, match="holds parameter 0 twice"):
         BucketPlan((bucket, twin))
 
 
@@ -364,3 +364,9 @@ def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
 def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
     two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
     assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
+
+
+def test_buckets_that_are_not_numbered_by_their_places_are_an_error() -> None:
+    first, second = (BucketSpec(i, (gradient(i, 100),), 400) for i in range(2))
+    with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
+        BucketPlan((second, first))

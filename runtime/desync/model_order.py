@@ -1,0 +1,115 @@
+"""In which order the models that share a process group send.
+
+Note [Whose message]
+Collectives pair up by order alone, over all models that reduce in one process group. If one rank calls the backwards of
+two models in another order, and the models are of equal sizes, each gets the gradients of the other one. So what the
+ranks compare says whose iteration came when. Agreement points are iterations of the process group, whichever model's
+they are: the last bucket of an iteration meets the same iteration on every other rank, so all ranks come to an
+agreement point together, though one of them may send another model's bucket there. What a model has done is compared at
+the first agreement point after it, which another model's iteration may be.
+
+Algorithms that send over process groups of their own meet no other model. Each of these has an order to itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch.distributed as dist
+
+from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint
+from ddp_compile.runtime.desync.group_store import GroupStore
+
+#: Iterations from one agreement point to the next, once there have been so many.
+ITERATIONS_BETWEEN_AGREEMENTS = 128
+
+
+def is_agreement_point(iteration_number: int) -> bool:
+    """Whether the ranks compare at the end of an iteration; the first one is number 1."""
+    if iteration_number < ITERATIONS_BETWEEN_AGREEMENTS:
+        return iteration_number.bit_count() == 1
+    return iteration_number % ITERATIONS_BETWEEN_AGREEMENTS == 0
+
+
+class ModelOrder:
+    """The iterations of the models that send over one process group, in their order on this rank.
+
+    Args:
+        store: Where the ranks compare.
+        prefix: Of its keys.
+    """
+
+    def __init__(self, store: GroupStore, prefix: str = "") -> None:
+        self.store = store
+        self.prefix = prefix
+        self.num_unanswered = 0  #: agreement points at which not every rank answered
+        self.num_iterations = 0  #: of all models
+        self._numbers: dict[str, int] = {}  # of the models, by name
+        self._num_before_latest_model = 0
+        self._digest = 0
+        self._latest: deque[str] = deque(maxlen=2 * ITERATIONS_BETWEEN_AGREEMENTS)
+        self._done: dict[str, ModelFingerprint] = {}  # since the last agreement point
+
+    def add(self, class_name: str) -> str:
+        """One model more; every rank adds the same ones in the same order.
+
+        Returns:
+            What it is called in errors.
+        """
+        number = len(self._numbers) + 1
+        name = f"model {number} ({class_name})"
+        self._numbers[name] = number
+        self._num_before_latest_model = self.num_iterations
+        return name
+
+    def last_bucket_is_launched(self, model: str, done: ModelFingerprint) -> Fingerprint | None:
+        """Take note of an iteration.
+
+        Args:
+            model: Whose it is, see `add`.
+            done: What the model has done up to it.
+
+        Returns:
+            What has to be equal on all ranks, if this is an agreement point.
+        """
+        self.num_iterations += 1
+        self._done[model] = done
+        if len(self._numbers) > 1:
+            self._digest = (self._digest * 1_000_003 + self._numbers[model]) % (2**61 - 1)
+            self._latest.append(model)
+        # Begins anew with each model: the first iterations are the ones in which ranks differ most.
+        if not is_agreement_point(self.num_iterations - self._num_before_latest_model):
+            return None
+        return self.fingerprint(forget=True)
+
+    def number_of(self, model: str) -> int:
+        """The first model is number 1."""
+        return self._numbers[model]
+
+    def fingerprint(self, forget: bool = False) -> Fingerprint:
+        """What has to be equal on all ranks now.
+
+        Args:
+            forget: It is compared, so the next one begins with the next iteration.
+        """
+        done = dict(self._done)
+        if forget:
+            self._done.clear()
+        return Fingerprint(
+            number=self.num_iterations, models=done, order=f"{self._digest:x}", latest=tuple(self._latest)
+        )
+
+
+#: The orders of the process groups that modules were given.
+_ORDERS: weakref.WeakKeyDictionary[dist.ProcessGroup, ModelOrder] = weakref.WeakKeyDictionary()
+
+
+def order_in(process_group: dist.ProcessGroup, store: GroupStore) -> ModelOrder:
+    """The order of the models that share a process group.
+
+    Args:
+        process_group: The ranks.
+        store: Where they compare, if this is the first of the models.
+    """
+    return _ORDERS.setdefault(process_group, ModelOrder(store))
