@@ -76,7 +76,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         ranks = dist.get_process_group_ranks(self._process_group)
         self._group = group_of(ranks, self._process_group, self._device)
         self._parameters = FlatParameters(parameters)
-        self._gate = self._new_gate()
+        self._gate = ParameterGate(self._device, self._parameters.versions, self._written_outside)
         self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
 
     def detach(self, together: bool) -> None:
@@ -201,7 +201,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         averager, self._averager = self._averager, None
         if averager is None:
             return
-        self._gate = self._new_gate()  # nothing is computed between two steps; who waits for the old one gives up
+        self._gate.writer_ends()  # between two steps
         missing = averager.stop()
         self._raise_failure_of(averager)
         if missing:
@@ -267,9 +267,6 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
     def _step_ends(self) -> None:
         self._gate.leave("step")
         self._gate.leave("backward")  # of micro-batches
-
-    def _new_gate(self) -> ParameterGate:
-        return ParameterGate(self._device, self._parameters.versions, self._written_outside)
 
     def _written_outside(self) -> ReductionError:
         return error_messages.parameters_written_outside(self._process_group.rank(), self.name)

@@ -71,8 +71,15 @@ class ParameterGate:
             if self._inside[why]:
                 self._inside[why] -= 1
                 self._left_at_versions()
-            event = record(self._device)
-            self._left[event.stream] = event
+            self._note_left()
+            self._changed.notify_all()
+
+    def writer_ends(self) -> None:
+        """Nothing is computed any more: let the writer in at once, for the last time, and whoever writes outside."""
+        with self._changed:
+            self._has_writer, self._versions_left = False, None
+            self._inside.clear()
+            self._note_left()
             self._changed.notify_all()
 
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
@@ -96,12 +103,17 @@ class ParameterGate:
                 self._refuse_writes_outside()
                 before = self._versions()
                 function()
-                self._versions_left = [version + 1 for version in before]
+                if self._has_writer:
+                    self._versions_left = [version + 1 for version in before]
                 self._written = record(self._device)
                 return True
             finally:
                 self._writer_waits = False
                 self._changed.notify_all()
+
+    def _note_left(self) -> None:
+        event = record(self._device)
+        self._left[event.stream] = event
 
     def _await_write(self) -> None:
         if self._written is not None:

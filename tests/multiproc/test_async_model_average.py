@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AsyncModelAverage, GradientAllReduce
 from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.runtime import streams
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 6
@@ -67,7 +68,7 @@ def round_that_meets_training() -> float:
     before = flat_of(model)
     expected = of_all_ranks(before).mean(0) + 10
     model(torch.randn(4, WIDTH))  # inside from now on
-    algorithm.round()
+    algorithm.round(streams.record(torch.device("cpu")))
     by_hand = threading.Thread(target=algorithm.apply_within, args=[30.0])
     by_hand.start()
     time.sleep(0.1)

@@ -1,33 +1,61 @@
-"""Each wait, record and `used_here` of the sources is needed: without it, some program has a race that is found."""
+"""Each place in the sources that keeps streams in order is needed: without it, some program has a race.
+
+A run takes minutes, so it is in ``make test-long``. What it shows of one place, `test_races` shows in CI of all of them:
+those programs have no race as long as nothing is missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
 
+import pytest
 from programs import PROGRAMS
 from rank_pool import RankPool
-from simulated_streams import Site
+from simulated_streams import ROOT, Site
 from stage import DISTINCT, perform
 
 Ranks = Callable[[int], RankPool]
 
-#: Places that no program needs, each with the reason why it stays.
-NOT_NEEDED: dict[tuple[str, str], str] = {}
+#: What `ddp_compile.runtime.streams` offers to keep streams in order.
+ORDERING = {"record", "record_on", "used_here", "after_current"}
 
 
-def find_sites() -> dict[Site, list[str]]:
-    """Every place that keeps streams in order, with the programs that pass it, the ones of fewest operators first."""
-    found: dict[Site, list[str]] = {}
-    for name, program in PROGRAMS.items():
-        for site in perform(program, DISTINCT).sites:
-            found.setdefault(site, []).append(name)
-    return found
+def sites_of(program: str) -> set[Site]:
+    return set(perform(PROGRAMS[program], DISTINCT).sites)
 
 
-def survive(sites: dict[Site, list[str]]) -> list[Site]:
-    """The places without which nothing is found."""
-    left = []
-    for site, names in sites.items():
-        if not any(perform(PROGRAMS[name], DISTINCT, ignored=site).races for name in names):
-            left.append(site)
-    return left
+def has_races_without(site: Site, program: str) -> bool:
+    return bool(perform(PROGRAMS[program], DISTINCT, ignored=site).races)
+
+
+def calls_in_the_sources() -> Iterator[tuple[str, int]]:
+    """Path and line of each call that keeps streams in order."""
+    for path in [*ROOT.glob("runtime/**/*.py"), *ROOT.glob("ddp_compile/*.py")]:
+        if path.name != "streams.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and _name_of(node.func) in ORDERING:
+                    yield str(path.relative_to(ROOT)), node.lineno
+
+
+def _name_of(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        owner = function.value.id if isinstance(function.value, ast.Name) else ""
+        return function.attr if owner == "streams" or function.attr == "after_current" else ""
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_nothing_that_keeps_streams_in_order_can_be_left_out(ranks: Ranks) -> None:
+    passed_by = {program: set().union(*ranks(2).run(sites_of, program)) for program in PROGRAMS}
+    sites = set().union(*passed_by.values())
+    places = {(site.path, site.line) for site in sites}
+    assert set(calls_in_the_sources()) <= places, "a program has to pass each of these"
+    survivors = []
+    for site in sorted(sites):
+        # The programs that pass few others are about this one.
+        programs = sorted((p for p in PROGRAMS if site in passed_by[p]), key=lambda p: len(passed_by[p]))
+        if not any(any(ranks(2).run(has_races_without, site, program)) for program in programs):
+            survivors.append(site)
+    assert survivors == []
