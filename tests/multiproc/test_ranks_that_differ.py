@@ -128,7 +128,7 @@ def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[An
 
 
 FIRST_BACKWARDS = "the first backwards of different models have met: that of model 1 (Linear) on rank 0, model 2 ("
-OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. gradients that met in iteration {} of the process"
+OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. what met in iteration {} of the process"
 
 
 @pytest.mark.parametrize(
