@@ -82,6 +82,10 @@ class AgreementPoints:
         if fingerprint is not None and not self.is_paused:
             self._add(order, fingerprint)
 
+    def buffers_are_broadcast(self) -> None:
+        """Rank 0's buffers are sent over the process group that models share."""
+        self._shared.sends("buffers", self.model)
+
     def compare(self) -> None:
         """When the iteration's collectives are over: compare the ranks' fingerprints, if this is an agreement point.
 

@@ -35,8 +35,8 @@ class Fingerprint:
     Args:
         number: Of iterations, of all models.
         models: Those that had an iteration since the agreement point before, by name.
-        order: Digest of the order in which all their iterations came.
-        latest: The models of the latest iterations, in order; empty if there is only one model.
+        order: Digest of the order in which all models have sent gradients and buffers.
+        latest: What was sent latest, in order, "the gradients of model 1 (Linear)"; empty if there is only one model.
     """
 
     number: int
@@ -80,7 +80,8 @@ _FIELDS = {
 }
 
 ORDER_WAY_OUT = (
-    "Call the backwards of the models in one order on every rank, or give each model a process group of its own"
+    "Call the forwards and backwards of the models in one order on every rank, or give each model a process group of"
+    " its own"
 )
 
 
@@ -108,10 +109,11 @@ def describe_differences(fingerprints: Sequence[Fingerprint]) -> str | None:
 
 
 def _describe_order(fingerprints: Sequence[Fingerprint]) -> str:
-    """The first of the latest iterations that was not one model's on every rank."""
+    """The first of the latest messages that was another one on some rank."""
     for back in range(min(len(theirs.latest) for theirs in fingerprints), 0, -1):
-        models = [theirs.latest[-back] for theirs in fingerprints]
-        if len(set(models)) > 1:
-            number = fingerprints[0].number - back + 1
-            return f"gradients that met in iteration {number} of the process group: those of {name_values(models)}"
-    return "the order in which the models of the process group had their iterations"
+        sent = [theirs.latest[-back] for theirs in fingerprints]
+        if len(set(sent)) > 1:
+            later = fingerprints[0].latest[len(fingerprints[0].latest) - back + 1 :]
+            number = fingerprints[0].number - sum("gradients" in each for each in later)
+            return f"what met in iteration {number} of the process group: {name_values(sent)}"
+    return "the order in which the models of the process group have sent"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -33,7 +34,7 @@ def is_agreement_point(iteration_number: int) -> bool:
 
 
 class ModelOrder:
-    """The iterations of the models that send over one process group, in their order on this rank.
+    """What the models that share a process group send over it, in its order on this rank: iterations and buffers.
 
     Args:
         store: Where the ranks compare.
@@ -63,6 +64,13 @@ class ModelOrder:
         self._num_before_latest_model = self.num_iterations
         return name
 
+    def sends(self, what: Literal["gradients", "buffers"], model: str) -> None:
+        """Take note of what a model sends over the process group, if it is not the only one there."""
+        if len(self._numbers) > 1:
+            place = 2 * self._numbers[model] + (what == "gradients")
+            self._digest = (self._digest * 1_000_003 + place) % (2**61 - 1)
+            self._latest.append(f"the {what} of {model}")
+
     def last_bucket_is_launched(self, model: str, done: ModelFingerprint) -> Fingerprint | None:
         """Take note of an iteration.
 
@@ -73,11 +81,9 @@ class ModelOrder:
         Returns:
             What has to be equal on all ranks, if this is an agreement point.
         """
+        self.sends("gradients", model)
         self.num_iterations += 1
         self._done[model] = done
-        if len(self._numbers) > 1:
-            self._digest = (self._digest * 1_000_003 + self._numbers[model]) % (2**61 - 1)
-            self._latest.append(model)
         # Begins anew with each model: the first iterations are the ones in which ranks differ most.
         if not is_agreement_point(self.num_iterations - self._num_before_latest_model):
             return None

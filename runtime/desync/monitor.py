@@ -84,6 +84,7 @@ class DesyncMonitor:
 
     def buffers_are_broadcast(self, kind: str) -> None:
         """The forward waits for rank 0's buffers."""
+        self._points.buffers_are_broadcast()
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None) -> None:

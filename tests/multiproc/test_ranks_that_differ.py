@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile.algorithms import ByteGrad, GradientAllReduce
 from ddp_compile.errors import RanksDifferError
 
 Ranks = Callable[[int], RankPool]
@@ -128,7 +129,7 @@ def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[An
 
 
 FIRST_BACKWARDS = "the first backwards of different models have met: that of model 1 (Linear) on rank 0, model 2 ("
-OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. gradients that met in iteration {} of the process"
+OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. what met in iteration {} of the process"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,19 @@ def forwards_in_another_order() -> str:
 def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
     _, said = ranks(2).run_expecting_failures(forwards_in_another_order, timeout_s=2.0)
     assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
+
+
+def shares_process_group() -> list[bool]:
+    models = [
+        ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
+        for algorithm in (GradientAllReduce(), ByteGrad(), GradientAllReduce())
+    ]
+    shard_optimizer(torch.optim.SGD(models[2].parameters(), lr=0.1), models[2])
+    return [model.comm_algorithm.shares_process_group for model in models]
+
+
+def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves(ranks: Ranks) -> None:
+    assert ranks(2).run(shares_process_group) == [[True, False, False]] * 2
 
 
 # Ranks that differ, and yet average what they should

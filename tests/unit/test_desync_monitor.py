@@ -65,9 +65,10 @@ def test_fingerprints_travel_as_json() -> None:
 
 
 def test_the_first_iteration_that_was_another_models_is_named() -> None:
-    text = describe_differences([fingerprint(latest=latest) for latest in (("a", "b"), ("b", "a"), ("a", "b"))])
+    a, b, buffers = "the gradients of a", "the gradients of b", "the buffers of b"
+    text = describe_differences([fingerprint(latest=latest) for latest in ((a, buffers, b), (b, buffers, a))])
     assert text is not None
-    assert text.startswith("gradients that met in iteration 3 of the process group: those of b on rank 1, a on ranks 0")
+    assert text.startswith(f"what met in iteration 3 of the process group: {a} on rank 0, {b} on rank 1. Call the f")
     assert "a process group of its own" in text
 
 
@@ -232,7 +233,7 @@ def test_models_in_another_order_are_found_at_the_next_agreement_point(at: int) 
     assert number == next(n for n in range(at, 65) if is_agreement_point(n))
     for error in errors:
         assert isinstance(error, RanksDifferError)
-        assert f"that met in iteration {at} of the process group: those of model" in str(error)
+        assert f"what met in iteration {at} of the process group: the gradients of model" in str(error)
 
 
 def test_models_that_send_over_groups_of_their_own_have_no_order() -> None:
@@ -254,6 +255,18 @@ def test_a_model_that_rests_is_compared_at_the_next_agreement_point_of_another_o
         errors = compare_all([models[number == 5] for models in ranks])
         assert all(errors) == (number == 8)
     assert "backwards without a forward before them of model 2 (b): 0 on rank 0, 1 on rank 1" in str(errors[0])
+
+
+def test_buffers_of_another_model_are_found_at_the_next_agreement_point() -> None:
+    ranks = two_models_on_each_rank()
+    for number in range(1, 5):
+        for rank, models in enumerate(ranks):
+            for model in reversed(models) if rank == 1 and number == 3 else models:
+                model.buffers_are_broadcast()
+            run_iteration(models[0])
+        errors = compare_all([models[0] for models in ranks])
+        assert all(errors) == (number == 4)
+    assert "the buffers of model 1 (a) on rank 0, the buffers of model 2 (b) on rank 1" in str(errors[0])
 
 
 def test_the_order_of_a_long_training_takes_little_memory() -> None:
