@@ -307,6 +307,12 @@ def number_of(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def with_article(name: str) -> str:
+    """A name for a message, as it is spoken: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
+    vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
+
+
 def device_labels(devices: Iterable[torch.device]) -> dict[torch.device, str]:
     """A label for each device that is the same on every rank.
 

@@ -192,3 +192,31 @@ def test_what_python_calls_is_compiled_and_launched_early(make: type[nn.Module],
     if make is Mixture:
         assert all(of_rank.num_unused for of_rank in trained)
         assert len({of_rank.num_unused for of_rank in trained}) == 2
+
+
+class DiffersByRank(Blocks):
+    """The loop is given up on one of the ranks alone."""
+
+    breaks_on = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            if dist.get_rank() == self.breaks_on:
+                print(end="")
+        return self.head(x)
+
+
+class BreaksOnRank1(DiffersByRank):
+    breaks_on = 1
+
+
+@pytest.mark.parametrize("make", [DiffersByRank, BreaksOnRank1])
+def test_one_rank_may_compile_the_whole_and_another_one_blocks(make: type[Any], split: str, ranks: Ranks) -> None:
+    trained = ranks(2).run(train, make, "aot_eager", split=split)
+    for rank, of_rank in enumerate(trained):
+        assert of_rank.to_ddp < 1e-5
+        assert of_rank.to_whole < 1e-5
+        assert ("4 regions of Block (" in of_rank.says) == (rank == make.breaks_on)
+        assert of_rank.plan == trained[0].plan
