@@ -93,18 +93,19 @@ def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
         module: The module that is replicated.
 
     Returns:
-        By name, blocks that repeat, as `find_regions` finds them with "auto", and those inside of blocks too; and other
-        modules with submodules whose forward is torch's own, an ``nn.Sequential`` for example: Dynamo compiles a frame
-        of the user's code by itself, but begins with none of torch's. Without what ``module.compile()`` was called for.
+        By name, what is to share code with others of its class, and what is not. Blocks that repeat share it, as
+        `find_regions` finds them with "auto", and those inside of blocks too. The rest are modules with submodules
+        whose forward is torch's own, an ``nn.Sequential`` for example: Dynamo compiles a frame of the user's code by
+        itself, but begins with none of torch's. Inside of blocks they share it as well. What ``module.compile()`` was
+        called for is left out.
     """
-    regions = _first_names(_repeated(module, "", nested=True))
-    repeated = set(regions.values())
-    of_torch = {
-        name: submodule
-        for name, submodule in module.named_modules()
-        if submodule is not module and submodule not in repeated and _is_block(submodule) and _is_of_torch(submodule)
-    }
-    return _without_compiled(regions), _without_compiled(of_torch)
+    shared = _first_names(_repeated(module, "", nested=True))
+    repeated, inside = set(shared.values()), {each for block in shared.values() for each in block.modules()}
+    alone: dict[str, nn.Module] = {}
+    for name, submodule in module.named_modules():
+        if submodule is not module and submodule not in repeated and _is_block(submodule) and _is_of_torch(submodule):
+            (shared if submodule in inside else alone)[name] = submodule
+    return _without_compiled(shared), _without_compiled(alone)
 
 
 def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module]) -> dict[int, int]:

@@ -185,12 +185,12 @@ class ReplicateState:
         """
         if not self.breaks.note_module():
             return
-        regions, of_torch = find_inner(module)
+        regions, alone = find_inner(module)
         self.builder.region_of = region_of_parameters([g.fqn for g in self.builder.gradients], regions)
         for cls in set(map(type, regions.values())):
             torch_internals.leave_call_to_python(cls)
         self.regions.compile(regions)
-        self.regions.compile_alone(of_torch.values(), self.backend, self._evaluation_backend)
+        self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
 
     def region_begins(self) -> None:
         """Python is about to call a region."""

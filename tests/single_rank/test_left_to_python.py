@@ -228,6 +228,14 @@ def test_blocks_inside_of_blocks_that_are_given_up_are_regions(single_rank_group
     assert "regions of Loop" not in model.explain()
 
 
+def test_modules_of_torch_inside_of_blocks_that_are_given_up_share_code(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Loop(UntilDone), backend=counter)
+    assert_computes_the_same(model, copy.deepcopy(model))
+    assert "3 regions of Sequential (blocks.0.net, blocks.1.net, blocks.2.net): 2 graphs" in model.explain()
+    assert counter.frame_count == 3  # with evaluation
+
+
 def test_a_break_that_evaluation_comes_to_first_is_the_same(single_rank_group: None) -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Loop(), backend=counter)
