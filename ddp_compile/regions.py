@@ -271,7 +271,8 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).forward.__module__.partition(".")[0] == "torch"
+    # A class may have any callable for its forward.
+    return str(getattr(type(module).forward, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _without_compiled(found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddp_compile.torch_internals.autograd import never_compile
+
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _PYTHON = sysconfig.get_path("stdlib")
@@ -82,11 +84,11 @@ class GraphBreaks:
 
 def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
     """``call(module, *args, **kwargs)``; if Python makes the call, ``is_broken(module)`` comes first."""
-    tell = torch.compiler.disable(is_broken, reason="no part of the model")
+    never_compile(is_broken)
 
     def call_inside(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            tell(module)
+            is_broken(module)
         return call(module, *args, **kwargs)
 
     return _never_first(call_inside)
@@ -94,7 +96,7 @@ def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Mod
 
 def in_python(traced: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is ``traced`` where Dynamo traces it, and ``called`` if Python calls it."""
-    called = torch.compiler.disable(called, reason="it chooses what is compiled")
+    never_compile(called)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

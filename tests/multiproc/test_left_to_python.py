@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from in_ci import only
 from models import largest, loss_of, relative_difference
 from rank_pool import RankPool
 from test_regions import WAYS, launches_before
@@ -179,7 +180,7 @@ IN_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("make", IN_BLOCKS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", only([Mixture, OfTorch], IN_BLOCKS), ids=lambda make: make.__name__)
 def test_what_python_calls_is_compiled_and_launched_early(make: type[nn.Module], split: str, ranks: Ranks) -> None:
     trained = ranks(2).run(train, make, "aot_eager", split=split)
     for of_rank in trained:
@@ -213,7 +214,34 @@ class BreaksOnRank1(DiffersByRank):
     breaks_on = 1
 
 
-@pytest.mark.parametrize("make", [DiffersByRank, BreaksOnRank1])
+class BreaksLater(Blocks):
+    """The loop is given up from the third step on, after the whole module has been compiled and buckets packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.num_steps > 1:
+                print(end="")
+        self.num_steps += 1
+        return self.head(x)
+
+
+@pytest.mark.long
+def test_a_loop_that_is_given_up_later_goes_on_with_blocks(split: str, ranks: Ranks) -> None:
+    trained = ranks(2).run(train, BreaksLater, "aot_eager", split=split)
+    for of_rank in trained:
+        assert of_rank.to_ddp < 1e-5
+        assert of_rank.to_whole < 1e-5
+        assert "4 regions of Block (" in of_rank.says
+        assert of_rank.num_early[-1] >= of_rank.num_buckets - 2 > 1, of_rank.num_early
+
+
+@pytest.mark.parametrize("make", only([DiffersByRank], [DiffersByRank, BreaksOnRank1]))
 def test_one_rank_may_compile_the_whole_and_another_one_blocks(make: type[Any], split: str, ranks: Ranks) -> None:
     trained = ranks(2).run(train, make, "aot_eager", split=split)
     for rank, of_rank in enumerate(trained):
