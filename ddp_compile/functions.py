@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp_compile.errors import ReplicationError
 from ddp_compile.module import ReplicatedModule
+from ddp_compile.plan.spec import with_article
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -81,7 +82,7 @@ def unwrap(model: ModuleT) -> ModuleT:
 def _replicated(model: nn.Module, function: str) -> ReplicatedModule:
     if not is_replicated(model):
         raise ReplicationError(
-            f"{function}: model is a {type(model).__name__} that is not replicated; call ddp_compile(model) first, and"
-            " pass what it returned"
+            f"{function}: model is {with_article(type(model).__name__)} that is not replicated; call ddp_compile(model)"
+            " first, and pass what it returned"
         )
     return model

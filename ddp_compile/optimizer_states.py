@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.plan.spec import with_article
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.collectives import ranks_unlike_rank_0
@@ -41,8 +42,8 @@ def compare_optimizers(
             what.append(f"{state.name}: {type(state.value).__name__}")
         else:
             raise TypeError(
-                f"rank {rank}: {state.name} is a {type(state.value).__name__}, which cannot be averaged; make the"
-                " optimizers anew, and pass optimizers=[]"
+                f"rank {rank}: {state.name} is {with_article(type(state.value).__name__)}, which cannot be averaged;"
+                " make the optimizers anew, and pass optimizers=[]"
             )
     if different := ranks_unlike_rank_0("\n".join(what).encode(), process_group, device):
         raise RanksDifferError(

@@ -24,7 +24,10 @@ from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.plan.spec import number_of, shorten_names
+
+#: Called with each graph and its example inputs.
+Backend = Callable[..., Callable[..., Any]]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: Those that nobody calls.
@@ -37,7 +40,7 @@ class KnowsForwards(Protocol):
     @property
     def evaluates_eagerly(self) -> bool: ...
 
-    def await_parameters(self) -> None: ...
+    def region_begins(self) -> None: ...
 
 
 def find_regions(module: nn.Module, classes: RegionClasses | None, rank: int) -> dict[str, nn.Module]:
@@ -60,7 +63,7 @@ def find_regions(module: nn.Module, classes: RegionClasses | None, rank: int) ->
     if classes is None:
         return {}
     if isinstance(classes, str):
-        regions = _first_names(_repeated(module, ""))
+        regions = _first_names(_repeated(module, "", nested=False))
         if not regions:
             raise ValueError(
                 f"rank {rank}: regions='auto' finds no block that repeats in a ModuleList, Sequential or ModuleDict of"
@@ -81,6 +84,28 @@ def find_regions(module: nn.Module, classes: RegionClasses | None, rank: int) ->
                 " module.compile(); drop one of the two"
             )
     return regions
+
+
+def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """What can be compiled by itself if Dynamo leaves the code that calls it to Python.
+
+    Args:
+        module: The module that is replicated.
+
+    Returns:
+        By name, what is to share code with others of its class, and what is not. Blocks that repeat share it, as
+        `find_regions` finds them with "auto", and those inside of blocks too. The rest are modules with submodules
+        whose forward is torch's own, an ``nn.Sequential`` for example: Dynamo compiles a frame of the user's code by
+        itself, but begins with none of torch's. Inside of blocks they share it as well. What ``module.compile()`` was
+        called for is left out.
+    """
+    shared = _first_names(_repeated(module, "", nested=True))
+    repeated, inside = set(shared.values()), {each for block in shared.values() for each in block.modules()}
+    alone: dict[str, nn.Module] = {}
+    for name, submodule in module.named_modules():
+        if submodule is not module and submodule not in repeated and _is_block(submodule) and _is_of_torch(submodule):
+            (shared if submodule in inside else alone)[name] = submodule
+    return _without_compiled(shared), _without_compiled(alone)
 
 
 def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module]) -> dict[int, int]:
@@ -108,7 +133,7 @@ class CompiledRegions:
     """The regions of one module, each of which calls what is compiled for its class.
 
     Args:
-        regions: They, by name; maybe none.
+        regions: Mapping from name to region; may be empty.
         state: What knows in which forward they are called; not kept alive.
         compiler: Compiles each graph.
         settings: Settings of the compilation.
@@ -121,65 +146,87 @@ class CompiledRegions:
         compiler: GraphCompiler,
         settings: CompileSettings,
     ) -> None:
-        self._regions = dict(regions)
-        self._counts = Counter(map(type, regions.values()))
-        self._classes = {
-            cls: _CompiledClass(cls, count, weakref.ref(state), compiler, settings)
-            for cls, count in self._counts.items()
-        }
-        for region in regions.values():
-            torch_internals.set_compiled_call(region, _call_of(weakref.ref(region), self._classes[type(region)]))
+        self._regions: dict[str, nn.Module] = {}
+        self._alone: list[nn.Module] = []
+        self._backends: dict[type[nn.Module], tuple[RegionBackend, EvaluationBackend]] = {}
+        self._state = weakref.ref(state)
+        self._compiler = compiler
+        self._settings = settings
+        self.compile(regions)
 
     def __len__(self) -> int:
         return len(self._regions)
 
     @property
+    def num_training_graphs(self) -> int:
+        """How many graphs have been compiled for training."""
+        return sum(training.num_graphs for training, _ in self._backends.values())
+
+    @property
     def num_graphs(self) -> int:
         """How many graphs have been compiled, for training and for evaluation."""
-        return sum(backend.num_graphs for of_class in self._classes.values() for backend in of_class.backends)
+        return sum(backend.num_graphs for backends in self._backends.values() for backend in backends)
 
-    def explain(self) -> list[str]:
-        """Lines for ``model.explain()``."""
+    def compile(self, regions: Mapping[str, nn.Module]) -> None:
+        """From now on these are regions too; none of their classes had one yet."""
+        self._regions.update(regions)
+        for cls, count in Counter(map(type, regions.values())).items():
+            backends = self._backends[cls] = (
+                RegionBackend(self._compiler, f"graph of {cls.__name__}"),
+                EvaluationBackend(self._compiler, f"evaluation graph of {cls.__name__}"),
+            )
+            self._replace_calls([region for region in regions.values() if type(region) is cls], backends, count)
+
+    def compile_alone(self, modules: Iterable[nn.Module], training: Backend, evaluation: Backend) -> None:
+        """From now on each of these modules, which share no code, is compiled by the backends of the whole module."""
+        for module in modules:
+            self._alone.append(module)
+            self._replace_calls([module], (training, evaluation), None)
+
+    def explain(self, *, compiled_only: bool = False) -> list[str]:
+        """Lines for ``model.explain()``: one for each class, or for each of which something has been compiled."""
         lines = []
-        for cls, of_class in self._classes.items():
+        for cls, (training, evaluation) in self._backends.items():
+            if compiled_only and not training.num_graphs + evaluation.num_graphs:
+                continue
             names = [name for name, region in self._regions.items() if type(region) is cls]
-            training, evaluation = (backend.num_graphs for backend in of_class.backends)
             lines.append(
-                f"{len(names)} regions of {cls.__name__} ({shorten_names(names)}):"
-                f" {_number(training, 'graph')} for training, {_number(evaluation, 'graph')} for evaluation"
+                f"{number_of(len(names), 'region')} of {cls.__name__} ({shorten_names(names)}):"
+                f" {number_of(training.num_graphs, 'graph')} for training,"
+                f" {number_of(evaluation.num_graphs, 'graph')} for evaluation"
             )
         return lines
 
     def remove(self) -> None:
         """Let the regions call themselves again."""
-        for region in self._regions.values():
+        for region in [*self._regions.values(), *self._alone]:
             torch_internals.set_compiled_call(region, None)
 
+    def _replace_calls(
+        self, modules: Sequence[nn.Module], backends: tuple[Backend, Backend], num_modules: int | None
+    ) -> None:
+        calls = _CompiledCalls(backends, self._state, self._settings, num_modules)
+        for module in modules:
+            torch_internals.set_compiled_call(module, _call_of(weakref.ref(module), calls))
 
-class _CompiledClass:
+
+class _CompiledCalls:
     """What is compiled for the regions of one class.
 
-    Training and evaluation are two functions, since Dynamo does not guard on ``module.training`` behind a graph break.
+    Training and evaluation are two functions, since Dynamo does not guard on ``module.training`` after a graph break.
     """
 
     def __init__(
         self,
-        cls: type[nn.Module],
-        num_regions: int,
+        backends: tuple[Backend, Backend],
         state: weakref.ref[KnowsForwards],
-        compiler: GraphCompiler,
         settings: CompileSettings,
+        num_modules: int | None,
     ) -> None:
         self._state = state
         # nn.Module's own call: a ``__call__`` of the class, for checkpoints for example, is around the region.
         self.eager = torch_internals.traced_call_of(nn.Module)
-        self.backends = (
-            RegionBackend(compiler, f"graph of {cls.__name__}"),
-            EvaluationBackend(compiler, f"evaluation graph of {cls.__name__}"),
-        )
-        self.training, self.evaluation = (
-            settings.compile(self.eager, backend, num_regions) for backend in self.backends
-        )
+        self.training, self.evaluation = (settings.compile(self.eager, backend, num_modules) for backend in backends)
         weakref.finalize(self, torch_internals.forget_compiled, self.eager)
 
     def choose(self, region: nn.Module) -> Callable[..., Any]:
@@ -187,31 +234,49 @@ class _CompiledClass:
         state = self._state()
         if state is None:
             return self.eager
-        state.await_parameters()
+        state.region_begins()
         if not torch.is_grad_enabled():
             return self.eager if state.evaluates_eagerly else self.evaluation
         return self.training if region.training else self.evaluation
 
 
-def _call_of(region: weakref.ref[nn.Module], of_class: _CompiledClass) -> Callable[..., Any]:
+def _call_of(reference: weakref.ref[nn.Module], calls: _CompiledCalls) -> Callable[..., Any]:
+    def region() -> nn.Module:
+        module = reference()
+        assert module is not None, "a module is being called"
+        return module
+
     def call(*args: Any, **kwargs: Any) -> Any:
         module = region()
-        assert module is not None, "a module is being called"
-        return of_class.choose(module)(module, *args, **kwargs)
+        return calls.choose(module)(module, *args, **kwargs)
 
-    return call
+    return torch_internals.in_python(lambda *args, **kwargs: calls.eager(region(), *args, **kwargs), call)
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _repeated(module: nn.Module, prefix: str, nested: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Blocks that repeat; ``nested`` are those inside of others too."""
     is_container = isinstance(module, _CONTAINERS)
     # With every place of a child that stands in several.
     counts = Counter(type(child) for child in module._modules.values()) if is_container else Counter()
     for name, child in module.named_children():
-        is_block = not isinstance(child, _LISTS) and next(child.children(), None) is not None
-        if is_block and counts[type(child)] > 1:
+        is_repeated = _is_block(child) and counts[type(child)] > 1
+        if is_repeated:
             yield f"{prefix}{name}", child
-        else:
-            yield from _repeated(child, f"{prefix}{name}.")
+        if nested or not is_repeated:
+            yield from _repeated(child, f"{prefix}{name}.", nested)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return not isinstance(module, _LISTS) and next(module.children(), None) is not None
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    # A class may have any callable for its forward.
+    return str(getattr(type(module).forward, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _without_compiled(found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in found.items() if torch_internals.compiled_call_of(module) is None}
 
 
 def _instances(module: nn.Module, prefix: str, classes: Sequence[type[nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -228,10 +293,6 @@ def _first_names(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]
     for name, module in found:
         names.setdefault(module, name)
     return {name: module for module, name in names.items()}
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _said(classes: RegionClasses) -> str:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_compile import torch_internals
+from ddp_compile import overlap_warnings, torch_internals
 from ddp_compile.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_settings
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
-from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, graphs_without_cut, launches_in_backward
+from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, launches_in_backward
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
@@ -25,7 +25,7 @@ from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.regions import CompiledRegions, find_regions, region_of_parameters
+from ddp_compile.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
 from ddp_compile.replicated_buffers import ReplicatedBuffers
 from ddp_compile.runtime.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.desync.model_order import is_agreement_point
@@ -34,6 +34,7 @@ from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.runtime.reducer_settings import ReducerSettings
 from ddp_compile.sharded_submodules import ShardedSubmodules, sharded_submodules
+from ddp_compile.torch_internals import GraphBreaks
 from ddp_compile.uneven_inputs import UnevenInputs
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
@@ -72,8 +73,8 @@ class ReplicateState:
         self.config = config
         self.requires_sync = True
         self._is_generating = self._is_training = False  # ``generate``, or a forward with gradients, is under way
-        self._num_forwards = 0
-        self._num_with_gradients = 0  # of the forwards
+        # All calls; those with gradients; the same, and backwards without a call.
+        self._num_forwards = self._num_called = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
@@ -110,6 +111,7 @@ class ReplicateState:
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.optimizers = OptimizersInBackward(reduced)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
+        self.breaks = GraphBreaks()
         self._compile_calls(module, compile_settings, bool(regions))
         self.reducer = self._make_reducer(parameters, algorithm, in_backward)
         self.algorithms = AlgorithmSwitch(
@@ -164,7 +166,10 @@ class ReplicateState:
         return Reducer(parameters, self.builder, self.process_group, settings)
 
     def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings, by_regions: bool) -> None:
-        call = torch_internals.traced_call_of(type(module), _await_parameters_of(weakref.ref(self)))
+        state = weakref.ref(self)
+        call = torch_internals.traced_call_of(
+            type(module), _await_parameters_of(state), None if by_regions else _compile_inside_of(state)
+        )
         self.backend.root = call
         self._call_eagerly = self._call_training = self._call_evaluation = call
         if by_regions:
@@ -173,6 +178,25 @@ class ReplicateState:
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
+
+    def compile_inside(self, module: nn.Module) -> None:
+        """A graph break has left the module's own code to Python: compile what that code calls by itself.
+
+        What Dynamo still inlines into a graph of the code around it is part of that graph, as before.
+        """
+        if not self.breaks.note_module():
+            return
+        regions, alone = find_inner(module)
+        self.builder.region_of = region_of_parameters([g.fqn for g in self.builder.gradients], regions)
+        for cls in set(map(type, regions.values())):
+            torch_internals.leave_call_to_python(cls)
+        self.regions.compile(regions)
+        self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
+
+    def region_begins(self) -> None:
+        """Python is about to call a region."""
+        self.await_parameters()
+        self.breaks.note_block()
 
     def describe(self) -> str:
         """The settings by which to tell that a printed module is replicated."""
@@ -197,6 +221,7 @@ class ReplicateState:
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
+        self._num_called += 1
         self._refuse_distributed_autograd()
         self.reducer.refuse_capture("a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
@@ -326,45 +351,22 @@ class ReplicateState:
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
-        reports = self.backend.reports
         rank = self.process_group.rank()
-        if not self._num_with_gradients and self.monitor.is_paused:  # inside ``Join``, without any input
-            return
         if not self._num_with_gradients:
-            log.warning(
-                "rank %d: the module itself has not been called for training: gradients came through one of its"
-                " submodules or methods, or through module.forward. These are not compiled, and buffers are not"
-                " broadcast before them; call the module: model(x)",
-                rank,
-            )
-            return
-        if not self._num_graphs:
-            log.warning(
-                "rank %d: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly."
-                ' TORCH_LOGS="graph_breaks,recompiles" says why',
-                rank,
-            )
-            return
+            if not self.monitor.is_paused:  # inside ``Join``, without any input
+                log.warning("%s", overlap_warnings.not_called(rank))
+        elif not self._num_called:
+            return  # `prepare_for_backward_of`: what calls it says what is compiled
+        elif not self._num_graphs:
+            log.warning("%s", overlap_warnings.nothing_compiled(rank, self.breaks))
+        elif self.breaks and self.regions.num_training_graphs:
+            blocks = self.regions.explain(compiled_only=True)
+            log.warning("%s", overlap_warnings.compiled_in_blocks(rank, blocks, self.breaks))
         # Each region's backward brings its gradients by itself, however many regions there are.
-        if self.config.split == "none" or len(self.regions) or not _needs_overlap(self.process_group):
-            return
-        whole = graphs_without_cut(reports)
-        caps_in_plan = plan.num_bytes / self.config.caps_bytes[-1]
-        if whole or (caps_in_plan > 2 and (len(plan.buckets) == 1 or not reports)):
-            declined = [f"{d.node}: {d.reason}" for report in whole for d in report.declined]
-            reasons = "; ".join(declined) or "one node of the graph makes them all ready"
-            if not reports:
-                reasons = (
-                    "graphs made in evaluation mode are not cut; put the model into training mode, and only the layers"
-                    " that must not be in it into evaluation mode"
-                )
-            log.warning(
-                "rank %d: %.1f MiB of gradients become ready all at once, so their communication is not hidden behind"
-                " the backward: %s",
-                rank,
-                plan.num_bytes / 2**20,
-                reasons,
-            )
+        elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
+            at_once = overlap_warnings.all_at_once(rank, plan, self.config.caps_bytes[-1], self.backend.reports)
+            if at_once is not None:
+                log.warning("%s", at_once)
 
 
 def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
@@ -374,6 +376,14 @@ def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], Non
             alive.await_parameters()
 
     return await_parameters
+
+
+def _compile_inside_of(state: weakref.ref[ReplicateState]) -> Callable[[nn.Module], None]:
+    def compile_inside(module: nn.Module) -> None:
+        if (alive := state()) is not None:
+            alive.compile_inside(module)
+
+    return compile_inside
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_compile.errors import RanksDifferError, ReplicationError
 from ddp_compile.module import ReplicatedModule, state_of
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.plan.spec import shorten_names, with_article
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.base import AlgorithmConfig
 from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
@@ -86,8 +86,8 @@ def shard_optimizer(
         raise TypeError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; make one of model.parameters()")
     if not isinstance(model, ReplicatedModule):
         raise ReplicationError(
-            f"shard_optimizer: model is a {type(model).__name__} that is not replicated; call ddp_compile(model) first,"
-            " and pass what it returns"
+            f"shard_optimizer: model is {with_article(type(model).__name__)} that is not replicated; call"
+            " ddp_compile(model) first, and pass what it returns"
         )
     state = state_of(model)
     rank = state.process_group.rank()

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import RanksDifferError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketPlan, Layout
+from ddp_compile.plan.spec import BucketPlan, Layout, number_of
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
@@ -73,7 +73,12 @@ class BucketSet:
         except RuntimeError as error:
             raise self._no_plan(error) from error
         self._install(plan)
-        log.info("rank %d: plan %s sealed, %d buckets", self._process_group.rank(), plan.digest, len(plan.buckets))
+        log.info(
+            "rank %d: plan %s sealed, %s",
+            self._process_group.rank(),
+            plan.digest,
+            number_of(len(plan.buckets), "bucket"),
+        )
         return plan
 
     @property
@@ -118,7 +123,9 @@ class BucketSet:
             if bucket not in old_buckets:
                 bucket.adopt_gradients()
         rank = self._process_group.rank()
-        log.info("rank %d: plan %s follows %s, %d buckets", rank, plan.digest, before.digest, len(plan.buckets))
+        log.info(
+            "rank %d: plan %s follows %s, %s", rank, plan.digest, before.digest, number_of(len(plan.buckets), "bucket")
+        )
 
     def lay_out_as(self, layout: Layout) -> None:
         """Give every bucket, and those that are still to come, another layout, between two iterations."""

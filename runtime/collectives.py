@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError
-from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.plan.spec import BucketPlan, number_of
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.rank_names import name_values
 
@@ -111,13 +111,13 @@ def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: to
     agreed = plan_of_rank_0(plan, process_group, device)
     if agreed.digest != plan.digest:
         log.warning(
-            "rank %d cut its graphs for bucket plan %s (%d buckets) but reduces by rank 0's plan %s (%d buckets):"
+            "rank %d cut its graphs for bucket plan %s (%s) but reduces by rank 0's plan %s (%s):"
             " the gradients are the same, but some buckets are launched later than they could be",
             process_group.rank(),
             plan.digest,
-            len(plan.buckets),
+            number_of(len(plan.buckets), "bucket"),
             agreed.digest,
-            len(agreed.buckets),
+            number_of(len(agreed.buckets), "bucket"),
         )
     return agreed
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ddp_compile.plan.spec import with_article
+
 
 def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
     """The function that ``module:function`` names; modules of the working directory are found as well.
@@ -26,5 +28,5 @@ def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[...
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{setting} {name!r} cannot be imported: {error}") from error
     if not callable(function):
-        raise ValueError(f"{setting} {name!r} is a {type(function).__name__}; name a function")
+        raise ValueError(f"{setting} {name!r} is {with_article(type(function).__name__)}; name a function")
     return function

@@ -30,7 +30,7 @@ from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
 from ddp_compile.passes.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketSpec, shorten_names
+from ddp_compile.plan.spec import BucketSpec, number_of, shorten_names
 from ddp_compile.torch_internals import BackwardPass, GraphEdit
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class TrainingBackend:
                 "%s: left whole, since not every bucket could be launched early if it were cut in the forward", name
             )
             return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table, result.declined)
-        log.info("%s: %d buckets, %d partitions", name, len(buckets), num_partitions)
+        log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(num_partitions, "partition"))
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
         reads = self._indices_in(result.gm, ctx)
         if num_partitions == 1:
@@ -184,7 +184,7 @@ class TrainingBackend:
             result = run_pipeline(backward, ctx, [*BACKWARD_SPLIT, *of_the_compiler], [dump])
             self.reports[place] = report._replace(declined=result.declined)
 
-        log.info("%s: %d buckets, launched inside its backward", ctx.graph_name, len(ctx.buckets))
+        log.info("%s: %s, launched inside its backward", ctx.graph_name, number_of(len(ctx.buckets), "bucket"))
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
         reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
         wait_inside = self._waiter(reads, ctx, table)

@@ -27,6 +27,7 @@ from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError
 from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module import ReplicatedModule, state_of
+from ddp_compile.plan.spec import with_article
 
 OLDEST = "1.0.0"
 
@@ -74,7 +75,9 @@ def use(accelerator: UsedT, **arguments: Any) -> UsedT:
     elif hasattr(accelerator, _CREATES):
         _use_trainer(accelerator, arguments)
     else:
-        raise TypeError(f"use() needs an accelerate.Accelerator or a Trainer, not a {type(accelerator).__name__}")
+        raise TypeError(
+            f"use() needs an accelerate.Accelerator or a Trainer, not {with_article(type(accelerator).__name__)}"
+        )
     return accelerator
 
 

@@ -95,11 +95,14 @@ class PlanBuilder:
         """The plan as this rank sees it.
 
         The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
-        What no frame showed is the eager tail: reverse registration order, after all frames.
+        What no frame showed is the eager tail: reverse registration order, after all frames. If regions are in it,
+        they ran between the frames, and everything stands in reverse registration order.
         """
         tail = [gradient.index for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
-        compiled = [bucket for frame in reversed(self._frames) for bucket in frame]
-        return BucketPlan(renumbered(compiled + self._pack_tail(tail)))
+        parts = [*reversed(self._frames), *([bucket] for bucket in self._pack_tail(tail))]
+        if self._frames and any(index in self.region_of for index in tail):
+            parts.sort(key=_first_registered, reverse=True)
+        return BucketPlan(renumbered(bucket for part in parts for bucket in part))
 
     def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
         """The sealed plan's next generation: the eager tail packed as its gradients came, each bucket in its place.
@@ -144,3 +147,7 @@ class PlanBuilder:
         """Fix the plan all ranks agreed on; frames compiled from now on are cut at its boundaries."""
         assert set(plan.bucket_of_parameter) == {gradient.index for gradient in self.gradients}
         self.sealed = plan
+
+
+def _first_registered(buckets: Sequence[BucketSpec]) -> int:
+    return min(gradient.index for bucket in buckets for gradient in bucket.gradients)

@@ -207,7 +207,7 @@ class BucketPlan:
             return "  ".join(cells).rstrip()
 
         total = (
-            f"{len(self.buckets)} buckets, {len(self.bucket_of_parameter)} gradients,"
+            f"{number_of(len(self.buckets), 'bucket')}, {number_of(len(self.bucket_of_parameter), 'gradient')},"
             f" {self.num_bytes / 2**20:.2f} MiB, generation {self.generation}, plan {self.digest}"
         )
         return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows), total])
@@ -305,6 +305,17 @@ def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:
 def shorten_names(names: Sequence[str]) -> str:
     """Names for a message: all of a few, or the ends of a long list."""
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def number_of(count: int, what: str) -> str:
+    """A count for a message: ``"1 bucket"``, ``"2 buckets"``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def with_article(name: str) -> str:
+    """A name for a message, as it is spoken: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
+    vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 
 def device_labels(devices: Iterable[torch.device]) -> dict[torch.device, str]:

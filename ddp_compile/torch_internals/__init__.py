@@ -61,6 +61,7 @@ from ddp_compile.torch_internals.fully_shard import (
     remove_all_reduce_hook,
     state_of_fully_shard,
 )
+from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, leave_call_to_python
 from ddp_compile.torch_internals.hidden_readers import watch_hidden_readers
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
@@ -117,6 +118,7 @@ __all__ = [
     "BackwardPass",
     "CompileBackward",
     "EditingBackend",
+    "GraphBreaks",
     "GraphEdit",
     "InnerBackend",
     "accumulator_of",
@@ -151,6 +153,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_isolated_recompiles",
     "holds_server",
+    "in_python",
     "inner_backend",
     "inputs_of_gradients",
     "inside_distributed_autograd",
@@ -164,6 +167,7 @@ __all__ = [
     "key_of_storage",
     "known_backends",
     "known_modes",
+    "leave_call_to_python",
     "local_tensor",
     "loses_gradients_of_collectives",
     "never_compile",

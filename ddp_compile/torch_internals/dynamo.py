@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ddp_compile.torch_internals.graph_breaks import tell_when_broken
+
 #: In graphs of torch 2.11 an autograd.Function that communicates has zeros in place of its gradient; later versions
 #: break the graph there.
 _LOSES_GRADIENTS_OF_COLLECTIVES = torch.__version__ < "2.12"
@@ -90,7 +92,11 @@ def known_modes() -> list[str]:
     return sorted(list_mode_options())
 
 
-def traced_call_of(cls: type[torch.nn.Module], runs_eagerly: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+def traced_call_of(
+    cls: type[torch.nn.Module],
+    runs_eagerly: Callable[[], None] = lambda: None,
+    is_broken: Callable[[torch.nn.Module], None] | None = None,
+) -> Callable[..., Any]:
     """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
 
     It is the frame Dynamo starts from. Dynamo traces this file, so a root whose forward is torch's own, such as
@@ -99,14 +105,17 @@ def traced_call_of(cls: type[torch.nn.Module], runs_eagerly: Callable[[], None] 
     Args:
         cls: The class of the module.
         runs_eagerly: Called first in a call whose frame Dynamo leaves to Python.
+        is_broken: Called with the module before its own code runs, if a graph break in it keeps it out of this frame.
     """
     # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
     call = torch.nn.Module._call_impl if cls.__call__ is torch.nn.Module.__call__ else cls.__call__
+    inside = call if is_broken is None else tell_when_broken(call, is_broken)
 
     def call_module(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # no part of what is compiled
             runs_eagerly()
-        return call(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
+        return inside(module, *args, **kwargs)
 
     # Dynamo keeps what it compiles with the code object, which all models would share.
     call_module.__code__ = call_module.__code__.replace()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.plan.spec import shorten_names, with_article
 
 _REDUCES = "its gradients are reduced already; use one of the two"
 _SHARDS = (
@@ -54,7 +54,9 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
         kind = _kind_of(type(submodule))
         if kind is not None and not (name and kind == "FSDPModule"):
             where = f"submodule {name}" if name else "the module"
-            raise ReplicationError(f"{_rank()}{where} is a {kind}{_shards_what(submodule, name)}; {_INSTEAD[kind]}")
+            raise ReplicationError(
+                f"{_rank()}{where} is {with_article(kind)}{_shards_what(submodule, name)}; {_INSTEAD[kind]}"
+            )
 
 
 def _rank() -> str:
@@ -76,7 +78,7 @@ def reduces_by_itself(cls: type) -> bool:
 def reducing_wrappers_inside(module: nn.Module) -> list[str]:
     """What of a module reduces or shards gradients by itself: "layers.0 is a FSDPModule"."""
     return [
-        f"{name or 'the module'} is a {_kind_of(type(submodule))}"
+        f"{name or 'the module'} is {with_article(str(_kind_of(type(submodule))))}"
         for name, submodule in module.named_modules()
         if reduces_by_itself(type(submodule))
     ]
@@ -102,10 +104,10 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
         if kind not in _REDUCING or not (taken := _taken_by(wrapper, kind, module, parameters)):
             continue
         raise ReplicationError(
-            f"rank {rank}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'} a"
-            f" {kind}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]}, ...), so that"
-            f" their gradients would be reduced twice, or not at all. Train the module without {kind}, around it or"
-            " around a module that holds it. With Accelerate, leave ddp_compile out, and call"
+            f"rank {rank}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'}"
+            f" {with_article(kind)}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]},"
+            f" ...), so that their gradients would be reduced twice, or not at all. Train the module without {kind},"
+            " around it or around a module that holds it. With Accelerate, leave ddp_compile out, and call"
             " ddp_compile.integrations.accelerate.use(accelerator) before accelerator.prepare(model); with Lightning,"
             " leave it out and pass Trainer(strategy=ddp_compile.integrations.lightning.DDPCompileStrategy())"
         )

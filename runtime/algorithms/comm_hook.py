@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile.errors import ReductionError
+from ddp_compile.plan.spec import with_article
 from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.local_tensors import local_tensors
@@ -264,7 +265,7 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, {value.layout}, on {value.device}"
     if isinstance(value, list | tuple):
-        return f"a {type(value).__name__} of {len(value)} values"
+        return f"{with_article(type(value).__name__)} of {len(value)} values"
     return f"an object of type {type(value).__qualname__}"
 
 

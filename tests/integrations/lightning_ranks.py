@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,8 +186,9 @@ def trained(make: type[Net], strategy: DDPStrategy, **settings: Any) -> Net:
 
 
 def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """By what training with the two strategies differs, of what kinds the trained modules were, and the graphs."""
-    net = trained(globals()[make], DDPCompileStrategy(**{**SMALL, **ours}), **settings)
+    """By what training with the two strategies differs, kinds of the trained modules, graphs, and warnings of ours."""
+    with warned() as warnings:
+        net = trained(globals()[make], DDPCompileStrategy(**{**SMALL, **ours}), **settings)
     reference = trained(globals()[make], DDPStrategy(**theirs), **settings)
     assert net.noted.keys() == reference.noted.keys() and len(net.noted["loss"]) > 6
     found = {
@@ -201,7 +203,22 @@ def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **setti
         "is plain": is_plain(net),
         "graphs": (net.graphs, net.num_evaluation_graphs),
         "untraced": (net.untraced, reference.untraced),
+        "warnings": warnings,
     }
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """What ddp_compile warns of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ddp_compile")
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 def is_plain(net: Net) -> bool:

@@ -235,4 +235,4 @@ def run_cell_twice() -> None:
 def test_a_cell_of_a_notebook_can_run_again() -> None:
     ended = run_in_copy(run_cell_twice)
     assert ended.exit_code == 0, ended.stderr
-    assert ended.stdout.count("1 buckets, 5 gradients") == 2
+    assert ended.stdout.count("1 bucket, 5 gradients") == 2

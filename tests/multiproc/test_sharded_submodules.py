@@ -151,7 +151,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_by_name(seen: list[See
         assert said["parts alone"].startswith(f"{start} 0-3, and ddp_compile averages over ranks {parts}.")
         for name in ("replicas alone", "parts alone", "a hook", "all there is", "the whole"):
             assert "fully_shard(module, mesh=mesh['replicas', 'parts'])" in said[name]
-        assert said["the whole"].startswith(f"rank {rank}: the module is a FSDPModule")
+        assert said["the whole"].startswith(f"rank {rank}: the module is an FSDPModule")
         assert said["all there is"].startswith("fully_shard has taken every parameter that requires a gradient")
         assert said["a hook"].startswith(f"rank {rank}: submodule second has an all-reduce hook already")
         assert said["join"].startswith(f"rank {rank}: join() with submodules of fully_shard (second)")

@@ -84,7 +84,7 @@ class HasJoin(nn.Linear):
             "the module is a DistributedDataParallel; pass the",
         ),
         (lambda: DataParallel(nn.Linear(3, 3)), "the module is a DataParallel"),
-        (lambda: torch.compile(nn.Linear(3, 3)), "the module is a OptimizedModule"),
+        (lambda: torch.compile(nn.Linear(3, 3)), "the module is an OptimizedModule"),
         (lambda: nn.Sequential(DistributedDataParallel(nn.Linear(3, 3))), "submodule 0 is a DistributedDataParallel"),
         (lambda: ddp_compile(nn.Linear(3, 3)), "called twice"),
         (lambda: nn.Sequential(ddp_compile(nn.Linear(3, 3))), "submodule 0 is a ReplicatedModule"),

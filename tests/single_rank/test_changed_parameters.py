@@ -111,7 +111,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
     assign: "replaced by another Parameter: head.weight, head.bias.",
     normalise_weight: "not there any more: layer.weight; added: layer.parametrizations.weight.original0, ",
     normalise_weight_the_old_way: "not there any more: layer.weight; added: layer.weight_g, layer.weight_v.",
-    shard_a_layer: "head is a FSDPModule; replaced by another DTensor: head.weight, head.bias.",
+    shard_a_layer: "head is an FSDPModule; replaced by another DTensor: head.weight, head.bias.",
     wrap_a_layer: "head is a DistributedDataParallel.",
     reshape: "[4, 4] before and [8, 4] now: head.weight; [4] before and [8] now: head.bias.",
 }

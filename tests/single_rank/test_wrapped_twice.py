@@ -132,8 +132,8 @@ WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     "DataParallel": (DataParallel, "called by a DataParallel"),
     "FSDP": (fsdp, "called by a FullyShardedDataParallel"),
     "FSDP with the same parameters": (lambda m: fsdp(m, use_orig_params=True), "called by a FullyShardedDataParallel"),
-    "fully_shard": (lambda m: fully_shard(m, mesh=mesh()), "replicated is a FSDPModule"),
-    "fully_shard of a parent": (lambda m: fully_shard(nn.Sequential(m), mesh=mesh()), "called by a FSDPModule"),
+    "fully_shard": (lambda m: fully_shard(m, mesh=mesh()), "replicated is an FSDPModule"),
+    "fully_shard of a parent": (lambda m: fully_shard(nn.Sequential(m), mesh=mesh()), "called by an FSDPModule"),
     "replicate": (replicate, "replicated is a DDP"),
     "replicate of a parent": (lambda m: replicate(nn.Sequential(m)), "called by a DDP"),
     "replicate_with_fsdp": (lambda m: replicate_with_fsdp(nn.Sequential(m)), "called by a ReplicateModule"),
@@ -238,8 +238,8 @@ def test_a_copy_for_each_device_of_dataparallel_is_refused() -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_module_that_is_wrapped_already_is_refused(wrapper: str) -> None:
     wrap, _ = WRAPPERS[wrapper]
-    with pytest.raises(ReplicationError, match=r"the module is a "):
+    with pytest.raises(ReplicationError, match=r"the module is an? "):
         replicated(wrap(two_layers()))
     if not wrapper.startswith("fully_shard"):  # whose submodules are averaged with the rest
-        with pytest.raises(ReplicationError, match=r"submodule 0 is a "):
+        with pytest.raises(ReplicationError, match=r"submodule 0 is an? "):
             replicated(nn.Sequential(wrap(two_layers()), nn.Linear(4, 4)))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ddp_compile.plan.spec import with_article
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryRow:
@@ -144,7 +146,9 @@ def _read_timeline(path: Path) -> tuple[ProfiledStep, ...]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is not JSON: {error}; run the benchmark again, or delete the file") from error
     if not isinstance(steps, list):
-        raise ValueError(f"{path.name} holds a {type(steps).__name__} and not a list; run the benchmark again")
+        raise ValueError(
+            f"{path.name} holds {with_article(type(steps).__name__)} and not a list; run the benchmark again"
+        )
     return tuple(_profiled_step(f"{path.name}, step {i}", step) for i, step in enumerate(steps))
 
 
@@ -168,7 +172,9 @@ def _profiled_step(where: str, step: Any) -> ProfiledStep:
 
 def _require(where: str, what: str, needed: Iterable[str], present: object) -> None:
     if not isinstance(present, Mapping | Sequence):
-        raise ValueError(f"{where} is a {type(present).__name__} and not an object; run the benchmark again")
+        raise ValueError(
+            f"{where} is {with_article(type(present).__name__)} and not an object; run the benchmark again"
+        )
     missing = [name for name in needed if name not in present]
     if missing:
         raise ValueError(f"{where} lacks the {what} {', '.join(missing)}; run the benchmark again, or delete the file")

@@ -1,0 +1,171 @@
+"""Graph breaks: where Dynamo left code to Python, and why.
+
+Note [Calls that Dynamo leaves to Python]
+Dynamo inlines a module's call into the frame that it traces. If it cannot, because of a graph break in the module's own
+code, Python makes the call, and Dynamo begins anew with the frames inside. It leaves a frame to Python for good if the
+break is in a loop, or where it cannot resume for another reason.
+
+The functions here tell one from the other: traced, they are what they stand for; called by Python, they do something
+else. Dynamo itself never begins with the frame of such a function, because its code is marked as skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_compile.torch_internals.autograd import never_compile
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_TORCH = os.path.dirname(torch.__file__)
+_PYTHON = sysconfig.get_path("stdlib")
+#: Where packages are installed, which is a folder of Python's own.
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+
+class GraphBreak(NamedTuple):
+    """A graph break.
+
+    Args:
+        reason: Dynamo's, in one line.
+        place: ``file:line`` of the innermost code that is neither torch's nor Python's own.
+    """
+
+    reason: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}, at {self.place}"
+
+
+class GraphBreaks:
+    """The graph breaks for which Dynamo has left parts of one module to Python."""
+
+    def __init__(self) -> None:
+        self._is_noted = False
+        self._first: GraphBreak | None = None
+        self._around_blocks: GraphBreak | None = None
+        self._compiled_before: Any = None  # metrics of the latest frame then
+
+    def __bool__(self) -> bool:
+        return self._is_noted
+
+    def note_module(self) -> bool:
+        """Python is about to run the module's own code, as a graph break keeps it out of the frame around.
+
+        Returns:
+            Whether that is new.
+        """
+        is_new, self._is_noted = not self._is_noted, True
+        if is_new:
+            self._first = _last_graph_break()
+            self._compiled_before = next(_latest_metrics(), None)
+        return is_new
+
+    def note_block(self) -> None:
+        """Python is about to call a block, as Dynamo has given up the frame that calls it."""
+        if self._is_noted and self._around_blocks is None:
+            given_up = _last_frame_given_up(self._compiled_before)
+            is_other = given_up is not None and (self._first is None or given_up.reason != self._first.reason)
+            self._around_blocks = given_up if is_other else self._first
+
+    def explain(self) -> list[str]:
+        """Lines for ``model.explain()``."""
+        lines = [] if self._first is None else [f"the first graph break: {self._first}"]
+        if self._around_blocks not in (None, self._first):
+            lines.append(f"the one for which Dynamo leaves the calls of blocks to Python: {self._around_blocks}")
+        return lines
+
+
+def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
+    """``call(module, *args, **kwargs)``; if Python makes the call, ``is_broken(module)`` comes first."""
+    never_compile(is_broken)
+
+    def call_inside(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            is_broken(module)
+        return call(module, *args, **kwargs)
+
+    return _never_first(call_inside)
+
+
+def in_python(traced: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is ``traced`` where Dynamo traces it, and ``called`` if Python calls it."""
+    never_compile(called)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced(*args, **kwargs)
+        return called(*args, **kwargs)
+
+    return _never_first(call)
+
+
+def leave_call_to_python(cls: type[torch.nn.Module]) -> None:
+    """Let Python make the calls of modules whose class defines a ``__call__``, unless Dynamo inlines them.
+
+    A checkpoint around ``super().__call__()`` for example, which then finds what is compiled for the module. The mark
+    stays with the code; for other compiled models it means that a graph begins inside, as with nn.Module's own call.
+    """
+    code = getattr(cls.__call__, "__code__", None)
+    if cls.__call__ is not torch.nn.Module.__call__ and code is not None and code.co_name == "__call__":
+        _never_first(cls.__call__)
+
+
+def _never_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from beginning with a function's frame; those of what it calls are as before."""
+    import torch._dynamo
+
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return function
+
+
+def _last_graph_break() -> GraphBreak | None:
+    """The latest one after which Dynamo resumed: in the frame that now runs, if its code has just been compiled."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    if not graph_break_reasons:
+        return None
+    latest = graph_break_reasons[-1]
+    frames = [(frame.filename, frame.lineno) for frame in latest.user_stack]
+    filename, line = [*frames[-1:], *(frame for frame in frames if _is_of_users(frame[0]))][-1]
+    return GraphBreak(_in_one_line(latest.reason), f"{filename}:{line}")
+
+
+def _latest_metrics() -> Iterator[Any]:
+    """What Dynamo keeps of the latest 64 frames that it has compiled or given up, the last one first."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return reversed(get_compilation_metrics())
+
+
+def _last_frame_given_up(after: Any) -> GraphBreak | None:
+    """Why Dynamo has given up a frame; None if it has compiled all after that of these metrics, at least in parts."""
+    for metrics in itertools.takewhile(lambda metrics: metrics is not after, _latest_metrics()):
+        if metrics.fail_reason and metrics.co_filename:
+            filename, line = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno
+            if filename is None or not _is_of_users(filename):
+                filename, line = metrics.co_filename, metrics.co_firstlineno
+            return GraphBreak(_in_one_line(metrics.fail_reason), f"{filename}:{line}")
+    return None
+
+
+def _in_one_line(reason: str) -> str:
+    """What Dynamo calls it, and its explanation, without hints."""
+    lines = [line.strip().removeprefix("Explanation: ") for line in reason.strip().splitlines()[:2]]
+    return ": ".join(line for line in lines if line).rstrip(".")
+
+
+def _is_of_users(filename: str) -> bool:
+    if _is_in(filename, _OURS) or _is_in(filename, _TORCH):
+        return False
+    return any(_is_in(filename, folder) for folder in _INSTALLED) or not _is_in(filename, _PYTHON)
+
+
+def _is_in(filename: str, folder: str) -> bool:
+    return filename.startswith(folder + os.sep)

@@ -1,0 +1,294 @@
+"""A graph break that leaves the module's own code to Python: what is compiled inside, and what users are told."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import logging
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from ddp_compile import ddp_compile
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class CalledByItsClass(Block):
+    """As Transformers' layers, whose class has a call of its own, for checkpoints."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+
+class Loop(nn.Module):
+    """Calls blocks in a loop that Dynamo gives up."""
+
+    def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            print(end="")
+        return x
+
+
+class Broken(Loop):
+    """Dynamo resumes after the break, and inlines the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Logging(Loop):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            logging.getLogger("tests").info("a block")
+        return x
+
+
+class UntilDone(nn.Module):
+    """Calls modules of torch in a loop that ends by what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.net(x)
+            if x.isnan().any():
+                break
+        return x
+
+
+class ChoosesByValues(nn.Module):
+    """The first break is in the module, and blocks are left to Python by another one, in the middle part."""
+
+    class Middle(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                if x.sum() > -1e9:
+                    x = block(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = self.Middle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        return self.middle(x)
+
+
+def backward(model: nn.Module, rows: int = 4) -> None:
+    model(torch.randn(rows, WIDTH)).square().mean().backward()
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    (offset,) = (i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{first + offset}"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
+
+
+def assert_computes_the_same(model: nn.Module, plain: nn.Module) -> None:
+    x = torch.randn(4, WIDTH)
+    for each in (model, plain):
+        each.zero_grad()
+        each(x).square().mean().backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=0, atol=0)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "breaking"),
+    [(Loop, "print("), (Logging, "logging.getLogger"), (lambda: Loop(CalledByItsClass), "print(")],
+    ids=["print", "logger", "call of the class"],
+)
+def test_blocks_in_a_loop_that_is_given_up_share_one_graph_and_the_break_is_quoted(
+    make: Callable[[], Any], breaking: str, single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(make(), backend=counter, compile_evaluation=False)
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(3):
+            assert_computes_the_same(model, plain)
+    assert counter.frame_count == 2  # the first block's input requires no gradient
+    place = line_of(type(plain).forward, breaking)
+    (warning,) = warnings_of(caplog)
+    for said in (warning, model.explain()):
+        assert f"3 regions of {type(plain.blocks[0]).__name__} (blocks.0, blocks.1, blocks.2): 2 graphs" in said
+        assert place in said
+    assert ("print" if breaking == "print(" else "logging") in warning.lower()
+    assert "the module was not compiled as a whole" in warning
+
+
+def test_the_break_that_leaves_blocks_to_python_is_quoted_beside_the_first_one(single_rank_group: None) -> None:
+    model: Any = ddp_compile(ChoosesByValues(), backend="eager")
+    backward(model)
+    first, around = (line for line in model.explain().splitlines() if ", at " in line)
+    assert first.startswith("the first graph break: ") and "`print`" in first
+    assert first.endswith(line_of(ChoosesByValues.forward, "print("))
+    assert around.startswith("the one for which Dynamo leaves the calls of blocks to Python: Data-dependent branching")
+    assert around.endswith(line_of(ChoosesByValues.Middle.forward, "if x.sum()"))
+
+
+def test_a_frame_that_another_module_has_had_given_up_is_not_quoted(single_rank_group: None) -> None:
+    backward(ddp_compile(Loop(), backend="eager"))
+
+    class Middle(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return self.blocks[0](x)
+
+    class BreaksInABlock(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    model: Any = ddp_compile(BreaksInABlock(Middle), backend="eager", find_unused_parameters=True)
+    backward(model)
+    (first,) = (line for line in model.explain().splitlines() if ", at " in line)
+    assert line_of(Middle.forward, "graph_break()") in first
+
+
+def test_nothing_compiled_is_said_with_the_break(single_rank_group: None, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = ddp_compile(Loop(lambda: nn.Linear(WIDTH, WIDTH)), backend="eager")
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(2):
+            backward(model)
+    (warning,) = warnings_of(caplog)
+    assert "nothing was compiled" in warning
+    assert f"at {line_of(Loop.forward, 'print(')}." in warning
+
+
+@pytest.mark.parametrize("make_block", [Block, CalledByItsClass])
+def test_blocks_that_dynamo_inlines_after_a_break_are_no_regions(
+    make_block: Callable[[], nn.Module], single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Broken(make_block), backend=counter, bucket_cap_mb=1e-4)
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(2):
+            assert_computes_the_same(model, plain)
+    assert warnings_of(caplog) == []
+    assert "region" not in model.explain()
+    assert line_of(Broken.forward, "print(") in model.explain()
+    assert {bucket.frame for bucket in model.bucket_plan.buckets} == {0}
+
+
+def test_modules_of_torch_that_are_called_by_python_have_graphs_of_their_own(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = ddp_compile(UntilDone(), backend="aot_eager")
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(2):
+            assert_computes_the_same(model, plain)
+    assert warnings_of(caplog) == []
+    assert [bucket.frame for bucket in model.bucket_plan.buckets] == [0]
+
+
+def test_blocks_inside_of_blocks_that_are_given_up_are_regions(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Loop(Loop), backend=counter, bucket_cap_mb=1e-4)
+    assert_computes_the_same(model, copy.deepcopy(model))
+    assert counter.frame_count == 3  # with evaluation
+    said = "9 regions of Block (blocks.0.blocks.0, blocks.0.blocks.1, ..., blocks.2.blocks.2): 2 graphs for training"
+    assert said in model.explain()
+    assert "regions of Loop" not in model.explain()
+
+
+def test_modules_of_torch_inside_of_blocks_that_are_given_up_share_code(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Loop(UntilDone), backend=counter)
+    assert_computes_the_same(model, copy.deepcopy(model))
+    assert "3 regions of Sequential (blocks.0.net, blocks.1.net, blocks.2.net): 2 graphs" in model.explain()
+    assert counter.frame_count == 3  # with evaluation
+
+
+def test_a_break_that_evaluation_comes_to_first_is_the_same(single_rank_group: None) -> None:
+    counter = CompileCounter()
+    model: Any = ddp_compile(Loop(), backend=counter)
+    with torch.no_grad():
+        model.eval()(torch.randn(4, WIDTH))
+    assert counter.frame_count == 1
+    backward(model.train())
+    says = "3 regions of Block (blocks.0, blocks.1, blocks.2): 2 graphs for training, 1 graph for evaluation"
+    assert says in model.explain()
+
+
+def test_a_block_that_is_compiled_already_stays_so(single_rank_group: None) -> None:
+    module, counter = Loop(), CompileCounter()
+    module.blocks[1].compile(backend=counter)
+    model: Any = ddp_compile(module, backend="eager")
+    backward(model)
+    assert counter.frame_count == 1
+    assert "2 regions of Block (blocks.0, blocks.2)" in model.explain()
+    assert model.unwrap().blocks[1]._compiled_call_impl is not None
+
+
+def test_copies_pickles_and_what_was_replicated_are_plain_and_nothing_is_kept(single_rank_group: None) -> None:
+    model: Any = ddp_compile(Loop(), backend="eager")
+    backward(model)
+    assert model.blocks[0]._compiled_call_impl is not None
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.unwrap()]
+    for each in copies:
+        assert [block._compiled_call_impl for block in each.blocks] == [None] * 3
+    gone = weakref.ref(model)
+    del model, each, copies
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_region_lets_its_buckets_go_before_those_of_what_is_registered_before_it(single_rank_group: None) -> None:
+    class Between(Loop):
+        """Frames before and after blocks."""
+
+        class Layer(Block):
+            pass
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = self.Layer(), self.Layer()
+            self.blocks = self._modules.pop("blocks")
+            self.end = nn.GRUCell(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(self.first(x))
+            return self.end(x)
+
+    model: Any = ddp_compile(Between(), backend="eager", bucket_cap_mb=1e-4, find_unused_parameters=True)
+    for _ in range(2):
+        backward(model)
+    firsts = [bucket.gradients[0].fqn.split(".")[0] for bucket in model.bucket_plan.buckets]
+    assert list(dict.fromkeys(firsts)) == ["end", "blocks", "last", "first"]
