@@ -92,7 +92,7 @@ class ShardTransfers:
 
         On gloo, where operators run on the CPU, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients
         do. So an operator takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes
-        what is left at the end one by one, and in low precision some operators round that differently.
+        what is left at the end one by one, and may round that in another way (docs/torch_facts.md).
         """
         unit = PADDED_ALIGNMENT_BYTES // element_size if self._from_rank_to_rank else 1
         return -(-numel // (self.world_size * unit)) * unit
