@@ -72,6 +72,7 @@ test-long: $(STAMP)
 	VECTOR_KERNELS=1 $(BIN)/python -m pytest -n $(JOBS) -m long || status=$$?; \
 	$(BIN)/python tests/peer_suites/run.py || status=$$?; \
 	$(BIN)/python tests/fuzz/run.py --cases $(CASES) || status=$$?; \
+	$(BIN)/python tests/fuzz/run.py --sharded --cases 1000 || status=$$?; \
 	$(MAKE) pyright || status=$$?; \
 	exit $$status
 

@@ -234,7 +234,7 @@ class ReplicatedModule(nn.Module):
             error_if_nonfinite: Raise a RuntimeError if the norm is infinite or NaN.
 
         Returns:
-            The norm of all gradients before, of all ranks' parts, shape ().
+            The norm of all gradients before, of all ranks' parts, shape (); with a sharded optimizer at least float32.
 
         Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called where nothing is sharded.
         """

@@ -53,10 +53,10 @@ def shard_optimizer(
 
     Backwards reduce each bucket to one shard for each rank, ``optimizer.step()`` steps this rank's, and the others'
     come behind the next forward, while it computes; as many bytes travel as with an all-reduce. It is the same
-    training. The optimizer stays the same object, with its groups, settings and schedulers. From the end of the first
-    backward on its groups hold pieces of parameters, one-dimensional, and ``.grad`` of the model's parameters raises
-    when it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call it on every rank,
-    between two steps, before or after schedulers are made::
+    training, to rounding. The optimizer stays the same object, with its groups, settings and schedulers. From the end
+    of the first backward on its groups hold pieces of parameters, one-dimensional, and ``.grad`` of the model's
+    parameters raises when it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call
+    it on every rank, between two steps, before or after schedulers are made::
 
         model = ddp_compile(model)
         optimizer = ddp_compile.shard_optimizer(torch.optim.AdamW(model.parameters()), model)

@@ -53,15 +53,23 @@ class ShardedStates:
             loaded: The state_dict that the states are from, in whatever dtype they have there; None if there is none.
         """
         states = self._optimizer.state
-        if loaded is not None:
-            saved = [key for group in loaded["param_groups"] for key in group["params"]]
-            for parameter, key in zip(self._whole, saved, strict=True):
-                if key in loaded["state"] and all(_is_as_loaded(states[parameter], loaded["state"][key])):
-                    states[parameter] = loaded["state"][key]
+        saved = {} if loaded is None else self._by_parameter(loaded)
         for parameter, index in zip(self._whole, self._numbers, strict=True):
             if index is not None and (state := states.pop(parameter, None)) and index in self._pieces:
-                piece, _bucket = self._pieces[index]
-                states[piece.stepped] = self._cut(index, state)
+                stepped = self._pieces[index][0].stepped
+                loaded_state = saved.get(parameter, {})
+                if all(_is_as_loaded(state, loaded_state)):
+                    dtype = parameter.dtype
+                    state = {k: _loaded_for(stepped, value, loaded_state[k], dtype) for k, value in state.items()}
+                states[stepped] = self._cut(index, state)
+
+    def _by_parameter(self, loaded: Mapping[str, Any]) -> dict[Parameter, dict[str, Any]]:
+        saved = [key for group in loaded["param_groups"] for key in group["params"]]
+        return {
+            parameter: loaded["state"][key]
+            for parameter, key in zip(self._whole, saved, strict=True)
+            if key in loaded["state"]
+        }
 
     def join(self) -> None:
         """Let whole parameters have their states again; on every rank at once."""
@@ -237,6 +245,19 @@ def _is_as_loaded(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterat
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield isinstance(loaded.get(key), Tensor) and torch.equal(value, loaded[key].to(value.device, value.dtype))
+
+
+def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """What torch would have made of a loaded state for ``stepped``, which may have another dtype than the parameter.
+
+    Args:
+        stepped: The parameter's piece.
+        value: What torch has made of it for the parameter. It casts all but the number of steps.
+        loaded: What was loaded.
+        dtype: The parameter's.
+    """
+    is_cast = isinstance(value, Tensor) and value.dtype == dtype != loaded.dtype
+    return loaded.to(value.device, stepped.dtype) if is_cast else value
 
 
 def _is_cut(value: Any) -> bool:

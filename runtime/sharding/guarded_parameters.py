@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
@@ -177,9 +178,14 @@ def _guarded_class(cls: type[Parameter]) -> type[Parameter]:
         _complete(self)  # before anybody asks for the class
         return copy.deepcopy(self, memo)
 
+    def as_subclass_complete(self: Parameter, other: type[Tensor]) -> Tensor:
+        _complete(self)  # torch does not ask the class
+        return self.as_subclass(other)
+
     torch_internals.never_compile(intercept)  # reads may come in a training step that is compiled as a whole
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__deepcopy__": copy_complete}
-    return type(cls.__name__, (cls,), {**names, "__torch_function__": classmethod(intercept)})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    methods = {"__deepcopy__": copy_complete, "as_subclass": as_subclass_complete}
+    return type(cls.__name__, (cls,), {**names, **methods, "__torch_function__": classmethod(intercept)})
 
 
 def _complete(*values: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
 from ddp_compile.runtime import streams
 from ddp_compile.runtime.transfers import Transfer, keep_after
 
@@ -90,9 +91,15 @@ class ShardTransfers:
         if streams.work_blocks_host(process_group, device):
             keep_after(self, partial(_wait_for_others, self._gathers))
 
-    def shard_numel(self, numel: int) -> int:
-        """Elements of each shard of a flat buffer; the last shards may be shorter, or empty."""
-        return -(-numel // self.world_size)
+    def shard_numel(self, numel: int, element_size: int) -> int:
+        """Elements of each shard of a flat buffer; the last shards may be shorter, or empty.
+
+        On gloo, where operators run on the CPU, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients
+        do. So an operator takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes
+        what is left at the end one by one, and may round that in another way (docs/torch_facts.md).
+        """
+        unit = PADDED_ALIGNMENT_BYTES // element_size if self._from_rank_to_rank else 1
+        return -(-numel // (self.world_size * unit)) * unit
 
     def reduce_scatter(self, flat: Tensor) -> ReduceScatter:
         """Start to add up a flat buffer over the ranks, each of which gets the sum of its own shard.
@@ -174,7 +181,7 @@ class ShardTransfers:
         return everyone
 
     def _reduce_scatter_tensor(self, flat: Tensor) -> ReduceScatter:
-        size = self.shard_numel(flat.numel())
+        size = self.shard_numel(flat.numel(), flat.element_size())
         missing = size * self.world_size - flat.numel()
         whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
         shard = flat.new_empty(size)
@@ -183,7 +190,7 @@ class ShardTransfers:
         )
 
     def _shards(self, flat: Tensor) -> list[Tensor]:
-        size = self.shard_numel(flat.numel())
+        size = self.shard_numel(flat.numel(), flat.element_size())
         return [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
 
 

@@ -23,7 +23,7 @@ from ddp_compile.runtime.transfers import Transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What of one parameter lies in this rank's shard; there is at most one.
+    """What of one parameter lies in this rank's shard; there is at most one. Rank 0 has those without elements.
 
     Args:
         index: Number of the parameter.
@@ -88,7 +88,7 @@ class ShardedBucket:
         self._lock = threading.RLock()
         element_size = self.parameters[0].element_size()
         self._numel = self.spec.num_bytes // element_size
-        self.shard_numel = transfers.shard_numel(self._numel)
+        self.shard_numel = transfers.shard_numel(self._numel, element_size)
         self.offsets = [offset // element_size for offset in self.spec.byte_offsets]
         with torch.no_grad(), torch.inference_mode(False):
             first = self.parameters[0]
@@ -108,8 +108,8 @@ class ShardedBucket:
         pieces = []
         for index, parameter, offset in zip(self.param_indices, self.parameters, self.offsets, strict=True):
             begin = max(0, begin_of_shard - offset)
-            end = min(parameter.numel(), begin_of_shard + self.shard_numel - offset)
-            if begin < end:
+            end = max(begin, min(parameter.numel(), begin_of_shard + self.shard_numel - offset))
+            if begin < end or (not parameter.numel() and self._transfers.rank == 0):
                 place = offset + begin - begin_of_shard
                 values = shard[place : place + end - begin]
                 values = values if parameter.dim() else values[0]  # states of a number are numbers

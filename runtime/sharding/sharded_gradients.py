@@ -360,7 +360,7 @@ def norm_over_ranks(
             " torch.nn.utils.get_total_norm(model.full_gradients().values(), norm_type)"
         )
     dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)  # pieces may differ in it
-    gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None]
+    gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None and piece.numel()]
     # A norm of norms, each in a place of its own: a sum keeps what is not finite, as a maximum over the ranks need not.
     norms = torch.zeros(transfers.world_size, dtype=dtype, device=parameters[0].device)
     norms[transfers.rank] = get_total_norm(gradients, norm_type)

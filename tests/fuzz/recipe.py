@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from fuzz.blocks import FUNCTIONS, HOLDERS, LEAVES, Block
 
@@ -156,9 +157,9 @@ def _program(random: Random, parameters: str, with_other: bool) -> tuple[str, ..
     return tuple(program)
 
 
-def smaller(recipe: Recipe) -> Iterator[Recipe]:
-    """Recipes with one thing less than ``recipe``, the largest steps first."""
-    for field in dataclasses.fields(Recipe):
+def smaller(recipe: Any) -> Iterator[Any]:
+    """Recipes of its class with one thing less than ``recipe``, the largest steps first."""
+    for field in dataclasses.fields(recipe):
         value = getattr(recipe, field.name)
         if isinstance(value, tuple):
             for shorter in _shorter(value):

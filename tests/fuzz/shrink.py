@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from fuzz.recipe import Recipe, smaller
+from fuzz.recipe import smaller
 from fuzz.verdict import Verdict
 
-Judge = Callable[[Sequence[Recipe]], list[Verdict]]
+Judge = Callable[[Sequence[Any]], list[Verdict]]
 
 
-def shrink(recipe: Recipe, judge: Judge, at_once: int = 8, limit_s: float = 300.0) -> tuple[Recipe, Verdict]:
+def shrink(recipe: Any, judge: Judge, at_once: int = 8, limit_s: float = 300.0) -> tuple[Any, Verdict]:
     """The smallest recipe that still fails with the same symptom, found by leaving one thing out at a time, greedily.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fuzz.blocks import Block
 from fuzz.recipe import Recipe, recipe_of
+from fuzz.sharded import ShardedRecipe, judge_sharded, sharded_recipe_of
 from fuzz.shrink import shrink
 from fuzz.verdict import BOTH_RAISE, FAILED, PASSED, TORCHS_OWN, Verdict, judge_all, judge_on
 from rank_pool import RankPool
@@ -37,6 +38,22 @@ def test_random_modules_train_as_with_ddp(ranks: Ranks) -> None:
     assert not failed, "\n".join(failed)
     # Cases that compare nothing must stay few.
     assert Counter(verdict.outcome for verdict in verdicts)[PASSED] >= NUM_CASES_IN_CI // 2
+
+
+NUM_SHARDED_CASES_IN_CI = 4
+# What torch casts when it is loaded, and parameters without elements, in low precision.
+LOADED = ShardedRecipe(
+    parameters=(((33,), "bfloat16", False), ((0, 3), "bfloat16", False)),
+    program=("load", "accumulate", "clip inf", "step", "zero"),
+    optimizer="asgd",
+)
+
+
+def test_sharded_optimizers_train_as_others_bit_for_bit(ranks: Ranks) -> None:
+    recipes = [LOADED, *map(sharded_recipe_of, range(NUM_SHARDED_CASES_IN_CI))]
+    verdicts = judge_on(ranks(2), recipes, judge_sharded)
+    failed = [(recipe, v.detail) for recipe, v in zip(recipes, verdicts, strict=True) if v.outcome != PASSED]
+    assert not failed, failed
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import dataclasses
 import logging
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -213,18 +214,16 @@ def _few(tensor: Tensor) -> str:
 
 def judge(recipe: Recipe, groups: Groups) -> Verdict:
     """The case's verdict, the same on every rank; called on all ranks at once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reference, ours = trace(recipe, reference_of(recipe), groups), trace(recipe, with_ours, groups)
-        worst = _worst(_compare(recipe, ours, reference))
-        if worst.outcome not in (FAILED, GOES_ON):
-            return worst
-        if _agree(_refused_otherwise_than_ddp(ours, trace(recipe, with_ddp, groups))):
-            return worst._replace(outcome=BOTH_RAISE)
-        for plain in PLAIN_WAYS:
-            theirs = trace(recipe, plain, groups)
-            if _agree(difference(recipe, ours, theirs)) or _agree(_not_raised_alike(recipe, ours, theirs, reference)):
-                return worst if worst.outcome == GOES_ON else worst._replace(outcome=TORCHS_OWN)
+    reference, ours = trace(recipe, reference_of(recipe), groups), trace(recipe, with_ours, groups)
+    worst = worst_of(_compare(recipe, ours, reference))
+    if worst.outcome not in (FAILED, GOES_ON):
+        return worst
+    if _agree(_refused_otherwise_than_ddp(ours, trace(recipe, with_ddp, groups))):
+        return worst._replace(outcome=BOTH_RAISE)
+    for plain in PLAIN_WAYS:
+        theirs = trace(recipe, plain, groups)
+        if _agree(difference(recipe, ours, theirs)) or _agree(_not_raised_alike(recipe, ours, theirs, reference)):
+            return worst if worst.outcome == GOES_ON else worst._replace(outcome=TORCHS_OWN)
     if worst.outcome == GOES_ON:
         return Verdict(FAILED, f"goes on with values that nothing else computes; {worst.detail}")
     return worst
@@ -270,7 +269,8 @@ def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Ob
     return Verdict(REFUSED if documented else FAILED, found)
 
 
-def _worst(mine: Verdict) -> Verdict:
+def worst_of(mine: Verdict) -> Verdict:
+    """That of the rank on which the case is worst; called on all ranks at once."""
     verdicts = _gather(mine)
     rank = max(range(len(verdicts)), key=lambda rank: OUTCOMES.index(verdicts[rank].outcome))
     outcome, detail = verdicts[rank]
@@ -285,17 +285,28 @@ def _gather(mine: Any) -> list[Any]:
 
 def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
     """Verdicts of many cases, in one call of a `RankPool`."""
-    groups = Groups()
+    with quiet():
+        groups = Groups()
+        return [judge(recipe, groups) for recipe in recipes]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and without ddp_compile's log, which tell a user of one training what thousands do here."""
     log = logging.getLogger("ddp_compile")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        return [judge(recipe, groups) for recipe in recipes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.setLevel(level)
 
 
-def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
+def judge_on(
+    pool: RankPool, recipes: Sequence[Any], judge_all: Callable[[Sequence[Any]], list[Verdict]] = judge_all
+) -> list[Verdict]:
     """Verdicts of the recipes. One that ends a rank's process, or keeps it for minutes, is a failure of its own.
 
     Where that happens to several in turn and to none of them alone, a warning says so: it may be a race.
@@ -313,7 +324,7 @@ def judge_on(pool: RankPool, recipes: Sequence[Recipe]) -> list[Verdict]:
         verdicts: list[Verdict] = results[0]
         return verdicts
     if len(recipes) > 1:
-        verdicts = [verdict for recipe in recipes for verdict in judge_on(pool, [recipe])]
+        verdicts = [verdict for recipe in recipes for verdict in judge_on(pool, [recipe], judge_all)]
         if all(verdict.outcome != FAILED for verdict in verdicts):
             warnings.warn(f"only together: {broken.kind}: {broken.message}\n{broken.traceback}", stacklevel=2)
         return verdicts

@@ -13,10 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Mlp
 from rank_pool import RankPool
 from test_sharded_optimizer import WIDTH, differences
 from test_sharded_parameters import make, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -28,6 +29,22 @@ from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sha
 from ddp_compile.sharded_checkpoints import PartOfTensor
 
 Ranks = Callable[[int], RankPool]
+
+
+class WithEmpty(Mlp):
+    """One parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+        self.empty = nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.empty.sum()
+
+
+def make_with_empty(kind: str, sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    return make(kind, WithEmpty(), sharded)
 
 
 def state_of(model: Any, optimizer: Any, sharded: bool) -> dict[str, Any]:
@@ -47,7 +64,7 @@ def bytes_of_parts(state: Any) -> int:
 
 @torch.compiler.set_stance("force_eager")
 def save(path: str, sharded: bool, kind: str = "adamw") -> tuple[Any, int]:
-    model, optimizer = make(kind, sharded=sharded)
+    model, optimizer = make_with_empty(kind, sharded)
     if sharded:
         with pytest.raises(ReplicationError, match="has no pieces: it is not sharded, or no backward"):
             sharded_optimizer_state_dict(optimizer)
@@ -62,7 +79,7 @@ def save(path: str, sharded: bool, kind: str = "adamw") -> tuple[Any, int]:
 
 @torch.compiler.set_stance("force_eager")
 def load(path: str, sharded: bool) -> Any:
-    model, optimizer = make(sharded=sharded)
+    model, optimizer = make_with_empty("adamw", sharded)
     train(model, optimizer, 7, 9)
     state = state_of(model, optimizer, sharded)
     dcp.load(state, checkpoint_id=path)
@@ -92,7 +109,7 @@ def test_what_a_checkpoint_holds_is_what_an_unsharded_one_does(ranks: Ranks, tmp
 @torch.compiler.set_stance("force_eager")
 def load_into_new_run(path: str, kind: str, sharded: bool) -> Any:
     """As the documentation says: by names, before there are pieces."""
-    model, optimizer = make(kind, sharded=sharded)
+    model, optimizer = make_with_empty(kind, sharded)
     state = state_of(model, optimizer, sharded=False)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])

@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
 
 Ranks = Callable[[int], RankPool]
 
@@ -77,6 +78,7 @@ READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "functionalize": lambda model, held: torch.func.functionalize(lambda p: p * 2)(held[0]).detach(),
     "vmap": lambda model, held: torch.vmap(lambda row: row * 2)(held[0]).detach(),
     "parameter": lambda model, held: nn.Parameter(held[0]).detach(),
+    "as another class": lambda model, held: held[0].as_subclass(Tensor).detach(),
     "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
     "in a child": lambda model, held: in_a_child(lambda: held[0].detach()),
     "without gradients": lambda model, held: evaluated(model),
@@ -338,6 +340,8 @@ def bytes_of_states() -> tuple[int, int, int]:
     for each in ((model, optimizer), (other, other_optimizer)):
         plain(*each, 0)
     shards, element = model.comm_algorithm.buckets, 4
+    # Where operators take elements in vectors, and where one by one, is the same in a piece and in the whole.
+    assert all(piece.begin * element % PADDED_ALIGNMENT_BYTES == 0 for bucket in shards for piece in bucket.pieces)
     padding = sum(b.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
         p.numel() for p in model.parameters()
     )

@@ -1,7 +1,6 @@
 """Each place in the sources that keeps streams in order is needed: without it, some program has a race.
 
-A run takes minutes, so it is in ``make test-long``. What it shows of one place, `test_races` shows in CI of all of them:
-those programs have no race as long as nothing is missing.
+A run takes minutes, so it is in ``make test-long``. In CI, `test_races` fails if any of these places is gone.
 """
 
 from __future__ import annotations
