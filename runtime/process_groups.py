@@ -17,20 +17,25 @@ from ddp_compile.runtime.rank_names import format_ranks
 
 
 def group_of(
-    ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, name: str | None = None
+    ranks: Sequence[int],
+    like: dist.ProcessGroup,
+    device: torch.device,
+    name: str | None = None,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """A process group of some ranks of another one.
 
     Args:
         ranks: Their global ranks.
-        like: Has the same backend and timeout.
-        device: Where what it sends will be.
+        like: Has the same timeout.
+        device: Where what ``like`` sends is.
         name: What the ranks have agreed on. When None, they draw one, for which all ranks of ``like`` have to be here.
+        backend: That of ``like`` when None; "gloo" for what hosts tell each other.
     """
     timeout = torch_internals.group_timeout(like, device)
     name = name_from_rank_0(like, device) if name is None else name
     with torch_internals.groups_of_some_ranks(f"ddp_compile_{name}_{ranks[0]}"):
-        group = dist.new_group(list(ranks), timeout, dist.get_backend(like), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout, backend or dist.get_backend(like), use_local_synchronization=True)
     assert group is not None
     return group
 

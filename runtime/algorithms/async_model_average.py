@@ -28,7 +28,7 @@ from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.rank_names import format_ranks
-from ddp_compile.runtime.streams import Event, used_here
+from ddp_compile.runtime.streams import Event, has_streams, used_here
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):
@@ -75,6 +75,9 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._device = parameters[0].device
         ranks = dist.get_process_group_ranks(self._process_group)
         self._group = group_of(ranks, self._process_group, self._device)
+        self._hosts = self._group
+        if has_streams(self._device):  # what the ranks tell each other waits for no device, and a killed one is noticed
+            self._hosts = group_of(ranks, self._process_group, self._device, backend="gloo")
         self._parameters = FlatParameters(parameters)
         self._gate = ParameterGate(self._device, self._parameters.versions, self._written_outside)
         self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
@@ -194,7 +197,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         if self._averager is None and not (self._is_aborted or self.sends_gradients or self._group.size() == 1):
             self._gate.writer_begins()
             limit_s = torch_internals.group_timeout(self._group, self._device).total_seconds()
-            self._averager = AveragingThread(self, self._group, self._device, self._interval_s, limit_s)
+            self._averager = AveragingThread(self, self._hosts, self._device, self._interval_s, limit_s)
 
     def _stop(self) -> None:
         """With all ranks."""

@@ -357,8 +357,6 @@ for step in range(20 * (rank + 1)):
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-if how == "raise" and rank == 0:
-    raise ValueError("on purpose")
 if how == "destroy":
     dist.destroy_process_group()
 """
@@ -366,11 +364,13 @@ if how == "destroy":
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["end", "destroy"])
-def test_a_script_that_forgets_to_abort_ends_well(how: str, tmp_path: Path) -> None:
+def test_a_script_that_forgets_to_abort_ends_and_the_other_one_as_well(how: str, tmp_path: Path) -> None:
     for attempt in range(5):
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / f"store_{attempt}")]
         scripts = [subprocess.Popen([*command, str(rank), how]) for rank in range(2)]
-        assert [script.wait(60) for script in scripts] == [0, 0]
+        first, second = [script.wait(60) for script in scripts]
+        assert first == 0
+        assert second in (0, 1)  # an error if it has heard in time, and no signal
 
 
 def refusals() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stage import Program, Roles, Stage, plain_batches
+from stage import Blocking, Program, Roles, Stage, plain_batches
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -288,8 +288,8 @@ def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
     stage.end(model)
 
 
-#: By name.
-PROGRAMS: dict[str, Program] = {
+#: With groups whose ``wait()`` holds up a stream.
+_ON_NCCL: dict[str, Program] = {
     "backward split": train,
     "forward split": partial(train, split="forward"),
     "graph break": partial(train, make=partial(Layers, "break")),
@@ -327,6 +327,10 @@ PROGRAMS: dict[str, Program] = {
     "sharded, graph break": partial(sharded, ending="break"),
     "sharded, forward split": partial(sharded, split="forward"),
 }
+
+#: With groups whose ``wait()`` blocks the host.
+_ON_GLOO = ("backward split", "eager end", "bf16 hook", "ByteGrad, eager end", "hierarchical, two nodes", "sharded")
+PROGRAMS = _ON_NCCL | {f"{name}, blocking": Blocking(_ON_NCCL[name]) for name in _ON_GLOO}
 
 #: In which the host must not wait for the device.
 STEADY_PROGRAMS: dict[str, Program] = {

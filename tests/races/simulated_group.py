@@ -36,11 +36,13 @@ class Device:
     Args:
         streams: The streams.
         delay: Called before each launch and each wait, to let ranks and threads come in another order.
+        blocks_host: Whether ``Work.wait()`` returns when a transfer is over.
     """
 
-    def __init__(self, streams: SimulatedStreams, delay: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, streams: SimulatedStreams, delay: Callable[[], None], blocks_host: bool) -> None:
         self.streams = streams
         self.delay = delay
+        self.blocks_host = blocks_host
         self.launches: list[Launch] = []
         self.lock = threading.Lock()
 
@@ -52,7 +54,7 @@ def use(device: Device) -> None:
     """From now on ``new_group(backend=BACKEND)`` makes groups on this device."""
     global _device
     _device = device
-    if BACKEND.upper() not in dir(dist.Backend):
+    if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
@@ -78,7 +80,7 @@ class StreamedProcessGroup(dist.ProcessGroup):
     # Called by name from C++.
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return "mpi" if self._device.blocks_host else BACKEND  # see `ddp_compile.runtime.streams.work_blocks_host`
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -231,6 +233,8 @@ class _Work(dist.Work):
         self.bring()
         if not streams.is_ignored("wait for work"):
             streams.detector.wait(streams.current(), self._done)
+            if self._device.blocks_host:
+                streams.detector.host_waits(self._stream)
         self._tensors = []
         return True
 

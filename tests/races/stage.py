@@ -184,6 +184,18 @@ def _asked_by_us(stack: Stack) -> str:
 
 
 Program = Callable[[Stage], Any]
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """A program that runs with groups whose ``wait()`` blocks the host, as gloo's does for tensors of a GPU."""
+
+    program: Program
+
+    def __call__(self, stage: Stage) -> Any:
+        return self.program(stage)
+
+
 SEED = 3
 
 
@@ -209,7 +221,7 @@ def perform(program: Program, roles: list[Roles], ignored: Site | None = None, d
     """
     detector = RaceDetector()
     streams = SimulatedStreams(detector, ignored)
-    device = Device(streams, _pauses(delays))
+    device = Device(streams, _pauses(delays), blocks_host=isinstance(program, Blocking))
     simulated_group.use(device)
     group = dist.new_group(backend=BACKEND)
     stage = Stage(streams, group, roles)
