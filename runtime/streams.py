@@ -203,16 +203,19 @@ class SideStream:
         self._device = device
         self._stream: Stream | None = None
 
+    def on(self) -> AbstractContextManager[Any]:
+        """Inside, it is the current stream."""
+        if not backend.has_streams(self._device):
+            return nullcontext()
+        if self._stream is None:
+            self._stream = backend.new(self._device)
+        return backend.on(self._stream)
+
     @contextmanager
     def after_current(self) -> Iterator[None]:
         """Inside, it is the current stream, and has waited for the one that was."""
-        if not backend.has_streams(self._device):
-            yield
-            return
-        if self._stream is None:
-            self._stream = backend.new(self._device)
         so_far = record(self._device)
-        with backend.on(self._stream):
+        with self.on():
             so_far.wait()
             yield
 

@@ -28,7 +28,7 @@ from ddp_compile.runtime.bucket import Bucket
 from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.process_groups import group_of
 from ddp_compile.runtime.rank_names import format_ranks
-from ddp_compile.runtime.streams import Event, has_streams, used_here
+from ddp_compile.runtime.streams import Event, has_streams
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):
@@ -213,8 +213,6 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
                 " not called abort() within the process group's timeout. Call it on every rank behind its last step; or"
                 " look for the error of a rank that trains no more"
             )
-        if self._pending is not None:
-            self._apply()
         average_over(self._group, self._parameters, self._failed)
 
     def _let_go(self) -> None:
@@ -252,8 +250,6 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
 
     def _apply(self) -> None:
         assert self._pending is not None
-        for tensors in self._pending:
-            used_here(tensors)  # of the last round, by another thread than has made them
         flats = self._parameters.new()
         self._parameters.read(flats)
         for flat, copied, total in zip(flats, *self._pending, strict=True):

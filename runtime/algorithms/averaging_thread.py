@@ -170,11 +170,14 @@ class AveragingThread:
                 return
             self.gone = {rank: HOW_GONE[theirs] for rank, theirs in standings.items() if theirs in HOW_GONE}
             self._not_stopping = [rank for rank, theirs in standings.items() if theirs is Standing.TRAINS]
-            if self.gone or not self._not_stopping:
-                return
             algorithm = self._algorithm()
+            if self.gone:
+                return
             if algorithm is None:
                 continue
+            if not self._not_stopping:
+                algorithm.apply_within(self._limit_s)  # a trainer is not in the way any more
+                return
             if not no_round:
                 algorithm.round(self._begins)
                 due_at = time.monotonic() + self._interval_s

@@ -70,10 +70,11 @@ class CollectiveChain(CommAlgorithm):
         if self._side_stream is None:
             self._side_stream = SideStream(device)
         chain = _Chain(self, bucket, self._side_stream)
+        with self._side_stream.after_current():
+            chain.start_first()
         if not work_blocks_host(self.process_group, device):
             chain.finish()
             return chain
-        chain.start_first()
         self._under_way = chain
         if is_last:
             # Modules of one backward come to their ends in another order on each rank: no rank may wait there for what
@@ -114,18 +115,17 @@ class _Chain:
 
     def start_first(self) -> None:
         """Start the first collective."""
-        with self._side_stream.after_current():
-            self._go_on()
+        self._go_on()
 
     def start_all(self) -> None:
         """Start all collectives, and wait for all but the last one."""
-        with self._side_stream.after_current():
+        with self._side_stream.on():
             while self._num_started < self._algorithm.num_collectives:
                 self._go_on()
 
     def finish(self) -> None:
         """Start all collectives, and do what comes after the last one."""
-        with self._side_stream.after_current():
+        with self._side_stream.on():
             while self._done is None:
                 self._go_on()
 

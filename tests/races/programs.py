@@ -225,7 +225,8 @@ def q_adam(stage: Stage) -> None:
 
 def asynchronous(stage: Stage) -> None:
     """The thread averages while steps, evaluations, and forwards on other streams go on."""
-    model = replicated(stage, algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=2))
+    # In the last step of the warm-up the ranks compare nothing, so the host does not wait.
+    model = replicated(stage, algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=3))
     optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), plain_batches(4, WIDTH)
     for roles in stage.steps(4):
         with stage.on(roles.caller):
@@ -261,16 +262,16 @@ def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False
     averaged = [parameter.detach().clone() for parameter in model.parameters()]
     for number, roles in enumerate(stage.steps(times)):
         with stage.on(roles.caller):
-            optimizer.zero_grad()
             stage.backward(stage.forward(model, batch(), roles), roles)
+            stage.wait_for("other")  # which may still read what is stepped
             model.clip_grad_norm_(1.0)
             optimizer.step()
-            if number % times == 1:
-                with torch.no_grad():
-                    torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
-            elif number % times == 2:
-                with torch.no_grad():
+            with torch.no_grad():
+                if number % times == 0:
                     stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
+                elif number % times == 1:
+                    torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
+            optimizer.zero_grad()
             stage.use_memory()
     stage.end(model)
 

@@ -119,7 +119,7 @@ class SimulatedStreams:
             self.detector.used_by(tensor, stream)
 
     def reads_racing(self, device: torch.device, since: int | None) -> AbstractContextManager[None]:
-        return nullcontext() if since is None else self.detector.tolerating(since)
+        return nullcontext() if since is None else self.detector.tolerating(self.current(device), since)
 
     def launched(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         self.detector.operator(name, self.current(), reads, writes)

@@ -162,6 +162,10 @@ class Stage:
             self._named[name] = self._streams.new()
         return self._named[name]
 
+    def wait_for(self, name: str) -> None:
+        """Let the current stream wait for another one."""
+        self.detector.wait_for_stream(self._streams.current(), self.stream(name))
+
     def let_threads_come(self) -> None:
         """Give other threads of this process, and other ranks, time to do something."""
         time.sleep(0.01)
