@@ -48,7 +48,7 @@ def test_wrong_columns_are_named_before_anything_is_drawn(
     [
         ("{", "timeline.json is not JSON"),
         ("{}", "timeline.json holds a dict and not a list"),
-        ("[3]", "timeline.json, step 0 is a int and not an object"),
+        ("[3]", "timeline.json, step 0 is an int and not an object"),
         ('[{"mode": ""}]', "timeline.json, step 0 lacks the keys implementation, bucket_cap_mb, link, step_ms, events"),
         (
             json.dumps([profiled_step(PEER, "none") | {"events": [{"lane": "compute"}]}]),

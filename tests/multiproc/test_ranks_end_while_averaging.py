@@ -38,7 +38,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     selected = [
         item.callspec.params["how"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and "ended" in item.fixturenames
+        if isinstance(item, pytest.Function) and item.module is request.module
     ]
     command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("stores")), *selected]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

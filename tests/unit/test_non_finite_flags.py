@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
+from ddp_compile.runtime import streams
 from ddp_compile.runtime.flat_buffer import FlatBuffer, non_finite_flags
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -55,9 +56,8 @@ def test_a_device_is_not_waited_for() -> None:
     assert flags.is_meta and flags.shape == (5,) and flags.dtype == torch.bool
 
 
-def test_beside_a_cpu_the_flags_are_made_whatever_the_values_are() -> None:
+def test_on_a_device_with_streams_the_flags_are_made_whatever_the_values_are(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, gradients = buffer_of(torch.float32)
-    buffer.flatten(gradients, 0.5)
-    buffer._tensor = buffer.tensor.to("meta")  # as if the plan, which it has made, were of a device
+    monkeypatch.setattr(streams, "has_streams", lambda device: True)
     flags = buffer.flatten(gradients, 0.5, checks_finite=True)
     assert flags is not None and flags.tolist() == [False] * 5
