@@ -97,6 +97,9 @@ class _Binaries:
         return f"{self._target}, NVRTC {self._compiler.version}, {self.history}"
 
 
+#: ``CU_STREAM_LEGACY``, torch's default stream. 0 is another one if cuda-python uses a default stream for each thread.
+_LEGACY_DEFAULT_STREAM = 1
+
 _devices: dict[int, KernelDevice | str] = {}
 _lock = threading.Lock()
 
@@ -139,7 +142,7 @@ def _open_or_reason(ordinal: int) -> KernelDevice | str:
         device = KernelDevice(
             CudaDriver(ordinal),
             binaries,
-            lambda: torch.cuda.current_stream(ordinal).cuda_stream,
+            lambda: torch.cuda.current_stream(ordinal).cuda_stream or _LEGACY_DEFAULT_STREAM,
             properties.multi_processor_count,
             properties.name,
         )

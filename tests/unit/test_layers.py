@@ -146,6 +146,25 @@ def test_the_lowest_layer_imports_nothing_of_ours(module: str) -> None:
     } == {below_it: set() for below_it in below(module)}
 
 
+#: Names by which a source would know a kind of accelerator, or its streams.
+DEVICE_NAMES = ("torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator", "torch.get_device_module", "torch.Stream")
+#: The kernels are of one kind of device. The benchmark stands in for a process group, and times one device.
+KNOW_DEVICES = ("ddp_compile.runtime.streams", "ddp_compile.kernels", "ddp_compile.bench")
+
+
+def test_streams_are_known_in_one_file() -> None:
+    others = [module for module in TREES if not any(reaches({module}, layer) for layer in KNOW_DEVICES)]
+    found = {
+        module: [name for name in torch_names(TREES[module]) if any(reaches({name}, device) for device in DEVICE_NAMES)]
+        for module in others
+    }
+    methods = {"record_stream", "wait_stream", "wait_event", "record_event", "current_stream"}
+    for module in others:
+        attributes = {node.attr for node in ast.walk(TREES[module]) if isinstance(node, ast.Attribute)}
+        found[module] += sorted(attributes & (methods | {"is_cuda"}))
+    assert {module: names for module, names in found.items() if names} == {}
+
+
 def test_the_bucket_plan_needs_only_the_standard_library_and_torch_without_its_distributed_part() -> None:
     tree = TREES["ddp_compile.plan.spec"]
     roots = {name.split(".")[0] for name in imported_names(tree)}
