@@ -59,14 +59,14 @@ class IterationEnd:
 
     @property
     def _early_has_message(self) -> bool:
-        """Whether the ranks have to hear which buckets were launched too early; of none they know no iteration."""
+        """Whether the ranks have to hear which buckets were launched too early; False if none was launched."""
         return self._early.has_message and self._queue.has_launched
 
     def _used_here(self) -> bytearray:
         return self._policy.message_of_shadow() if self._queue.is_shadow else self._policy.message()
 
     def all_are_launched(self) -> None:
-        """Behind the last bucket: tell the other ranks what was used here, if there will be no more to say.
+        """After the last bucket: tell the other ranks what was used here, if there will be no more to say.
 
         Not at the end of the backward, which several modules may reach in another order on each rank.
         """

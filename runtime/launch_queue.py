@@ -59,7 +59,7 @@ class LaunchQueue:
         self.has_launched = False  #: whether a bucket has been launched in this iteration
         self.is_exchange = False  #: whether the ranks come together in it although no bucket is launched
         self.is_whole = True  #: whether no bucket has been passed over in it, for the next iteration
-        self.is_shadow = False  #: whether that is zeros, on a rank that has no input left
+        self.is_shadow = False  #: whether this rank has no input left, and contributes zeros (``Join``)
 
     @property
     def sends(self) -> bool:

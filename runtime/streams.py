@@ -193,10 +193,10 @@ def used_here(tensors: Sequence[Tensor]) -> None:
 
 
 class SideStream:
-    """A stream of our own beside that of whoever calls; made when it is first used.
+    """A stream beside the caller's, made when it is first used.
 
     Args:
-        device: On one without streams everything runs where it is called.
+        device: If it has no streams, everything runs on the caller's thread as usual.
     """
 
     def __init__(self, device: torch.device) -> None:
