@@ -28,7 +28,8 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo 'make train   train the example language model, one process for each GPU, or two on the CPU'
 	@echo 'make test    run the test suite, in parallel unless ARGS says which tests'
-	@echo "make test-long  run the tests that CI leaves out, torch's own of DistributedDataParallel, $(CASES) random modules"
+	@echo "make test-long  run the tests that CI leaves out, torch's own of DistributedDataParallel, random modules and"
+	@echo '             random programs with sharded optimizers'
 	@echo 'make compat TORCH=2.15.0  run most tests with another torch, in an environment of its own (several GB)'
 	@echo 'make parity  run the tests that compare with DistributedDataParallel, and write docs/ddp_parity.md'
 	@echo 'make bench   time ddp_compile beside its peers on two CPU ranks: about five minutes, best as root'

@@ -106,26 +106,27 @@ def refuse_settings(
     has_sharded: bool,
     process_group: dist.ProcessGroup,
 ) -> None:
-    """Refuse settings that an algorithm, or what else the module has, excludes.
+    """Refuse settings that the algorithm, or another feature of the module, excludes.
 
     Raises:
         ReplicationError: Names the settings.
     """
-    _refuse_what_waits(algorithm, config, buffers, has_sharded, process_group)
-    if config.check_finite_gradients:
-        _refuse_what_is_not_checked(algorithm, config, has_sharded, process_group.rank())
+    rank = process_group.rank()
+    is_free = not algorithm.traits.in_step and process_group.size() > 1
+    if is_free and (waits := _settings_that_wait(config, buffers, has_sharded)):
+        raise ReplicationError(
+            f"rank {rank}: with the {algorithm.name} no rank waits for another in a step, and with {', '.join(waits)}"
+            " they would; leave that out, or pass another algorithm"
+        )
+    if config.check_finite_gradients and (others := _outside_of_buckets(algorithm, config, has_sharded)):
+        raise ReplicationError(
+            f"rank {rank}: check_finite_gradients=True checks the gradients in buckets only, and cannot be used with"
+            f" {' and '.join(others)}. Leave it out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"
+        )
 
 
-def _refuse_what_waits(
-    algorithm: CommAlgorithm,
-    config: ReplicateConfig,
-    buffers: ReplicatedBuffers,
-    has_sharded: bool,
-    process_group: dist.ProcessGroup,
-) -> None:
-    """Refuse settings by which the ranks would wait for each other, with an algorithm by which they do not."""
-    if algorithm.traits.in_step or process_group.size() == 1:
-        return
+def _settings_that_wait(config: ReplicateConfig, buffers: ReplicatedBuffers, has_sharded: bool) -> list[str]:
+    """Settings with which ranks wait for each other in a step."""
     names = ("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params")
     waits = [f"{name}=True" for name in names if getattr(config, name)]
     if has_sharded:
@@ -134,17 +135,11 @@ def _refuse_what_waits(
         waits.append("delay_all_reduce_named_params")
     if buffers.synchronised():
         waits.append("broadcast_buffers=True")
-    if waits:
-        raise ReplicationError(
-            f"rank {process_group.rank()}: with the {algorithm.name} no rank waits for another in a step, and with"
-            f" {', '.join(waits)} they would; leave that out, or pass another algorithm"
-        )
+    return waits
 
 
-def _refuse_what_is_not_checked(
-    algorithm: CommAlgorithm, config: ReplicateConfig, has_sharded: bool, rank: int
-) -> None:
-    """Refuse ``check_finite_gradients`` if some gradients do not pass through the buckets, where they are looked at."""
+def _outside_of_buckets(algorithm: CommAlgorithm, config: ReplicateConfig, has_sharded: bool) -> list[str]:
+    """What reduces gradients that do not pass through the buckets, where they are checked."""
     others = []
     if algorithm.traits.payload != "gradients":
         others.append(f"the {algorithm.name}, which communicates parameters")
@@ -152,8 +147,4 @@ def _refuse_what_is_not_checked(
         others.append("submodules of fully_shard, which reduces their gradients")
     if config.delayed.named:
         others.append("delay_all_reduce_named_params, whose gradients are averaged by themselves")
-    if others:
-        raise ReplicationError(
-            f"rank {rank}: check_finite_gradients=True looks at the gradients in buckets alone, and cannot be used with"
-            f" {' and '.join(others)}. Leave it out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"
-        )
+    return others

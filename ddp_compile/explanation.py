@@ -31,7 +31,7 @@ def _format_report(report: GraphReport) -> str:
 def _format_eager(plan: BucketPlan, region_of: Mapping[int, int]) -> list[str]:
     eager = [bucket for bucket in plan.buckets if bucket.frame is None]
     in_no_graph = [bucket for bucket in eager if not any(g.index in region_of for g in bucket.gradients)]
-    if len(eager) == len(plan.buckets) or not in_no_graph:  # where nothing is compiled yet, the table says all
+    if len(eager) == len(plan.buckets) or not in_no_graph:  # if nothing is compiled yet, the table says all
         return []
     are, them, they = ("is", "it", "it is") if len(in_no_graph) == 1 else ("are", "them", "they are")
     return [

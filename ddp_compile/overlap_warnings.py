@@ -1,4 +1,4 @@
-"""Warnings once a plan is sealed: of communication that nothing hides, and of code that is not compiled."""
+"""Warnings after a plan is sealed: communication that is not hidden, and code that is not compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_compile.torch_internals import GraphBreaks
 
 
 def not_called(rank: int) -> str:
-    """The module itself was never called for training."""
+    """The warning that the module itself was never called for training."""
     return (
         f"rank {rank}: the module itself has not been called for training: gradients came through one of its"
         " submodules or methods, or through module.forward. These are not compiled, and buffers are not"
@@ -19,26 +19,24 @@ def not_called(rank: int) -> str:
 
 
 def nothing_compiled(rank: int, breaks: GraphBreaks) -> str:
-    """Dynamo has made no graph."""
-    why = "".join(f" {line[0].upper()}{line[1:]}." for line in breaks.explain())
+    """The warning that Dynamo has made no graph."""
     return (
-        f"rank {rank}: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly.{why}"
+        f"rank {rank}: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly.{_reasons(breaks)}"
         ' TORCH_LOGS="graph_breaks,recompiles" says more'
     )
 
 
 def compiled_in_blocks(rank: int, blocks: Sequence[str], breaks: GraphBreaks) -> str:
-    """Dynamo has left the code that calls blocks to Python."""
-    why = "".join(f" {line[0].upper()}{line[1:]}." for line in breaks.explain())
+    """The warning that Dynamo has left the code that calls blocks to Python."""
     return (
         f"rank {rank}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to Python, and"
-        f" each block is compiled by itself: {'; '.join(blocks)}.{why} To compile that code as well, keep what breaks"
-        ' the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
+        f" each block is compiled by itself: {'; '.join(blocks)}.{_reasons(breaks)} To compile that code as well, keep"
+        ' what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
     )
 
 
 def all_at_once(rank: int, plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
-    """No bucket can be launched early; None if some can.
+    """The warning that no bucket can be launched early; None if some can.
 
     Args:
         rank: This rank.
@@ -60,3 +58,7 @@ def all_at_once(rank: int, plan: BucketPlan, cap_bytes: int, reports: Sequence[G
         f"rank {rank}: {plan.num_bytes / 2**20:.1f} MiB of gradients become ready all at once, so their communication"
         f" is not hidden behind the backward: {reasons}"
     )
+
+
+def _reasons(breaks: GraphBreaks) -> str:
+    return "".join(f" {line[0].upper()}{line[1:]}." for line in breaks.explain())

@@ -87,17 +87,17 @@ def find_regions(module: nn.Module, classes: RegionClasses | None, rank: int) ->
 
 
 def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """What can be compiled by itself if Dynamo leaves the code that calls it to Python.
+    """Find the submodules to compile by themselves if Dynamo leaves the code that calls them to Python.
 
     Args:
         module: The module that is replicated.
 
     Returns:
-        By name, what is to share code with others of its class, and what is not. Blocks that repeat share it, as
-        `find_regions` finds them with "auto", and those inside of blocks too. The rest are modules with submodules
-        whose forward is torch's own, an ``nn.Sequential`` for example: Dynamo compiles a frame of the user's code by
-        itself, but begins with none of torch's. Inside of blocks they share it as well. What ``module.compile()`` was
-        called for is left out.
+        Two mappings from name to submodule: those that share compiled code with others of their class, and those that
+        do not. Blocks that repeat share it, as `find_regions` finds them with "auto", and so do those inside blocks.
+        The others are modules with submodules whose forward is torch's own, such as ``nn.Sequential``: Dynamo starts at
+        frames of the user's code, but never at torch's. Inside blocks these share code too. Submodules on which
+        ``compile()`` was called are left out.
     """
     shared = _first_names(_repeated(module, "", nested=True))
     repeated, inside = set(shared.values()), {each for block in shared.values() for each in block.modules()}
@@ -168,7 +168,7 @@ class CompiledRegions:
         return sum(backend.num_graphs for backends in self._backends.values() for backend in backends)
 
     def compile(self, regions: Mapping[str, nn.Module]) -> None:
-        """From now on these are regions too; none of their classes had one yet."""
+        """Make these modules regions as well; their classes must not have any yet."""
         self._regions.update(regions)
         for cls, count in Counter(map(type, regions.values())).items():
             backends = self._backends[cls] = (
@@ -178,7 +178,7 @@ class CompiledRegions:
             self._replace_calls([region for region in regions.values() if type(region) is cls], backends, count)
 
     def compile_alone(self, modules: Iterable[nn.Module], training: Backend, evaluation: Backend) -> None:
-        """From now on each of these modules, which share no code, is compiled by the backends of the whole module."""
+        """Compile each of these modules by itself, with the backends of the whole module; they share no code."""
         for module in modules:
             self._alone.append(module)
             self._replace_calls([module], (training, evaluation), None)
@@ -254,7 +254,7 @@ def _call_of(reference: weakref.ref[nn.Module], calls: _CompiledCalls) -> Callab
 
 
 def _repeated(module: nn.Module, prefix: str, nested: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks that repeat; ``nested`` are those inside of others too."""
+    """Yield the blocks that repeat; if ``nested``, those inside other blocks too."""
     is_container = isinstance(module, _CONTAINERS)
     # With every place of a child that stands in several.
     counts = Counter(type(child) for child in module._modules.values()) if is_container else Counter()

@@ -73,7 +73,7 @@ class ReplicateState:
         self.config = config
         self.requires_sync = True
         self._is_generating = self._is_training = False  # ``generate``, or a forward with gradients, is under way
-        # All calls; those with gradients; the same, and backwards without a call.
+        # All forwards; calls with gradients; these, and forwards announced by `prepare_for_backward_of`.
         self._num_forwards = self._num_called = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
@@ -180,9 +180,9 @@ class ReplicateState:
         weakref.finalize(self, torch_internals.forget_compiled, call)
 
     def compile_inside(self, module: nn.Module) -> None:
-        """A graph break has left the module's own code to Python: compile what that code calls by itself.
+        """A graph break has left the module's own code to Python: compile the blocks that it calls by themselves.
 
-        What Dynamo still inlines into a graph of the code around it is part of that graph, as before.
+        A block that Dynamo still inlines into a graph of the surrounding code stays part of that graph.
         """
         if not self.breaks.note_module():
             return
@@ -356,7 +356,7 @@ class ReplicateState:
             if not self.monitor.is_paused:  # inside ``Join``, without any input
                 log.warning("%s", overlap_warnings.not_called(rank))
         elif not self._num_called:
-            return  # `prepare_for_backward_of`: what calls it says what is compiled
+            return  # the caller of `prepare_for_backward_of` decides what is compiled
         elif not self._num_graphs:
             log.warning("%s", overlap_warnings.nothing_compiled(rank, self.breaks))
         elif self.breaks and self.regions.num_training_graphs:

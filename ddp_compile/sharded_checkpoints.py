@@ -118,7 +118,7 @@ class PartOfTensor(Tensor):
         order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], dim))
         back = [order.index(dim) for dim in range(whole.dim())]
         part._boxes, done = {}, 0
-        if values is not None and not whole.numel():  # one rank has to save that there is such a tensor
+        if values is not None and not whole.numel():  # one rank has to save an empty tensor
             part._boxes[torch.Size([0] * whole.dim())] = values.view(whole.shape)
         for offsets, sizes in _boxes_of(begin, begin + _numel(values), [whole.shape[dim] for dim in order]):
             assert values is not None

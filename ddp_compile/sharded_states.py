@@ -248,12 +248,12 @@ def _is_as_loaded(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterat
 
 
 def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:
-    """What torch would have made of a loaded state for ``stepped``, which may have another dtype than the parameter.
+    """The state that torch would have loaded for ``stepped``, which may have another dtype than the parameter.
 
     Args:
         stepped: The parameter's piece.
-        value: What torch has made of it for the parameter. It casts all but the number of steps.
-        loaded: What was loaded.
+        value: The state that torch has loaded for the parameter. It casts all but the number of steps.
+        loaded: The state as it was saved.
         dtype: The parameter's.
     """
     is_cast = isinstance(value, Tensor) and value.dtype == dtype != loaded.dtype

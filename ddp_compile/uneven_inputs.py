@@ -2,12 +2,12 @@
 
 Note [Shadows]
 Inside ``Join``, a rank that has no input left shadows the others: it takes part in all that an iteration of theirs
-sends, and contributes zeros. What that is, the others say at the begin of each forward: one message with a flag for
-each rank, set where a rank still trains and its next backward is to be reduced. So every rank knows whether anything
+sends, and contributes zeros. At the beginning of each forward the ranks exchange one message with a flag for each rank,
+which is set if the rank still trains and its next backward is to be reduced. So every rank knows whether anything
 follows, how many ranks still train, and which of them has the buffers to go on with. The hosts wait for each other
-there, and for no device: Note [Words on the host]. One forward makes one iteration; a
-second one before its backward is refused, since shadows could not know of it. The ranks compare no fingerprints
-meanwhile, as they do different things by intention.
+there, but for no device: Note [Words on the host]. One forward makes one iteration; a second one before its backward is
+refused, since shadows could not know of it. The ranks compare no fingerprints meanwhile, as they do different things by
+intention.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class UnevenInputs:
 
     def _ranks_that_train(self, synchronizes: bool) -> list[int]:
         """Ranks in the group whose next backward is to be reduced, ascending."""
-        if self._message is None:  # on all ranks at once, as they come here together
+        if self._message is None:  # all ranks make it here together
             self._message = IterationMessage(self._process_group, self.device, is_needed=True)
         flags = bytearray(self._process_group.size())
         flags[self._process_group.rank()] = synchronizes

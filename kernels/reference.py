@@ -100,5 +100,5 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
 
 
 def _on(tensor: Tensor, number: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A number beside a tensor, filled in there: a copy from the host would make the host wait for the device."""
+    """A number as a tensor on the same device, filled in there: after a copy the host would wait for the device."""
     return torch.full((), number, dtype=dtype, device=tensor.device)

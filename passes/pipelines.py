@@ -44,7 +44,7 @@ _BESIDE_THE_PASSES = (
 
 @functools.cache
 def pipelines_version() -> str:
-    """Sixteen hex digits that are others as soon as any source changes that decides what is made of a graph.
+    """A digest of 16 hex digits that changes with any source that decides how a graph is compiled.
 
     Compiled code that lies in a cache from before such a change is not taken for that of today.
     """

@@ -63,7 +63,7 @@ class Bucket:
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
-        self._accumulated_on: set[streams.Stream] = set()  # of the AccumulateGrad nodes, each of which keeps its own
+        self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on the same one
 
     # The iteration.
 

@@ -56,7 +56,7 @@ class BucketIteration:
         #: This rank's gradients where ``.grad`` has them no longer and they may have to be sent once more.
         self.own: list[Tensor] | None = None
         #: Which gradients of this rank were infinite or NaN when they were flattened, in the bucket's order: bool, on
-        #: their device. None if that was not looked for, or all are known to be finite.
+        #: their device. None if they were not checked, or all are known to be finite.
         self.non_finite: Tensor | None = None
         self.is_claimed = False
         self.is_left_out = False  #: whether it is not sent, since no rank uses it
@@ -64,6 +64,6 @@ class BucketIteration:
         # What was flattened, until `.grad` is something else: a tensor that loses its Python object while torch holds
         # it gets it back, and both are slow to free.
         self.flattened: Sequence[Tensor] = ()
-        #: When that was done, of a bucket that could not be launched at once.
+        #: Recorded after the flatten, if the bucket could not be launched at once.
         self.flattened_at: Event | None = None
         self.copied_back: frozenset[int] = frozenset()  # positions whose ``.grad`` stays the tensor that it is

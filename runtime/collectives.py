@@ -98,7 +98,7 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
 def gather_texts(
     text: str, process_group: dist.ProcessGroup, device: torch.device, most_bytes: int = _MOST_BYTES_OF_A_LINE
 ) -> list[str]:
-    """What each rank has to say, by rank; cut off after so many bytes. Every rank calls it."""
+    """The texts of all ranks, by rank, each cut off after ``most_bytes``. Every rank calls it."""
     line = _shorten(text, most_bytes).encode().ljust(most_bytes, b"\0")
     return [theirs.rstrip(b"\0").decode() for theirs in _all_gather(line, process_group, device)]
 

@@ -124,11 +124,11 @@ class ComputedBucket:
         self._arrived.add(index)
 
     def compare(self) -> list[Tensor]:
-        """Find the parameters whose ``.grad`` is not, or not only, what was computed; before anybody asks for them.
+        """Find the parameters whose ``.grad`` is not, or not only, what was computed.
 
         Returns:
-            What has yet to be read for that, and given to `read`: bools of shape (), on the device of the gradients. A
-            device may have to compute for a while until they are there, so many of them are best read at once.
+            Bools of shape (), on the device of the gradients. Pass their values to `read`, which completes the search.
+            Reading makes the host wait for the device, so read those of many buckets at once.
         """
         if self.is_launched and not self._is_compared:
             pairs = zip(self._bucket.param_indices, self._bucket.gradients(), strict=True)
@@ -137,7 +137,7 @@ class ComputedBucket:
         return [are_equal for _, are_equal in self._comparisons]
 
     def read(self, are_equal: Iterable[bool]) -> None:
-        """Learn what `compare` returned."""
+        """Take the values of what `compare` returned."""
         for (position, _), is_equal in zip(self._comparisons, are_equal, strict=True):
             if not is_equal and self.is_launched:
                 self.late.add(self._bucket.param_indices[position])
@@ -165,10 +165,10 @@ class ComputedBucket:
                 increment_version(old)  # as if AccumulateGrad had added to it
 
     def _is_another(self, position: int, gradient: Tensor | None) -> bool:
-        """Whether what AccumulateGrad has stored is seen to be not, or not only, what was computed.
+        """Whether AccumulateGrad has stored another tensor than was computed, or has added to it.
 
-        A compiler may return another tensor object than it computes. Both are new then, and have the version 0. What
-        only values tell is left for `read`: the device may not have computed them yet, and nobody waits for it here.
+        A compiler may return another tensor object than it computes. Both are new then, and have the version 0. If only
+        the values can tell, `read` finds out, so that the host does not wait for the device here.
         """
         if (
             gradient is None
@@ -177,7 +177,7 @@ class ComputedBucket:
         ):
             return True
         if self._values is not None:
-            # Not a hash in the place of a copy: one that sees signs and permutations takes as much memory to compute.
+            # With a copy and not a hash: one that sees signs and permutations takes as much memory to compute.
             are_equal = gradient.isclose(self._values[position], rtol=0, atol=0, equal_nan=True).all()
             self._comparisons.append((position, are_equal))
         return False

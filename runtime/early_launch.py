@@ -34,7 +34,7 @@ Note [Hooks that nobody sees]
 Hooks on a parameter can be seen, those on its AccumulateGrad node cannot. A hook before the node may write through
 ``gradient.data``, so values are compared in iterations that teach, and in the first iteration after somebody has
 registered a hook, of whatever kind. What such a hook does later than that goes unnoticed. The device compares them as
-they arrive; the host hears of all of them at once, when the ranks tell each other.
+they arrive; the host reads all results at once, just before the ranks exchange theirs.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class EarlyLaunch(NoEarlyLaunch):
         return late + cannot + has_more
 
     def _compare(self) -> None:
-        """See what has become of the gradients that were computed; reads from each device once, if at all."""
+        """Compare all gradients with those that were computed; reads from each device at most once."""
         unread: dict[torch.device, list[tuple[ComputedBucket, list[Tensor]]]] = {}
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed

@@ -42,10 +42,10 @@ def reduction_failed(rank: int, what: str, error: RuntimeError) -> ReductionErro
 
 
 def nothing_to_wait_for(rank: int, name: str, bucket: str, returned: object) -> TypeError:
-    """``launch`` of somebody's own algorithm returned no `Pending`; the gradients would not be averaged."""
+    """``launch`` of a user's algorithm returned no `Pending`, so the gradients would not be averaged."""
     return TypeError(
-        f"rank {rank}: launch() of the {name} returned {returned!r} for {bucket}; return what has wait() and result(),"
-        " such as the work of a collective with async_op=True"
+        f"rank {rank}: launch() of the {name} returned {returned!r} for {bucket}; return an object that has wait() and"
+        " result(), such as the work of a collective with async_op=True"
     )
 
 
@@ -58,7 +58,7 @@ def exchange_failed(rank: int, name: str, error: Exception) -> ReductionError:
 
 
 def ranks_gone(rank: int, name: str, gone: Mapping[int, str]) -> ReductionError:
-    """Ranks train no more, and have not ended together with the others.
+    """Some ranks have stopped training before the others.
 
     Args:
         rank: This rank.
@@ -66,9 +66,9 @@ def ranks_gone(rank: int, name: str, gone: Mapping[int, str]) -> ReductionError:
         gone: What each of them has done, by its global rank.
     """
     return ReductionError(
-        f"rank {rank}: the {name} has ended, since {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
-        " without model.comm_algorithm.abort(). Look for its error; if it had none, call abort() on every rank, after"
-        " its last step"
+        f"rank {rank}: the {name} has ended, because {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
+        " without model.comm_algorithm.abort(). Look for that rank's error; if there is none, call abort() on every"
+        " rank after its last step"
     )
 
 
@@ -82,12 +82,12 @@ def parameters_written(rank: int, name: str) -> ReductionError:
 
 
 def late_step(rank: int, name: str) -> ReductionError:
-    """An optimizer steps, and what was sent to the others lacks the step."""
+    """An optimizer is about to step after the parameters for this step have been sent."""
     return ReductionError(
-        f"rank {rank}: an optimizer is about to step after the {name} has sent the parameters for this step, so ranks"
-        " would differ where they should be alike. A forward with gradients, or model.comm_algorithm.state_dict(), came"
-        " between the backward and the step, which looks as if the step were skipped. Put such a forward into"
-        " torch.no_grad() or model.no_sync(), or before the backward; take checkpoints after the step"
+        f"rank {rank}: an optimizer is about to step after the {name} has sent the parameters for this step, so the"
+        " ranks' parameters would differ. A forward with gradients, or model.comm_algorithm.state_dict(), came between"
+        " the backward and the step, so the step was taken to be skipped. Put such a forward into torch.no_grad() or"
+        " model.no_sync(), or before the backward; take checkpoints after the step"
     )
 
 
@@ -110,15 +110,15 @@ def algorithms_differ(rank: int, described: str) -> RanksDifferError:
 
 
 def models_differ(rank: int, described: str) -> RanksDifferError:
-    """Which ranks have come to the first backward of which model."""
+    """The ranks have come to the first backwards of different models."""
     return RanksDifferError(
-        f"rank {rank}: the first backwards of different models have met: that of {described}. Call the backwards of the"
-        " models in one order on every rank, or give each model a process group of its own"
+        f"rank {rank}: the ranks have come to the first backwards of different models: {described}. Call the backwards"
+        " of the models in one order on every rank, or give each model a process group of its own"
     )
 
 
 def another_models_plan(rank: int, model: str, theirs: str, ours: str) -> RanksDifferError:
-    """What rank 0 sent as the bucket plan does not hold this model's parameters."""
+    """The bucket plan that rank 0 sent has other parameters than this model."""
     return RanksDifferError(
         f"rank {rank}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model has"
         f" {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every rank,"
@@ -251,11 +251,11 @@ def contributor_after_launch(
 
 
 def not_finite(rank: int, said: Sequence[str]) -> NonFiniteGradientError:
-    """With ``check_finite_gradients``, some rank has an infinite gradient, or a NaN.
+    """With ``check_finite_gradients``, a gradient of some rank was infinite or NaN.
 
     Args:
         rank: This rank.
-        said: By rank, which gradients these are; empty if all are finite.
+        said: The gradients of each rank that were not finite, in words; empty if all were.
     """
     ranks_of = {text: [other for other, theirs in enumerate(said) if theirs == text] for text in said if text}
     found = "; ".join(
@@ -348,12 +348,11 @@ def manual_finalization_in_backward(rank: int, required: bool) -> RuntimeError:
 
 
 def captured(rank: int, what: str, device: torch.device) -> ReplicationError:
-    """Something of an iteration would be recorded once and replayed without what Python does in each iteration."""
+    """A part of an iteration would be captured once, and replayed without what Python does in each iteration."""
     return ReplicationError(
-        f"rank {rank}: {what} while work for {device} is being captured into a graph"
-        " (torch.cuda.graph). A replay repeats kernels and collectives, but not what the ranks tell each other in each"
-        " iteration, so nobody would notice ranks that part. Call it outside of the capture; mode='reduce-overhead'"
-        " records what lies between the collectives"
+        f"rank {rank}: {what} was called while work for {device} is being captured into a graph (torch.cuda.graph). A"
+        " replay repeats kernels and collectives, but not the messages by which the ranks notice that they are out of"
+        " step. Call it outside of the capture; mode='reduce-overhead' captures the work between the collectives"
     )
 
 

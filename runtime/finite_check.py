@@ -1,15 +1,16 @@
-"""Gradients that are infinite or NaN: found on the rank where they arose, and an error on every rank.
+"""Gradients that are infinite or NaN: found on the rank that computed them, and an error on every rank.
 
 Note [Gradients that are not finite]
-A reduction gives one rank's NaN to all ranks, and then nobody can tell whose it was. So with ``check_finite_gradients``
-each bucket is looked at when it has been flattened, before it is launched. On a CPU the kernel that flattens finds
-whether all values are finite, and each gradient is looked at only if they are not. On another device, where asking
-would let the host wait for each bucket, a flag for each gradient is computed and stays there.
+A reduction spreads one rank's NaN to all ranks, and then nobody can tell whose it was. So with
+``check_finite_gradients`` each bucket is checked after it has been flattened and before it is launched. On a CPU the
+kernel that flattens also finds whether all values are finite, and single gradients are checked only if some are not. On
+another device the host would have to wait for that answer, bucket by bucket. So a flag for each gradient is computed
+there, and stays there.
 
-When all buckets of the iteration have been waited for, the host reads the flags, once, and the ranks tell each other by
-one byte whether any has found something. They do not look at the reduced buckets instead: that would read all gradients
-a second time, and after a comm hook or a reduction to shards the ranks need not see the same. Only if a rank has found
-something, do all of them, who have heard so, exchange names.
+After all buckets of the iteration have been waited for, the host reads the flags once, and the ranks exchange one byte:
+whether any of them has found something. They do not check the reduced buckets instead: that would read all gradients a
+second time, and after a comm hook or a reduction to shards the ranks need not see the same values. Only if a rank has
+found something do all ranks exchange names.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ddp_compile.runtime.flat_buffer import non_finite_flags
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.local_tensors import local_tensors
 
-_NONE = torch.empty(0)  # a gradient that there is not
+_NONE = torch.empty(0)  # stands for a ``.grad`` that is None
 
 
 class FiniteCheck:
-    """What this rank has found in an iteration, and what all have; see Note [Gradients that are not finite].
+    """Finds this rank's gradients that are not finite, and those of all; see Note [Gradients that are not finite].
 
     Args:
-        bucket_set: The buckets, which note what they flatten.
+        bucket_set: The buckets, which check what they flatten.
         queue: Launches them.
         process_group: The ranks.
         device: Where the gradients are.
@@ -49,13 +50,13 @@ class FiniteCheck:
 
     @property
     def has_message(self) -> bool:
-        """Whether this iteration is checked: something has been reduced in it, or there is one rank alone."""
+        """Whether this iteration is checked: a bucket was launched in it, or there is only one rank."""
         return self._queue.has_launched or not self._queue.sends
 
     def found_here(self) -> str:
         """The buckets and gradients of this rank that were not finite, in words; empty if all were.
 
-        The buckets must have been waited for: then what a device has to say of them comes before what it is asked now.
+        The buckets must have been waited for: the current stream then comes after those that computed the flags.
         """
         if not self._queue.sends:  # nothing has been flattened, and ``.grad`` is still this rank's own
             for bucket in self._set.buckets:
@@ -72,7 +73,7 @@ class FiniteCheck:
         return ", ".join(found)
 
     def error(self, found: str) -> NonFiniteGradientError:
-        """What every rank raises when one has found something; called on every rank, which exchange names.
+        """The error that every rank raises if one has found something; all ranks call this, and exchange names.
 
         Args:
             found: What `found_here` returned.

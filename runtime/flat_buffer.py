@@ -93,7 +93,7 @@ class FlatBuffer:
             checks_finite: Whether to look for infinities and NaN. The host does not wait for a device.
 
         Returns:
-            What `non_finite_flags` says of the places; None if that was not asked for, or all are known to be finite.
+            `non_finite_flags` of the places; None if not ``checks_finite``, or if all are known to be finite.
 
         Raises:
             ParametersChangedError: The parameters have been converted.
@@ -102,8 +102,8 @@ class FlatBuffer:
         self.used_here()
         if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
             self._refuse_converted()
-        # Without streams the kernel has the answer at once, at no cost that could be measured. On a device it would
-        # have to be waited for, to learn whether to ask which gradients they are.
+        # Without streams the kernel returns the answer at once, at no measurable cost. With streams the host would have
+        # to wait for it.
         asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
         try:
             stats = plan.flatten(gradients, scale, with_stats=asks_kernel)

@@ -32,7 +32,7 @@ class IterationEnd:
         settings: Of the reducer.
         names: Fully qualified names of the parameters.
         rank: This rank, for messages.
-        finite_check: Looks at what this rank has sent, if that is wanted.
+        finite_check: Checks this rank's gradients; None without ``check_finite_gradients``.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class IterationEnd:
 
     @property
     def _early_has_message(self) -> bool:
-        """Whether the ranks have to hear which buckets were launched too early; of none they know no iteration."""
+        """Whether the ranks have to hear which buckets were launched too early; False if none was launched."""
         return self._early.has_message and self._queue.has_launched
 
     def _used_here(self) -> bytearray:
         return self._policy.message_of_shadow() if self._queue.is_shadow else self._policy.message()
 
     def all_are_launched(self) -> None:
-        """Behind the last bucket: tell the other ranks what was used here, if there will be no more to say.
+        """After the last bucket: tell the other ranks what was used here, if there will be no more to say.
 
         Not at the end of the backward, which several modules may reach in another order on each rank.
         """
@@ -88,8 +88,8 @@ class IterationEnd:
             GradientArrivalError: A bucket was launched too early and cannot be launched again, or was left out and has
                 been used.
             RanksDifferError: The ranks have found that they are out of step.
-            NonFiniteGradientError: Some rank has sent an infinity or a NaN, and `FiniteCheck` looks for these; all else
-                is done but what `ReducerSettings.on_reduced` does.
+            NonFiniteGradientError: With ``check_finite_gradients``, a gradient of some rank was infinite or NaN. All
+                else is done, except for `ReducerSettings.on_reduced`.
         """
         self._hear_the_others()
         if self._queue.is_shadow:
@@ -99,13 +99,13 @@ class IterationEnd:
         futures, self._futures = self._futures, []
         torch.futures.wait_all(futures)
         if self._queue.is_whole:
-            self._parameters_are_exchanged()
+            self._exchange_parameters()
         self._refuse_non_finite()
         if not self._queue.is_shadow:
             with self._queue.algorithm.evaluation():
                 self._on_reduced()
 
-    def _parameters_are_exchanged(self) -> None:
+    def _exchange_parameters(self) -> None:
         try:
             self._queue.algorithm.after_backward()
         except ReductionError as error:
@@ -140,7 +140,7 @@ class IterationEnd:
             self._launch_again(self._early.verdict(heard[-1]))
 
     def _refuse_non_finite(self) -> None:
-        """Raise on every rank if one has sent an infinity or a NaN, and that is looked for."""
+        """With ``check_finite_gradients``, raise on every rank if a gradient of any was infinite or NaN."""
         if self._finite_check is None or not self._finite_check.has_message:
             return
         found = self._finite_check.found_here()
@@ -151,7 +151,7 @@ class IterationEnd:
                 raise self._finite_check.error(found)
 
     def _heard(self) -> list[bytes]:
-        """What all ranks have said in the message that is under way."""
+        """Wait for the message that is under way; returns what all ranks have said in it."""
         with self._told_if_it_fails():
             heard = self._message.wait()
         if self._message.has_met_another:
@@ -161,13 +161,13 @@ class IterationEnd:
 
     @contextmanager
     def _told_if_it_fails(self) -> Iterator[None]:
-        """Around what the ranks tell each other: a failure of it becomes a ReductionError."""
+        """Around messages between the ranks: report a failure, and raise it as a ReductionError."""
         try:
             yield
         except DDPCompileError:
             raise
         except RuntimeError as error:
-            what = "what the ranks tell each other after the buckets"
+            what = "the message after the buckets"
             failure = error_messages.reduction_failed(self._rank, what, error)
             raise self._monitor.report_failure(failure) from error
 

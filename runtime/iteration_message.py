@@ -36,7 +36,7 @@ class IterationMessage:
         self, process_group: dist.ProcessGroup, device: torch.device, is_needed: bool, sender: int = 1
     ) -> None:
         self._is_alone = process_group.size() == 1
-        # The largest of each comes back: both are what was sent only if all ranks sent the same.
+        # The reduction returns the maximum of each byte: both come back as they were only if all ranks sent the same.
         self._sender = bytes([sender % 256, 255 - sender % 256])
         self.has_met_another = False  #: whether another rank sent another model's message
         self._group: Any = process_group

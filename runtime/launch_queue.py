@@ -59,7 +59,7 @@ class LaunchQueue:
         self.has_launched = False  #: whether a bucket has been launched in this iteration
         self.is_exchange = False  #: whether the ranks come together in it although no bucket is launched
         self.is_whole = True  #: whether no bucket has been passed over in it, for the next iteration
-        self.is_shadow = False  #: whether that is zeros, on a rank that has no input left
+        self.is_shadow = False  #: whether this rank has no input left, and contributes zeros (``Join``)
 
     @property
     def sends(self) -> bool:
@@ -187,7 +187,7 @@ class LaunchQueue:
         bucket.iteration.state = BucketState.READY
         self._launch_ready()
         if self.sends and bucket.state is BucketState.READY:
-            # An earlier bucket is missing. The one that completes it launches this one too, maybe on another stream.
+            # An earlier bucket is not ready yet. When it is, this one is launched as well, maybe on another stream.
             bucket.iteration.flattened_at = streams.record(bucket.flat.device)
 
     # It is launched, when it is its turn.
@@ -229,7 +229,7 @@ class LaunchQueue:
             self._begin_reduction(bucket, is_last)
 
     def _begin_reduction(self, bucket: Bucket, is_last: bool) -> None:
-        work: Any = self.algorithm.launch(bucket, is_last)  # maybe a user's, which may return anything
+        work: Any = self.algorithm.launch(bucket, is_last)  # a user's algorithm may return anything
         if not callable(getattr(work, "wait", None)):
             raise error_messages.nothing_to_wait_for(self._rank, self.algorithm.name, bucket.describe(), work)
         bucket.reduction_begins(work)

@@ -138,10 +138,10 @@ class Reducer:
     # A forward.
 
     def refuse_capture(self, what: str) -> None:
-        """Raise a ReplicationError if a graph is being captured, whose replays would pass the reducer by.
+        """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer.
 
         Args:
-            what: What comes, before anything of it has been sent.
+            what: What was called; nothing of it has been sent yet.
         """
         device = self.parameters[0].device
         if streams.is_capturing(device):
@@ -295,7 +295,7 @@ class Reducer:
         Raises:
             ReductionError: A reduction failed or timed out.
             GradientArrivalError: A bucket was launched too early and cannot be launched again.
-            NonFiniteGradientError: Some rank has sent an infinity or a NaN, and that is checked.
+            NonFiniteGradientError: With ``check_finite_gradients``, a gradient of some rank was infinite or NaN.
         """
         if self._lifecycle.phase.state is not State.REDUCING:
             return  # a pass inside this one has seen the last gradient

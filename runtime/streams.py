@@ -16,7 +16,7 @@ its ``Work.wait()`` holds up the stream that is current then, see `work_blocks_h
 
 On a device without streams, the CPU for one, all of this does nothing, so callers need no branches.
 
-Everything goes through `backend`. A test puts a simulated one in its place, which finds what nobody waits for.
+Everything goes through `backend`. Tests put a simulated one in its place, which finds accesses that no wait orders.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Stream = Any
 
 
 class Backend(Protocol):
-    """What is asked of a device's module; devices are those of tensors."""
+    """The calls to a device's module; devices are those of tensors."""
 
     def has_streams(self, device: torch.device) -> bool: ...
 
@@ -116,12 +116,12 @@ class _DeviceModules:
         """Kernels order themselves on their streams."""
 
 
-#: What everything here is asked of; to be replaced by tests alone.
+#: Everything here calls it; only tests replace it.
 backend: Backend = _DeviceModules()
 
 
 class Event:
-    """What the stream of a device had been given to do when the event was recorded; see `record`.
+    """A point on the stream of a device: all work that the stream had been given when it was recorded; see `record`.
 
     Args:
         device: Of the stream.
@@ -142,7 +142,7 @@ class Event:
             backend.wait(self._device, self._recorded)
 
     def reads_racing(self) -> AbstractContextManager[Any]:
-        """Inside, operators may read what is being written, if only by what comes after this event."""
+        """Inside, operators may race with writes that come after this event, and with no others."""
         return nullcontext() if self.stream is None else backend.reads_racing(self._device, self._recorded)
 
 
@@ -162,14 +162,14 @@ def current(device: torch.device) -> Stream | None:
 
 
 def record(device: torch.device) -> Event:
-    """An event behind everything that the current stream of a device has been given so far."""
+    """An event after everything that the current stream of a device has been given so far."""
     if not backend.has_streams(device):
         return Event(device, None, None)
     return Event(device, backend.current(device), backend.record(device))
 
 
 def record_on(stream: Stream, device: torch.device) -> Event:
-    """The same of another stream than the current one."""
+    """As `record`, on another stream than the current one."""
     with backend.on(stream):
         return record(device)
 
@@ -193,10 +193,10 @@ def used_here(tensors: Sequence[Tensor]) -> None:
 
 
 class SideStream:
-    """A stream of our own beside that of whoever calls; made when it is first used.
+    """A stream beside the caller's, made when it is first used.
 
     Args:
-        device: On one without streams everything runs where it is called.
+        device: If it has no streams, everything runs on the caller's thread as usual.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -227,7 +227,7 @@ def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> Non
 
 
 def launched(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-    """Say what a kernel reads and writes that was started on the current stream without torch's dispatcher.
+    """Report a kernel that was started on the current stream without torch's dispatcher.
 
     Args:
         name: For reports.
@@ -238,10 +238,10 @@ def launched(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> No
 
 
 def work_blocks_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``Work.wait()`` returns when the transfer is over, rather than hold up the current stream.
+    """Whether ``Work.wait()`` blocks the host until the transfer is over, and does not hold up the current stream.
 
     Args:
-        process_group: Whose collectives are meant.
+        process_group: The process group of the collectives.
         device: Of the tensors.
     """
     if not backend.has_streams(device):

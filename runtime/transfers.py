@@ -1,11 +1,11 @@
 """Messages under way between ranks, and what becomes of them when whoever sent them is gone.
 
 Note [Messages outlive their owners]
-What a rank has sent lies with it until the other one comes for it. A rank that is done, lets its model go and destroys
+Messages that were not received yet must outlive their sender. A rank that is done, lets its model go and destroys
 its process groups, or ends, must not take that with it. The garbage collector may run on any thread, in the middle of
 anything, of a collective that only this thread can complete even; so nobody waits there. A thread of our own waits, and
 keeps messages, and by them their connections, for as long as the process group's timeout allows. Only the end of the
-process waits for that thread. Where a wait holds up a stream and not the host, as with NCCL, none of this is done.
+process waits for that thread. None of this is done if a wait holds up a stream and not the host, as with NCCL.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ddp_compile.config import refuse_unknown_arguments
 from ddp_compile.errors import ReplicationError
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module import state_of
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.plan.spec import shorten_names, with_article
 from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
 
 #: The oldest Lightning that this has been run with.
@@ -97,7 +97,7 @@ class DDPCompileStrategy(DDPStrategy):
         module = self.model
         if not isinstance(module, LightningModule):
             raise ReplicationError(
-                f"rank {self.global_rank}: the strategy was given a {type(module).__name__} in place of the"
+                f"rank {self.global_rank}: the strategy was given {with_article(type(module).__name__)} in place of the"
                 " LightningModule, perhaps by a precision plugin that converts modules; leave that plugin out, or use"
                 ' strategy="ddp"'
             )

@@ -95,8 +95,8 @@ class PlanBuilder:
         """The plan as this rank sees it.
 
         The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
-        What no frame showed is the eager tail: reverse registration order, after all frames. If regions are in it,
-        they ran between the frames, and everything stands in reverse registration order.
+        What no frame showed is the eager tail: reverse registration order, after all frames. If it contains regions,
+        which run between the frames, all buckets are in reverse registration order.
         """
         tail = [gradient.index for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
         parts = [*reversed(self._frames), *([bucket] for bucket in self._pack_tail(tail))]

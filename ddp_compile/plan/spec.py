@@ -34,7 +34,7 @@ class GradientSpec:
         fqn: Fully qualified name of the parameter.
         numel: Number of elements.
         dtype: Name of the dtype, for example ``"float32"``.
-        device: Label of the device that is the same on every rank, for example ``"cuda"`` (see `device_labels`).
+        device: Type of the device, for example ``"cuda"``, which is the same on every rank.
         is_sparse: The gradient is a sparse tensor, which cannot share a flat buffer.
     """
 
@@ -316,21 +316,3 @@ def with_article(name: str) -> str:
     """A name for a message, as it is spoken: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
     vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
     return f"{'an' if name[0] in vowels else 'a'} {name}"
-
-
-def device_labels(devices: Iterable[torch.device]) -> dict[torch.device, str]:
-    """A label for each device that is the same on every rank.
-
-    Ranks hold their replica on ``cuda:0``, ``cuda:1`` and so on, but must agree on one plan. The label is the device's
-    type, numbered by first appearance where one replica spans several devices of a type: ``"cuda#0"``, ``"cuda#1"``.
-    """
-    by_type: dict[str, list[torch.device]] = {}
-    for device in devices:
-        known = by_type.setdefault(device.type, [])
-        if device not in known:
-            known.append(device)
-    return {
-        device: kind if len(known) == 1 else f"{kind}#{i}"
-        for kind, known in by_type.items()
-        for i, device in enumerate(known)
-    }

@@ -65,15 +65,15 @@ def inner_backend(
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
-#: Of inductor, by name. Its pass "simple_overlap" moves collectives to earlier places. It keeps the order of those that
-#: it knows, and operators that launch buckets are none of them (on by default in nightlies of torch 2.14).
+#: Settings of inductor. Its pass "simple_overlap", on by default in nightlies of torch 2.14, moves collectives ahead.
+#: It keeps the order of the collectives that it knows. It does not know the operators that launch buckets.
 _KEEP_ORDER = {"aten_distributed_optimizations.enable_simple_overlap": False}
 
 
 def order_keeping_settings() -> dict[str, Any]:
-    """Settings with which inductor keeps the order of what communicates, but for those that do not have their default.
+    """Settings with which inductor keeps the order of collectives, except those that the user has changed.
 
-    Options of ``torch.compile`` for that are the caller's to respect.
+    The caller has to let ``options=`` of ``torch.compile`` override them.
     """
     from torch._inductor import config
 

@@ -3,10 +3,10 @@
 Note [Calls that Dynamo leaves to Python]
 Dynamo inlines a module's call into the frame that it traces. If it cannot, because of a graph break in the module's own
 code, Python makes the call, and Dynamo begins anew with the frames inside. It leaves a frame to Python for good if the
-break is in a loop, or where it cannot resume for another reason.
+break is in a loop, or if it cannot resume for another reason.
 
-The functions here tell one from the other: traced, they are what they stand for; called by Python, they do something
-else. Dynamo itself never begins with the frame of such a function, because its code is marked as skipped.
+The functions here tell the two apart: if Dynamo traces one, it does what it stands for; if Python calls it, it does
+something else. Dynamo itself never starts at the frame of such a function, because its code is marked as skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GraphBreak(NamedTuple):
 
 
 class GraphBreaks:
-    """The graph breaks for which Dynamo has left parts of one module to Python."""
+    """The graph breaks because of which Dynamo has left parts of one module to Python."""
 
     def __init__(self) -> None:
         self._is_noted = False
@@ -59,7 +59,7 @@ class GraphBreaks:
         """Python is about to run the module's own code, as a graph break keeps it out of the frame around.
 
         Returns:
-            Whether that is new.
+            Whether this is the first time.
         """
         is_new, self._is_noted = not self._is_noted, True
         if is_new:
@@ -78,7 +78,7 @@ class GraphBreaks:
         """Lines for ``model.explain()``."""
         lines = [] if self._first is None else [f"the first graph break: {self._first}"]
         if self._around_blocks not in (None, self._first):
-            lines.append(f"the one for which Dynamo leaves the calls of blocks to Python: {self._around_blocks}")
+            lines.append(f"the graph break because of which Python calls the blocks: {self._around_blocks}")
         return lines
 
 
@@ -95,7 +95,7 @@ def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Mod
 
 
 def in_python(traced: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is ``traced`` where Dynamo traces it, and ``called`` if Python calls it."""
+    """A function that does ``traced`` if Dynamo traces it, and ``called`` if Python calls it."""
     never_compile(called)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def leave_call_to_python(cls: type[torch.nn.Module]) -> None:
 
 
 def _never_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from beginning with a function's frame; those of what it calls are as before."""
+    """Keep Dynamo from starting at a function's frame; it may still start at the functions that it calls."""
     import torch._dynamo
 
     torch._dynamo.eval_frame.skip_code(function.__code__)

@@ -8,15 +8,14 @@ from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.plan.spec import GradientSpec, device_labels
+from ddp_compile.plan.spec import GradientSpec
 
 
 def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
     """What the plan needs to know of each parameter, in registration order."""
-    labels = device_labels(parameter.device for parameter in named.values())
     sparse = with_sparse_gradients(module)
     return [
-        GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), labels[p.device], id(p) in sparse)
+        GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), p.device.type, id(p) in sparse)
         for i, (fqn, p) in enumerate(named.items())
     ]
 

@@ -48,7 +48,7 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
     """Refuse tensors that the process group cannot send, and devices for which the reducer was not written.
 
     Autograd has a thread for each accelerator, and another one for the CPU. The reducer counts gradients without a
-    lock, so those that it reduces have to come on one thread: lie on one device.
+    lock, so all of them have to come on one thread, which means from one device.
 
     Raises:
         ReplicationError: Names the device, and the first tensor on it that would be sent.
@@ -59,8 +59,8 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
     if len(reduced) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in reduced.items())
         raise ReplicationError(
-            f"rank {process_group.rank()}: {places}; a module is reduced from one device. Move all of it there, start a"
-            " rank for each device, or call ddp_compile on each part that lies on one device"
+            f"rank {process_group.rank()}: {places}; all reduced parameters have to be on one device. Move them to one,"
+            " start a rank for each device, or call ddp_compile on each part that lies on one device"
         )
     types = torch_internals.device_types(process_group)
     first_on: dict[torch.device, str] = {}
@@ -70,8 +70,8 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
         where = f"rank {process_group.rank()}: {name} is on {device}"
         if device.type != "cpu" and not streams.has_streams(device):
             raise ReplicationError(
-                f"{where}, and torch.{device.type} has no streams, by which gradients that are still being computed"
-                " are sent in the right order; move the module to the CPU, or to an accelerator with streams"
+                f"{where}, and torch.{device.type} has no streams, which keep collectives after the kernels that"
+                " compute their gradients; move the module to the CPU, or to an accelerator with streams"
             )
         if types and device.type not in types:
             raise ReplicationError(
@@ -82,7 +82,7 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
 
 
 def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Tensor]]:
-    """What goes from rank to rank, by name, but for what FSDP2 sends itself."""
+    """The tensors that are sent between ranks, by name, except those that FSDP2 sends itself."""
     not_sent = config.parameters_to_ignore | names_sharded(module)
     yield from reduced_parameters(module, not_sent).items()
     if config.init_sync:

@@ -146,7 +146,7 @@ def _open_or_reason(ordinal: int) -> KernelDevice | str:
             properties.multi_processor_count,
             properties.name,
         )
-        # Shows whether compiling, loading and the cache work, with the largest arguments that a kernel takes.
+        # To find out whether compiling, loading and the cache work, also with the largest arguments of a kernel.
         device.prepare(LARGEST_KERNEL)
     except KernelUnavailableError as error:
         return str(error)  # executors.py warns of it

@@ -106,7 +106,7 @@ def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) 
 
 
 def _computation_of(node: fx.Node) -> fx.Node:
-    """The node that computes a value: of a view its base, of one of several results what computes all of them."""
+    """The node that computes a value: resolves views to their bases, and getitem to the node with several results."""
     base = base_of(node)
     return base.all_input_nodes[0] if base.target is operator.getitem else base
 

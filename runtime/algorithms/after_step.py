@@ -15,12 +15,12 @@ from ddp_compile.runtime.optimizer_steps import OptimizerSteps
 
 
 class AfterStep(CommAlgorithm):
-    """Communicates after an iteration that meets the others, once all parameters that have a gradient were stepped.
+    """Communicates once for each iteration that `meets_others`, after all parameters with a gradient were stepped.
 
     If no optimizer steps, as when a GradScaler skips a step, it communicates when the next forward begins or a
     checkpoint is taken. Ranks need not agree on whether a step follows: each of them communicates once. So if a rank
-    may skip a step by itself, nothing else may be sent between the ranks until then. If a step follows after all, what
-    was sent lacks it, which is an error.
+    may skip a step by itself, nothing else may be sent between the ranks until then. A step that follows after all is
+    an error, since the parameters were sent without it.
 
     Args:
         process_group: All ranks.
@@ -28,13 +28,13 @@ class AfterStep(CommAlgorithm):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
-        self._owes = False  # for the iteration that has ended
-        self._paid_without_step = False  # for it, since there was none until then
+        self._owes = False  # whether the last iteration has yet to be communicated
+        self._paid_without_step = False  # whether it was communicated before any step
         self._steps: OptimizerSteps | None = None
 
     @abstractmethod
     def communicate(self) -> None:
-        """An iteration that meets the others is over, and its step done."""
+        """Exchange with the other ranks: an iteration has ended, and its step is done or was skipped."""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Hear of optimizers from now on."""
@@ -53,7 +53,7 @@ class AfterStep(CommAlgorithm):
             self.pay()
 
     def after_backward(self) -> None:
-        """An iteration has ended, whose step follows; of the one before nothing is owed any more."""
+        """An iteration has ended, and its step follows; communicate for the one before if that is still owed."""
         self.pay()  # a backward without a forward before it, in which nothing has stepped since
         self._owes = self.meets_others
         self._paid_without_step = False
@@ -61,7 +61,7 @@ class AfterStep(CommAlgorithm):
             self._steps.iteration_ends()
 
     def pay(self) -> None:
-        """Communicate now, if there is an iteration for which that has not been done; on every rank."""
+        """Communicate now if the last iteration has yet to be communicated; on every rank."""
         if self._owes:
             self.owe_nothing()
             self.communicate()

@@ -76,7 +76,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         ranks = dist.get_process_group_ranks(self._process_group)
         self._group = group_of(ranks, self._process_group, self._device)
         self._hosts = self._group
-        if has_streams(self._device):  # what the ranks tell each other waits for no device, and a killed one is noticed
+        if has_streams(self._device):  # messages then wait for no device, and a killed rank is noticed by gloo
             self._hosts = group_of(ranks, self._process_group, self._device, backend="gloo")
         self._parameters = FlatParameters(parameters)
         self._gate = ParameterGate(self._device, self._parameters.versions, self._written_outside)
@@ -232,8 +232,8 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         """Add up the ranks' copies.
 
         Args:
-            since: Copies may be older than what was written after this event, and be half of one step and half of the
-                next; what matters is that the sum is of the same copy.
+            since: Writes after this event may be missing from a copy, or only partly in it. That does no harm, because
+                the same copy is added up and subtracted.
         """
         copies, totals = self._parameters.new(), self._parameters.new()
         with since.reads_racing():

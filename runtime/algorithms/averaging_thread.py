@@ -1,12 +1,12 @@
 """The thread that averages parameters while another one trains them.
 
 Note [Ranks that end]
-No rank waits for another, so a rank that is gone is missed by nobody. The threads would go on answering for it, and the
-others would average with parameters that nobody trains any more. So the threads tell each other how each rank stands,
-at least once in `_LONGEST_SILENCE_S`, each to each: a killed process closes its connections, which every other rank
-sees at once. A rank whose process still lives says itself that it has ended, as soon as its main thread has. How that
-ended makes no difference: Python tells nobody, and a script that is over without ``abort()`` has left ranks whose
-parameters differ, which is an error too.
+No rank waits for another, so nobody misses a rank whose main thread has ended. Its averaging thread would go on, and
+the others would average with parameters that nobody trains any more. So the threads exchange the ranks' standings, all
+to all, at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank
+sees at once. In a process that still runs, the averaging thread reports the end as soon as the main thread has ended.
+It does not matter how: Python does not say, and a script that ends without ``abort()`` leaves ranks with different
+parameters, which is an error too.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 #: How long the thread waits for the trainer to let the parameters be, before it tells the others that it waits.
 _PATIENCE_S = 0.2
-#: How long the ranks say nothing to each other, however long the interval is.
+#: The longest time between two messages, however long the interval is.
 _LONGEST_SILENCE_S = 1.0
 #: How long the end of a process waits for its thread, which may not be in the middle of torch then.
 _LAST_WAIT_S = 5.0
 
 
 class Standing(IntEnum):
-    """What a rank tells the others of itself."""
+    """What a rank tells the others about itself."""
 
     TRAINS = auto()
     STOPS = auto()  #: it has asked for the end
-    HAS_ENDED = auto()  #: its process ends, in whatever way, and it has not asked for the end before
-    HAS_LEFT = auto()  #: it takes part no more, and its process goes on
-    HAS_NO_MODEL = auto()  #: the model was collected
+    HAS_ENDED = auto()  #: its process is ending, for whatever reason, and it has not asked for the end before
+    HAS_LEFT = auto()  #: it no longer takes part, but its process goes on
+    HAS_NO_MODEL = auto()  #: its model was garbage-collected
 
 
-#: What a rank has done that takes no part in another round.
+#: What errors say of a rank that takes no part in another round.
 HOW_GONE = {
     Standing.HAS_ENDED: "has come to the end of its process",
     Standing.HAS_LEFT: "has left the averaging after an error",
@@ -60,7 +60,7 @@ class Rounds(Protocol):
         """Whether a round waits for the trainer to leave the parameters."""
 
     def round(self, since: streams.Event) -> None:
-        """Add up the ranks' copies of what the parameters were then, or have become."""
+        """Add up the ranks' copies of the parameters, as they were at that event or later."""
 
     def apply_within(self, limit_s: float) -> None:
         """Take the average as soon as the trainer lets the parameters be, or not yet."""
@@ -71,14 +71,14 @@ class AveragingThread:
 
     It does not keep the algorithm alive while it waits or sleeps.
 
-    Before each round the ranks tell each other how they stand, and whether one still has to take the average before, or
-    its interval is not over; then there is no round, so that a rank that computes for long holds up the averages but
-    fails no collective.
+    Before each round the ranks exchange their standings, and whether they hold the round up: a rank does while it has
+    yet to apply the last average, or its interval is not over. Then there is no round. So a rank that computes for long
+    delays the averages, but no collective times out.
 
     Args:
         algorithm: Has what a round is.
-        hosts: A group for tensors of the CPU, by which the ranks tell each other how they stand. While they do, nothing
-            else is sent over it but what a round sends.
+        hosts: A process group for CPU tensors, over which the ranks exchange their standings. Only this thread sends
+            over it while it runs.
         device: Of the parameters.
         interval_s: How long it sleeps between two rounds.
         limit_s: How long `stop` waits for the other ranks.
@@ -93,7 +93,7 @@ class AveragingThread:
         limit_s: float,
     ) -> None:
         self.failure: Exception | None = None  #: what a collective raised
-        self.gone: dict[int, str] = {}  #: how, by the global rank; without them there are no more rounds
+        self.gone: dict[int, str] = {}  #: why ranks take no further part, by global rank; one ends the rounds
         self._algorithm = weakref.ref(algorithm)
         self._hosts = hosts
         self._rank = dist.get_rank()
@@ -101,15 +101,15 @@ class AveragingThread:
         self._device = device
         self._interval_s = interval_s
         self._limit_s = limit_s
-        self._begins = streams.record(device)  # what the thread has to find done
-        self._ended: streams.Event | None = None  # what it has done
+        self._begins = streams.record(device)  # the thread's stream waits for it first
+        self._ended: streams.Event | None = None  # recorded when the thread has ended
         self._stops = threading.Event()
         self._has_ended: Standing | None = None  # this rank, by an error
         self._not_stopping = self._ranks
         self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
         self._thread.start()
-        # A thread that is still in torch when the interpreter goes ends the process by SIGABRT. Not atexit, which
-        # children of multiprocessing pass over. It comes after the monitor has posted the error that ends the process.
+        # A thread that is still in torch when the interpreter exits ends the process by SIGABRT. Not atexit, which
+        # children of multiprocessing skip. Runs after the monitor has posted the error that ends the process.
         self._at_exit = Finalize(None, self._process_ends, exitpriority=0)
 
     def stop(self) -> list[int]:
@@ -189,14 +189,14 @@ class AveragingThread:
     def _standing(self, algorithm: Rounds | None) -> Standing:
         if self._has_ended is not None:
             return self._has_ended
-        if not threading.main_thread().is_alive():  # exit functions may take long before it is the turn of ours
+        if not threading.main_thread().is_alive():  # other exit functions may run for long before ours
             return Standing.HAS_ENDED
         if algorithm is None:
             return Standing.HAS_NO_MODEL
         return Standing.STOPS if self._stops.is_set() else Standing.TRAINS
 
     def _tell(self, standing: Standing, holds_up: bool) -> tuple[dict[int, Standing], bool]:
-        """Tell every other rank, and hear of each by its global rank, and whether any holds the next round up."""
+        """Exchange standings: returns those of all ranks, by global rank, and whether any holds the next round up."""
         said = bytearray([standing, holds_up] * len(self._ranks))
         heard = bytearray(len(said))
         into, of = (torch.frombuffer(each, dtype=torch.uint8) for each in (heard, said))

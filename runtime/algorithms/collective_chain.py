@@ -22,10 +22,10 @@ class CollectiveChain(CommAlgorithm):
 
     If a collective's ``wait()`` blocks the host, as gloo's does, the next collective of a bucket starts when the next
     bucket is launched, or before the reducer waits; those of the last bucket start at once. So the backward goes on
-    during a transfer. Each rank starts them in the same order for one module, but at no certain place among what else
-    it sends in its backward: collectives of another module, or of the user. So a chain of several has a process group
-    of its own. If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the
-    algorithm's own.
+    during a transfer. For one module, every rank starts them in the same order. Where they start among the other
+    collectives of a backward, another module's or the user's, differs from rank to rank. So a chain of several has a
+    process group of its own. If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a
+    stream of the algorithm's own.
 
     Args:
         process_group: The ranks to reduce over.
@@ -94,12 +94,12 @@ class CollectiveChain(CommAlgorithm):
 
 
 class _Chain:
-    """What is under way for one bucket.
+    """The collectives of one bucket.
 
     Args:
-        algorithm: Says what is done.
+        algorithm: Its ``reduce`` gives the collectives.
         bucket: The bucket.
-        side_stream: Where it is done.
+        side_stream: They are started on this stream.
     """
 
     def __init__(self, algorithm: CollectiveChain, bucket: Bucket, side_stream: SideStream) -> None:

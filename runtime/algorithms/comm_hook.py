@@ -8,7 +8,7 @@ their results would not be DistributedDataParallel's. Zeroing the padding before
 with that. A plan becomes gapless when the hook is registered, so even a sealed one can still be changed between steps.
 
 Note [One hook at a time on the CPU]
-Futures of gloo run their callbacks on the threads of the process group, two of them, whenever a collective ends.
+gloo's futures run their callbacks on the process group's two threads, whenever a collective ends.
 A hook whose callbacks start further collectives (PowerSGD: three rounds, each waiting for the next) then blocks both
 threads as soon as two buckets are under way, and ranks start these collectives in different orders. Eager
 DistributedDataParallel hangs there. So with such a group no other collective starts before a hook is done, unless it is

@@ -60,10 +60,10 @@ class DecentralizedAlgorithm(CommAlgorithm):
         self._versions: list[int] = []  # of the parameters that are under way
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """Messages go from rank to rank, which not every process group can do on every device."""
+        """With "shift_one", the process group has to send point-to-point messages from the parameters' device."""
         if self._peer_selection == "all":
             return ""
-        return objection_to_messages(self._process_group, next(iter(parameters.values())).device)
+        return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, and memory for what is sent and received.

@@ -69,8 +69,8 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._begins_anew = False  # parameters were loaded, and W, L and R were not
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """Messages go from rank to rank, which not every process group can do on every device."""
-        return objection_to_messages(self._process_group, next(iter(parameters.values())).device)
+        """The process group has to send point-to-point messages from the parameters' device."""
+        return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Take process groups of its own, and copies of the parameters.
@@ -242,7 +242,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             messages.transfer.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        # A step may run on another stream than the one before, which has allocated them.
+        # This step may run on another stream than the step before, which has allocated them.
         used_here([messages.sent, *(message for _, message in messages.received)])
 
 

@@ -75,7 +75,7 @@ class ParameterGate:
             self._changed.notify_all()
 
     def writer_ends(self) -> None:
-        """Nothing is computed any more: let the writer in at once, for the last time, and whoever writes outside."""
+        """No step is under way any more: let the writer in at once, for the last time, and allow writes outside."""
         with self._changed:
             self._has_writer, self._versions_left = False, None
             self._inside.clear()

@@ -31,17 +31,18 @@ def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
     return (place - half - num_exchanges) % half
 
 
-def objection_to_messages(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why messages cannot go from rank to rank, and the way out; empty if they can.
+def objection_to_messages(name: str, process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why the ranks cannot send each other point-to-point messages, and the way out; empty if they can.
 
     Args:
+        name: Of the algorithm.
         process_group: The ranks.
-        device: Of what they send.
+        device: Of the tensors that they send.
     """
     backend = torch_internals.backend_name(process_group, device)
     if backend == "gloo" and streams.has_streams(device):
         return (
-            "it sends messages from rank to rank, for which gloo takes tensors of the CPU only, and the parameters are"
+            f"the {name} sends point-to-point messages, for which gloo takes CPU tensors only, and the parameters are"
             f" on {device}; use a process group of the device's own backend, or GradientAllReduce()"
         )
     return ""

@@ -73,7 +73,7 @@ class MomentumExchange(CollectiveChain):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """With what the next iteration sends, so that ranks find out if one of them has loaded another step."""
+        """Includes what the next iteration sends, so that ranks notice if one of them has loaded another step."""
         what = "gradients, in warm-up" if self._optimizer.in_warmup else "momenta"
         return f"QAdam exchange of {what} (warmup_steps={self._optimizer.warmup_steps})"
 

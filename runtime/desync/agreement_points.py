@@ -97,7 +97,7 @@ class AgreementPoints:
         added, self._added = self._added, None
         order = added.order
         try:
-            # Whoever has added to this counter has read this model's one before, which rank 0 deletes.
+            # A rank that has added to this counter has read this model's previous one, which rank 0 deletes.
             old_counter, self._old_counter = self._old_counter, added.counter
             forget = old_counter if self._rank == 0 else None
             if not order.store.has_come_to(added.counter, self._world_size, forget):
@@ -128,7 +128,7 @@ class AgreementPoints:
         return self._shared.number_of(self.model)
 
     def refuse_other_model(self) -> NoReturn:
-        """Something of this iteration has met another model's on another rank; every rank has found that out.
+        """This iteration's message was paired with another model's, and every rank has found that out.
 
         Raises:
             RanksDifferError: Always.
@@ -137,8 +137,8 @@ class AgreementPoints:
         try:
             self._compare_fingerprints(_Added.of(self._shared, fingerprint))
         except StoreLostError as error:
-            log.warning("rank %d: which rank sent what is not known: the store is gone (%s)", self._rank, error)
-        what = f"gradients of different models have met. {ORDER_WAY_OUT}"
+            log.warning("rank %d: the store is gone (%s), so it cannot say which rank sent what", self._rank, error)
+        what = f"gradients of different models were averaged with each other. {ORDER_WAY_OUT}"
         raise error_messages.ranks_out_of_step(self._rank, self.iteration_number, what)
 
     def _add(self, order: ModelOrder, fingerprint: Fingerprint) -> None:

@@ -98,7 +98,7 @@ def describe_differences(fingerprints: Sequence[Fingerprint]) -> str | None:
     for model in fingerprints[0].models:
         done = [theirs.models[model] for theirs in fingerprints if model in theirs.models]
         if len(done) < len(fingerprints):
-            continue  # whose iteration it was is described already
+            continue  # the order, described above, says that this model's iteration was another's on some rank
         for name, field in _FIELDS.items():
             values = [getattr(fingerprint, name) for fingerprint in done]
             if len(set(values)) > 1:
@@ -109,11 +109,11 @@ def describe_differences(fingerprints: Sequence[Fingerprint]) -> str | None:
 
 
 def _describe_order(fingerprints: Sequence[Fingerprint]) -> str:
-    """The first of the latest messages that was another one on some rank."""
+    """The first of the latest messages in which the ranks differ."""
     for back in range(min(len(theirs.latest) for theirs in fingerprints), 0, -1):
         sent = [theirs.latest[-back] for theirs in fingerprints]
         if len(set(sent)) > 1:
             later = fingerprints[0].latest[len(fingerprints[0].latest) - back + 1 :]
             number = fingerprints[0].number - sum("gradients" in each for each in later)
-            return f"what met in iteration {number} of the process group: {name_values(sent)}"
-    return "the order in which the models of the process group have sent"
+            return f"iteration {number} of the process group paired different messages: {name_values(sent)}"
+    return "the models of the process group have sent in different orders"

@@ -1,14 +1,15 @@
-"""In which order the models that share a process group send.
+"""The order in which the models that share a process group send.
 
 Note [Whose message]
 Collectives pair up by order alone, over all models that reduce in one process group. If one rank calls the backwards of
-two models in another order, and the models are of equal sizes, each gets the gradients of the other one. So what the
-ranks compare says whose iteration came when. Agreement points are iterations of the process group, whichever model's
-they are: the last bucket of an iteration meets the same iteration on every other rank, so all ranks come to an
-agreement point together, though one of them may send another model's bucket there. What a model has done is compared at
-the first agreement point after it, which another model's iteration may be.
+two models in another order, and the models are of equal sizes, each gets the gradients of the other one. So the ranks
+compare the order of the models' iterations as well. Agreement points are counted in iterations of the process group, of
+whichever model. All ranks come to them together, even if one of them sends another model's bucket there: the last
+bucket of the n-th iteration is always paired with that of the n-th iteration on every other rank. What a model has done
+is compared at the first agreement point after it, which may be in another model's iteration.
 
-Algorithms that send over process groups of their own meet no other model. Each of these has an order to itself.
+An algorithm that sends over process groups of its own cannot be mixed up with another model. Each such model has an
+order to itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def is_agreement_point(iteration_number: int) -> bool:
 
 
 class ModelOrder:
-    """What the models that share a process group send over it, in its order on this rank: iterations and buffers.
+    """The order in which the models that share a process group send gradients and buffers over it, on this rank.
 
     Args:
         store: Where the ranks compare.
@@ -53,10 +54,10 @@ class ModelOrder:
         self._done: dict[str, ModelFingerprint] = {}  # since the last agreement point
 
     def add(self, class_name: str) -> str:
-        """One model more; every rank adds the same ones in the same order.
+        """Add a model; every rank adds the same ones in the same order.
 
         Returns:
-            What it is called in errors.
+            Its name in errors.
         """
         number = len(self._numbers) + 1
         name = f"model {number} ({class_name})"
@@ -75,16 +76,16 @@ class ModelOrder:
         """Take note of an iteration.
 
         Args:
-            model: Whose it is, see `add`.
+            model: Its name, see `add`.
             done: What the model has done up to it.
 
         Returns:
-            What has to be equal on all ranks, if this is an agreement point.
+            The fingerprint that has to be equal on all ranks, if this is an agreement point.
         """
         self.sends("gradients", model)
         self.num_iterations += 1
         self._done[model] = done
-        # Begins anew with each model: the first iterations are the ones in which ranks differ most.
+        # Counting begins anew with each model: ranks differ most often in the first iterations.
         if not is_agreement_point(self.num_iterations - self._num_before_latest_model):
             return None
         return self.fingerprint(forget=True)
@@ -94,10 +95,10 @@ class ModelOrder:
         return self._numbers[model]
 
     def fingerprint(self, forget: bool = False) -> Fingerprint:
-        """What has to be equal on all ranks now.
+        """The fingerprint that has to be equal on all ranks now.
 
         Args:
-            forget: It is compared, so the next one begins with the next iteration.
+            forget: Whether the next one begins with the next iteration, because this one is compared.
         """
         done = dict(self._done)
         if forget:

@@ -205,7 +205,7 @@ def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
             left.raised(error)
 
     # Runs at the interpreter's exit too, where ``atexit`` alone knows nothing of processes that multiprocessing starts.
-    # Before what tells the others that this rank has failed, upon which they read it.
+    # Runs before the averaging thread tells the others that this rank has failed: they read the error then.
     finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=1)
     return finalizer.cancel
 

@@ -92,7 +92,7 @@ class GatheredParameters:
             self._wait_for(bucket)
 
     def _complete_for_everybody(self) -> None:
-        """For a reader that no forward is: the host waits, since nobody knows which streams others will read on."""
+        """For readers other than forwards: the host waits, since the stream on which they will read is not known."""
         self._complete()
         streams.synchronize(self._device)
 
@@ -104,7 +104,7 @@ class GatheredParameters:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
                 bucket.wait()
         except RuntimeError as error:
-            # Whoever reads one gets the same exception, after the forward too.
+            # Later reads raise the same exception, after the forward too.
             self._guard.raise_up()
             self._has_failed = True
             raise self._failed(error) from error

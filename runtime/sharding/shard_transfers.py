@@ -84,7 +84,7 @@ class ShardTransfers:
         self._for_gradients = for_gradients
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        # gloo's messages are read from where a tensor says that it lies, which has to be the host's memory.
+        # gloo reads messages at the tensor's data pointer, which has to point to host memory.
         is_gloo = torch_internals.backend_name(process_group, device) == "gloo"
         self._from_rank_to_rank = is_gloo and not streams.has_streams(device)
         self._gathers: list[Transfer] = []  # that nobody may have waited for
@@ -94,9 +94,9 @@ class ShardTransfers:
     def shard_numel(self, numel: int, element_size: int) -> int:
         """Elements of each shard of a flat buffer; the last shards may be shorter, or empty.
 
-        On gloo, where operators run on the CPU, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients
-        do. So an operator takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes
-        what is left at the end one by one, and may round that in another way (docs/torch_facts.md).
+        With CPU tensors on gloo, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator
+        takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end
+        one by one, and may round those elements differently (docs/torch_facts.md).
         """
         unit = PADDED_ALIGNMENT_BYTES // element_size if self._from_rank_to_rank else 1
         return -(-numel // (self.world_size * unit)) * unit

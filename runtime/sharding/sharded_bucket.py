@@ -23,7 +23,7 @@ from ddp_compile.runtime.transfers import Transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What of one parameter lies in this rank's shard; there is at most one. Rank 0 has those without elements.
+    """The part of one parameter that lies in this rank's shard, if any. Rank 0 has those without elements.
 
     Args:
         index: Number of the parameter.
@@ -202,7 +202,7 @@ class ShardedBucket:
                 self._gathering = None
                 self._gathered = streams.record(self.flat.device)
             elif self._gathered is not None:
-                self._gathered.wait()  # another stream has been held up by the gather
+                self._gathered.wait()  # the gather may have held up another stream than this one
 
     # Conversions.
 

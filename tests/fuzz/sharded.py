@@ -1,8 +1,8 @@
 """Random parameters and programs: a sharded optimizer beside one that is not sharded, bit for bit.
 
-With two ranks docs/sharded_optimizer.md promises the same bits but for two things, which the reference does here as the
-sharded optimizer does: it adds up the means of several backwards, and it clips by the norm that the other one found,
-which is compared with the norm in float64.
+With two ranks docs/sharded_optimizer.md promises the same bits, with two exceptions. There the reference follows the
+sharded optimizer: it adds up the means of several backwards, and it clips by the norm that the sharded optimizer found.
+That norm is compared with the norm in float64.
 """
 
 from __future__ import annotations

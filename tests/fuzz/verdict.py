@@ -270,7 +270,7 @@ def _compare(recipe: Recipe, ours: Sequence[Observation], reference: Sequence[Ob
 
 
 def worst_of(mine: Verdict) -> Verdict:
-    """That of the rank on which the case is worst; called on all ranks at once."""
+    """The worst verdict of all ranks; called on all ranks at once."""
     verdicts = _gather(mine)
     rank = max(range(len(verdicts)), key=lambda rank: OUTCOMES.index(verdicts[rank].outcome))
     outcome, detail = verdicts[rank]
@@ -292,7 +292,7 @@ def judge_all(recipes: Sequence[Recipe]) -> list[Verdict]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings and without ddp_compile's log, which tell a user of one training what thousands do here."""
+    """Silences warnings and ddp_compile's log, which thousands of trainings would fill."""
     log = logging.getLogger("ddp_compile")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -186,7 +186,7 @@ def trained(make: type[Net], strategy: DDPStrategy, **settings: Any) -> Net:
 
 
 def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """By what training with the two strategies differs, kinds of the trained modules, graphs, and warnings of ours."""
+    """How far training with the two strategies differs; the modules' classes; graphs; ddp_compile's warnings."""
     with warned() as warnings:
         net = trained(globals()[make], DDPCompileStrategy(**{**SMALL, **ours}), **settings)
     reference = trained(globals()[make], DDPStrategy(**theirs), **settings)
@@ -209,7 +209,7 @@ def differences(make: str, ours: dict[str, Any], theirs: dict[str, Any], **setti
 
 @contextlib.contextmanager
 def warned() -> Iterator[list[str]]:
-    """What ddp_compile warns of."""
+    """Collects ddp_compile's warnings."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ VOCABULARY, NUM_STEPS = 32, 3
 
 
 class Trained(NamedTuple):
-    """What training has shown on one rank.
+    """The results of training on one rank.
 
     Args:
         to_ddp: Largest relative difference of a gradient to DistributedDataParallel's.
@@ -52,7 +52,7 @@ def new_model(experts: str) -> Any:
 
 
 def tokens(step: int) -> list[Tensor]:
-    """The batches of all ranks; each rank has another few words, and so other experts."""
+    """The batches of all ranks; each rank has a few words of its own, so that tokens go to other experts."""
     torch.manual_seed(step)
     return [torch.randint(3 * rank, 3 * rank + 2, (2, 6)) for rank in range(dist.get_world_size())]
 

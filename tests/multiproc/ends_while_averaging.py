@@ -1,8 +1,8 @@
-"""Pairs of ranks that average asynchronously, one of which ends while the other trains on; to be run as a script.
+"""Pairs of ranks that average asynchronously, one of which ends while the other trains on; run as a script.
 
-It imports torch once, and copies itself at its top level, so that each rank ends as a script does that torchrun has
-started: by what leaves the first frame of the interpreter's main thread. It prints a line for each rank that has
-something to say, and one for each pair with the exit codes.
+It imports torch once and forks at its top level, so that each rank ends like a script that torchrun has started: by
+leaving the first frame of the interpreter's main thread. It prints a line for each rank that reports something, and
+one for each pair with the exit codes.
 
     python ends_while_averaging.py FOLDER SCENARIO ...
 """
@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch._inductor.compile_fx  # what ddp_compile imports otherwise, once in each rank
+import torch._inductor.compile_fx  # otherwise ddp_compile imports it, once in each rank
 import torch.distributed as dist
 
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AsyncModelAverage
 from ddp_compile.errors import ReductionError
 
-LIMIT_S = 15.0  # for whatever takes some seconds
+LIMIT_S = 15.0  # for events that take some seconds
 
 
 def make_model(scenario: str, rank: int) -> tuple[Any, torch.optim.Optimizer]:
     store = f"file://{sys.argv[1]}/{scenario}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    # After the first round there is none while the test lasts.
+    # The interval is so long that there is only one round.
     algorithm = AsyncModelAverage(sync_interval_ms=1e6)
     model = ddp_compile(torch.nn.Linear(4, 4), algorithm=algorithm, backend="eager")
     return model, torch.optim.SGD(model.parameters(), lr=0.01)

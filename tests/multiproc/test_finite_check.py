@@ -1,4 +1,4 @@
-"""``check_finite_gradients``: what is not finite on one rank is an error on all, by name, after which they train on."""
+"""``check_finite_gradients``: a gradient that is not finite on one rank is an error on all, and training can go on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def accumulates(model: Any, step: int, value: float) -> None:
 
 
 def hook_after_the_launch(model: Any, step: int, value: float) -> None:
-    """On one rank alone: the graph has computed a finite gradient, and its bucket may have been launched with it."""
+    """On one rank only: the graph has computed a finite gradient, and its bucket may have been launched with it."""
     spoil = model.layers[1].bias.register_hook(lambda gradient: gradient * value) if value else None
     try:
         model(*batch(step)).backward()
@@ -160,7 +160,7 @@ def test_it_holds_for_each_way_to_train(way: str, ranks: Ranks) -> None:
 
 @torch.compiler.set_stance("force_eager")
 def reduce_nothing() -> str:
-    """With a hook by which no rank sees what another one has."""
+    """With a comm hook that shows no rank the values of another."""
     model: Any = ddp_compile(Model(), check_finite_gradients=True)
     model.register_comm_hook(None, noop_hook)
     with pytest.raises(NonFiniteGradientError) as raised:

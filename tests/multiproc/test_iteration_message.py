@@ -1,4 +1,4 @@
-"""What the ranks tell each other behind the buckets: one message in an iteration at most, none where nothing is new."""
+"""The message after the buckets: at most one in an iteration, and none if nothing is new."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Experts(nn.Module):
 
 
 class Mixture(Blocks):
-    """Blocks that are experts: regions inside of regions, for the loop of each block is given up as well."""
+    """Blocks that are experts: regions inside regions, since Dynamo gives up the loop of each block as well."""
 
     make_block = Experts
 
@@ -110,7 +110,7 @@ class Mixture(Blocks):
 
 
 class Trained(NamedTuple):
-    """What training has shown on one rank.
+    """The results of training on one rank.
 
     Args:
         to_ddp: Largest relative difference of a gradient to DistributedDataParallel's.
@@ -132,7 +132,7 @@ class Trained(NamedTuple):
 
 
 def rows(step: int) -> list[Tensor]:
-    """The batches of all ranks; each rank's rows lie elsewhere, so that their gates choose other experts."""
+    """The batches of all ranks; their values differ so far that the gates choose other experts on each rank."""
     torch.manual_seed(step)
     return [2 * torch.randn(1, WIDTH) + 0.3 * torch.randn(ROWS, WIDTH) for _ in range(dist.get_world_size())]
 
@@ -197,7 +197,7 @@ def test_what_python_calls_is_compiled_and_launched_early(make: type[nn.Module],
 
 
 class DiffersByRank(Blocks):
-    """The loop is given up on one of the ranks alone."""
+    """Dynamo gives up the loop on one rank only."""
 
     breaks_on = 0
 
@@ -215,7 +215,7 @@ class BreaksOnRank1(DiffersByRank):
 
 
 class BreaksLater(Blocks):
-    """The loop is given up from the third step on, after the whole module has been compiled and buckets packed."""
+    """Dynamo gives up the loop from the third step on, after it compiled the whole module and buckets were packed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,8 +15,8 @@ ENDED = "rank 1 has come to the end of its process"
 #: How rank 1 ends, what rank 0 is told of it, and how rank 1's process ends, by SIGTERM if it had to be helped.
 HOW = {
     "exit": (ENDED, 1),
-    "blocked": (ENDED, -15),  # another exit function takes its time
-    "child": (ENDED, 1),  # of multiprocessing, which passes over atexit
+    "blocked": (ENDED, -15),  # another exit function takes long
+    "child": (ENDED, 1),  # of multiprocessing, which skips atexit
     "leave": ("rank 1 has left the averaging after an error", -15),
 }
 LONG_HOW = {
@@ -50,5 +50,5 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("how", [*HOW, *(pytest.param(how, marks=pytest.mark.long) for how in LONG_HOW)])
 def test_a_rank_that_ends_is_known_by_name_within_seconds(how: str, ended: dict[str, Ended]) -> None:
     told, exit_code = (HOW | LONG_HOW)[how]
-    assert f"has ended, since {told} without model.comm_algorithm.abort()" in ended[how].said
+    assert f"has ended, because {told} without model.comm_algorithm.abort()" in ended[how].said
     assert ended[how].codes == [0, exit_code]

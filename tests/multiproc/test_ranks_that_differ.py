@@ -128,8 +128,8 @@ def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[An
     return seen
 
 
-FIRST_BACKWARDS = "the first backwards of different models have met: that of model 1 (Linear) on rank 0, model 2 ("
-OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. what met in iteration {} of the process"
+FIRST_BACKWARDS = "the ranks have come to the first backwards of different models: model 1 (Linear) on rank 0, model"
+OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. iteration {} of the process group paired different"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. what met in
     [
         (0, {"split": "forward"}, FIRST_BACKWARDS),
         (2, {"split": "forward"}, OUT_OF_STEP.format(4, 5)),
-        # What the ranks tell each other at the end of each iteration says whose iteration it is.
+        # The message at the end of each iteration says whose iteration it is.
         (4, {"find_unused_parameters": True}, OUT_OF_STEP.format(5, 9)),
     ],
 )

@@ -5,9 +5,9 @@ stream each one runs on, what it reads and writes, and which streams have waited
 bytes, of which one writes, are a race unless a chain of waits leads from the first to the second. So a race is found
 whether or not it would have changed a result.
 
-Memory is known by address: two tensors on the same bytes conflict, whatever storages they have. When a storage goes,
-its allocator may hand the bytes out again to whatever the stream that allocated them does next: that counts as a write
-there, after all streams that the allocator was told of (``record_stream``).
+Memory is known by address: two tensors on the same bytes conflict, whichever storages they have. When a storage is
+freed, its allocator may hand the bytes out again to the next operator on the stream that allocated them. That counts as
+a write there, after all streams that the allocator was told of (``record_stream``).
 
 Not seen: kernels themselves, the order in which inductor's kernels are launched, CUDA graphs, what NCCL needs of a
 device, and the engine's threads.
@@ -98,11 +98,11 @@ class Race:
 
 @dataclass
 class _Block:
-    """The memory of one storage, from its allocation to its end."""
+    """The memory of one storage, from its allocation until it is freed."""
 
     begin: int
     end: int
-    allocated_on: int | None  # unknown where it was made before anybody looked
+    allocated_on: int | None  # None if it was allocated before anything was recorded
     weak: StorageWeakRef
     used_by: set[int] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
@@ -182,7 +182,7 @@ class RaceDetector:
             self._host_memory.append((begin, begin + storage.nbytes(), StorageWeakRef(storage)))
 
     def note_device_memory(self, tensor: Tensor) -> None:
-        """It is sent by a group of the device: what the host has made has been copied there."""
+        """A group of the device sends this tensor, so the values that the host made have been copied there."""
         with self._lock:
             address = _extent(tensor)[0]
             self._host_memory = [each for each in self._host_memory if not each[0] <= address < each[1]]
@@ -197,8 +197,8 @@ class RaceDetector:
         Args:
             name: For reports.
             stream: The stream.
-            reads: What it reads.
-            writes: What it writes; what nobody has seen before has been allocated by it.
+            reads: Tensors that it reads.
+            writes: Tensors that it writes; it has allocated those that are new.
         """
         with self._lock:
             self._number += 1

@@ -98,7 +98,7 @@ def note_host_wait(streams: SimulatedStreams, name: str) -> None:
 
 @contextmanager
 def observing(streams: SimulatedStreams) -> Iterator[None]:
-    """Inside, everything that this thread does, and threads of averaging, is told to the detector of the streams."""
+    """Inside, the detector of the streams sees all that this thread and the averaging threads do."""
     tolist, frombuffer = Tensor.tolist, torch.frombuffer
 
     def observed_tolist(tensor: Tensor) -> Any:

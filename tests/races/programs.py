@@ -145,7 +145,7 @@ def accumulating(stage: Stage) -> None:
 
 
 def late_gradients(stage: Stage) -> None:
-    """From some step on a parameter gets a second gradient after its bucket has been launched: it is sent again."""
+    """From some step on a parameter gets a second gradient after its bucket was launched, which is sent again."""
     model = replicated(stage)
     optimizer, batch = adam(model), plain_batches(4, WIDTH)
 
@@ -277,7 +277,7 @@ def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False
 
 
 def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
-    """A few steps to get to where nothing is new; then nobody may let the host wait for the device."""
+    """A few steps to reach the steady state, in which nothing may make the host wait for the device."""
     model = replicated(stage, **settings)
     optimizer = shard_optimizer(adam(model), model) if of_shards else adam(model)
     batch = plain_batches(4, WIDTH)

@@ -43,15 +43,15 @@ class _Backward:
 class SimulatedStreams:
     """A `Backend` of `ddp_compile.runtime.streams` for the CPU.
 
-    Inside `backward`, the current stream is the one that autograd's engine would set: of a node that accumulates into a
-    parameter its own, of any other node the forward's, and the caller's where the engine calls back in the end. The
-    order is the engine's too: the forward's stream waits for the caller's, AccumulateGrad's for the forward's, and the
-    caller's for AccumulateGrad's. (``InputBuffer::add`` and ``GraphTask::exec_post_processing`` of torch 2.13,
-    csrc/autograd. The former also tells the allocator who reads a gradient, see `Stage.watch`.)
+    Inside `backward`, the current stream is the one that autograd's engine would set: an AccumulateGrad node runs on
+    its own stream, any other node on the forward's, and the engine's final callbacks on the caller's. The order is the
+    engine's too: the forward's stream waits for the caller's, AccumulateGrad's for the forward's, and the caller's for
+    AccumulateGrad's. (``InputBuffer::add`` and ``GraphTask::exec_post_processing`` of torch 2.13, csrc/autograd. The
+    former also tells the allocator which stream reads a gradient, see `Stage.watch`.)
 
     Args:
-        detector: Is told.
-        ignored: A place in the sources whose waits, or records, do nothing: what finds races finds that one gone.
+        detector: Gets every access and wait.
+        ignored: A place in the sources whose waits, or records, do nothing, so that a race has to be found.
     """
 
     def __init__(self, detector: RaceDetector, ignored: Site | None = None) -> None:
@@ -135,7 +135,7 @@ class SimulatedStreams:
             accumulate: The stream that the AccumulateGrad node of a parameter was made on.
 
         Yields:
-            What has to be called when the engine has run all nodes, before it calls anybody back.
+            A function to call after the engine has run all nodes, and before its final callbacks.
         """
         caller = self.current()
         self._threads.backward = backward = _Backward(forward, accumulate, caller, len(self._stack()), set())

@@ -36,7 +36,7 @@ class Roles(NamedTuple):
     caller: str
 
 
-#: No two of them are one. Whatever is in order here is so where some are.
+#: All different. A program that is in order here is also in order if some of the streams are the same.
 DISTINCT = [Roles("forward", "accumulate", "caller"), Roles("side", "accumulate", "side")]
 
 
@@ -82,7 +82,7 @@ class Stage:
         return self._streams.detector
 
     def end(self, model: nn.Module) -> None:
-        """Note what the parameters have become."""
+        """Note the parameters' values."""
         self.idle()
         self.outcome.parameters = [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -110,7 +110,7 @@ class Stage:
                 self.use_memory()
 
     def use_memory(self) -> None:
-        """Between two steps, allocate on every stream: the next batch, and what else goes on beside training."""
+        """Between two steps, allocate on every stream, as the next batch and other work beside training would."""
         for stream in self._named.values():
             with self._streams.on(stream):
                 torch.zeros(1)
@@ -204,7 +204,7 @@ SEED = 3
 
 
 def perform_without_streams(program: Program, roles: list[Roles]) -> Outcome:
-    """The same program on the ranks' own group, where nothing is on a stream: what it has to come to."""
+    """Run the same program on the ranks' own group, without streams: the expected result."""
     group = dist.group.WORLD
     assert group is not None
     stage = Stage(SimulatedStreams(RaceDetector()), group, roles)

@@ -1,4 +1,4 @@
-"""No program has two accesses to memory that no wait puts in order, whatever streams it runs on."""
+"""In no program are there two accesses to memory that no wait orders, whichever streams it runs on."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile.algorithms import AlgorithmConfig, Decentralized, LowPrecisionDecentralized
 from ddp_compile.config import DDP_ARGUMENTS_REPLACED, ReplicateConfig
+from ddp_compile.runtime import streams
 from ddp_compile.validation.module_checks import check_devices, resolve_process_group
 
 
@@ -135,10 +137,20 @@ def test_a_device_that_cannot_be_sent_from_is_refused(
         ddp_compile(make())
 
 
+@pytest.mark.parametrize("algorithm", [Decentralized(peer_selection="shift_one"), LowPrecisionDecentralized()])
+def test_point_to_point_messages_from_an_accelerator_are_refused_on_gloo(
+    algorithm: AlgorithmConfig, single_rank_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "has_streams", lambda device: True)  # the CPU stands for an accelerator
+    said = r"^rank 0: the (low-precision )?decentralized average .* sends point-to-point messages, for which gloo takes"
+    with pytest.raises(ReplicationError, match=said):
+        ddp_compile(nn.Linear(3, 3), algorithm=algorithm)
+
+
 def test_a_module_on_two_devices_is_refused(single_rank_group: None) -> None:
     module = nn.Sequential(nn.Linear(3, 3), on("xpu"))
     with pytest.raises(
-        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; a module is reduced"
+        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; all reduced parameters have to"
     ):
         ddp_compile(module)
 

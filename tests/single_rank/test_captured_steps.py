@@ -40,7 +40,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 def test_a_captured_forward_is_refused_and_one_without_gradients_is_not(capture: SimpleNamespace) -> None:
     model = small_model()
     capture.is_on = True
-    said = r"^rank 0: a forward of a replicated module with gradients while work for cpu is being captured"
+    said = r"^rank 0: a forward of a replicated module with gradients was called while work for cpu is being captured"
     with pytest.raises(ReplicationError, match=said):
         model(torch.randn(2, 4))
     with model.no_sync(), pytest.raises(ReplicationError, match=said):
@@ -65,7 +65,7 @@ def test_a_captured_backward_is_refused_before_anything_is_sent(
     monkeypatch.setattr(DesyncMonitor, "backward_begins", lambda *_: sent.append("a message"))
     monkeypatch.setattr(type(model.comm_algorithm), "launch", lambda *_: sent.append("a bucket"))
     capture.is_on = True
-    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module while work for cpu"):
+    with pytest.raises(ReplicationError, match=r"^rank 0: a backward of a replicated module was called while work for"):
         loss.backward()
     assert sent == []
 
@@ -80,9 +80,9 @@ def test_a_captured_backward_without_a_forward_is_refused(capture: SimpleNamespa
 @pytest.mark.parametrize(
     ("algorithm", "shards", "said"),
     [
-        (LocalSGD(period=1), False, "rank 0: a step of SGD, around which ranks communicate, while work for cpu"),
+        (LocalSGD(period=1), False, "rank 0: a step of SGD, around which ranks communicate, was called while work for"),
         (Decentralized(), False, "rank 0: a step of SGD, around which"),
-        (GradientAllReduce(), True, "rank 0: a step of a sharded optimizer while work for cpu"),
+        (GradientAllReduce(), True, "rank 0: a step of a sharded optimizer was called while work for cpu"),
         (GradientAllReduce(), False, ""),
     ],
 )

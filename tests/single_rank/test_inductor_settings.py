@@ -1,4 +1,4 @@
-"""Inductor keeps the order of what communicates, unless the user has asked for another one.
+"""Inductor keeps the order of collectives, unless the user has asked for another one.
 
 The setting for that came after torch 2.13. In any torch, one that changes nothing of these graphs stands in for it.
 """

@@ -44,7 +44,7 @@ class CountingDriver:
 
 
 class CountingApi:
-    """Of ``cuda.bindings.driver``, what finds a device and loads a module."""
+    """The part of ``cuda.bindings.driver`` that finds a device and loads a module."""
 
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
 

@@ -68,7 +68,8 @@ def test_the_first_iteration_that_was_another_models_is_named() -> None:
     a, b, buffers = "the gradients of a", "the gradients of b", "the buffers of b"
     text = describe_differences([fingerprint(latest=latest) for latest in ((a, buffers, b), (b, buffers, a))])
     assert text is not None
-    assert text.startswith(f"what met in iteration 3 of the process group: {a} on rank 0, {b} on rank 1. Call the f")
+    where = "iteration 3 of the process group paired different messages"
+    assert text.startswith(f"{where}: {a} on rank 0, {b} on rank 1. Call the f")
     assert "a process group of its own" in text
 
 
@@ -233,7 +234,7 @@ def test_models_in_another_order_are_found_at_the_next_agreement_point(at: int) 
     assert number == next(n for n in range(at, 65) if is_agreement_point(n))
     for error in errors:
         assert isinstance(error, RanksDifferError)
-        assert f"what met in iteration {at} of the process group: the gradients of model" in str(error)
+        assert f"iteration {at} of the process group paired different messages: the gradients of model" in str(error)
 
 
 def test_models_that_send_over_groups_of_their_own_have_no_order() -> None:

@@ -55,7 +55,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_nothing_says_to_install_the_package_of_our_name_on_the_index() -> None:
-    # That one is somebody else's. A wheel's file name, or a checkout's ".[extra]", is ours.
+    # The package of that name on the index is unrelated. A wheel's file name, or a checkout's ".[extra]", is ours.
     sources = [path for name in ("ddp_compile", "runtime", "passes", "kernels") for path in (ROOT / name).rglob("*.py")]
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*"), *sources]:
         text = re.sub(r"\s+", " ", path.read_text()) if path.is_file() and path.suffix in (".md", ".py") else ""

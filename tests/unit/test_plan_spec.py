@@ -17,7 +17,7 @@ from process_copies import run_in_copy
 
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.packing import plan_buckets
-from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec, device_labels
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec
 
 MIB = 2**20
 
@@ -351,19 +351,6 @@ bucket    MiB  cap MiB  dtype     device  gradients  from          to           
      2  12.00    25.00  float32   cpu      1 sparse  embed.weight  embed.weight  eager
 3 buckets, 4 gradients, 16.00 MiB, generation 0, plan""",
     )
-
-
-# Labels that all ranks share.
-
-
-def test_a_replica_on_one_device_has_the_same_label_on_every_rank() -> None:
-    assert device_labels([torch.device("cuda:0")] * 2) == {torch.device("cuda:0"): "cuda"}
-    assert device_labels([torch.device("cuda:7")]) == {torch.device("cuda:7"): "cuda"}
-
-
-def test_several_devices_of_a_type_are_numbered_by_first_appearance() -> None:
-    two, five, cpu = torch.device("cuda:2"), torch.device("cuda:5"), torch.device("cpu")
-    assert device_labels([five, cpu, two, five]) == {five: "cuda#0", two: "cuda#1", cpu: "cpu"}
 
 
 def test_buckets_that_are_not_numbered_by_their_places_are_an_error() -> None:

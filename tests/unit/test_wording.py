@@ -1,4 +1,4 @@
-"""Words of messages that follow a number or a name."""
+"""Plurals and articles in messages."""
 
 import pytest
 
