@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ddp_compile import torch_internals
@@ -344,15 +343,6 @@ def manual_finalization_in_backward(rank: int, required: bool) -> RuntimeError:
     return RuntimeError(
         f"rank {rank}: require_manual_backward_finalization = {required} was set while a backward has not been"
         " completed; set it before a forward, or behind finalize_backward()"
-    )
-
-
-def captured(rank: int, what: str, device: torch.device) -> ReplicationError:
-    """A part of an iteration would be captured once, and replayed without what Python does in each iteration."""
-    return ReplicationError(
-        f"rank {rank}: {what} was called while work for {device} is being captured into a graph (torch.cuda.graph). A"
-        " replay repeats kernels and collectives, but not the messages by which the ranks notice that they are out of"
-        " step. Call it outside of the capture; mode='reduce-overhead' captures the work between the collectives"
     )
 
 

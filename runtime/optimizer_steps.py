@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError
-from ddp_compile.runtime import error_messages, streams
+from ddp_compile.runtime import streams
 
 
 class OptimizerSteps:
@@ -101,10 +101,8 @@ class OptimizerSteps:
 
     def _begins(self, optimizer: Optimizer) -> None:
         if not self._ids_of(optimizer).isdisjoint(self._numbers):
-            device = self._parameters[0].device
-            if streams.is_capturing(device):
-                what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
-                raise error_messages.captured(dist.get_rank(), what, device)
+            what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
+            streams.refuse_capture(self._parameters[0].device, dist.get_rank(), what)
             self._inside.append(weakref.ref(optimizer))
             if len(self._inside) == 1:
                 self._num_iterations_inside = 0

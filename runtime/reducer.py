@@ -143,9 +143,7 @@ class Reducer:
         Args:
             what: What was called; nothing of it has been sent yet.
         """
-        device = self.parameters[0].device
-        if streams.is_capturing(device):
-            raise error_messages.captured(self.rank, what, device)
+        streams.refuse_capture(self.parameters[0].device, self.rank, what)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
         """Say before a forward whether a backward that follows it is to be reduced.

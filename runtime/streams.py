@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import ReplicationError
 
 # Their ``Work.wait()`` returns when a transfer is over, whatever device its tensors are on.
 _BLOCKING_BACKENDS = frozenset({"gloo", "mpi"})
@@ -154,6 +155,23 @@ def has_streams(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether work for a device is being recorded into a graph, to be replayed later."""
     return backend.has_streams(device) and backend.is_capturing(device)
+
+
+def refuse_capture(device: torch.device, rank: int, what: str) -> None:
+    """Raise a ReplicationError if a call would be captured, and replayed without what Python does in each iteration.
+
+    Args:
+        device: Of the parameters.
+        rank: This rank.
+        what: What has been called; nothing of it has been sent.
+    """
+    if is_capturing(device):
+        raise ReplicationError(
+            f"rank {rank}: {what} was called while work for {device} is being captured into a graph (torch.cuda.graph)."
+            " A replay repeats kernels and collectives, but not the messages by which the ranks notice that they are"
+            " out of step. Call it outside of the capture; mode='reduce-overhead' captures the work between the"
+            " collectives"
+        )
 
 
 def current(device: torch.device) -> Stream | None:

@@ -237,9 +237,7 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_begins(self) -> None:
         """The optimizer is about to step the pieces."""
-        device = self.buckets[0].flat.device
-        if streams.is_capturing(device):
-            raise error_messages.captured(self._rank, "a step of a sharded optimizer", device)
+        streams.refuse_capture(self.buckets[0].flat.device, self._rank, "a step of a sharded optimizer")
         self.gathered.refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
         self._before_gradients_are_read("optimizer.step()")
