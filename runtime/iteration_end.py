@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_compile.errors import DDPCompileError, ReductionError
 from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
+from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
 from ddp_compile.runtime.finite_check import FiniteCheck
 from ddp_compile.runtime.iteration_message import IterationMessage
@@ -25,37 +27,39 @@ class IterationEnd:
     """Sends the one message of an iteration, lets those who have something in it hear the others, and waits.
 
     Args:
-        queue: Launches the buckets.
+        bucket_set: The buckets.
+        queue: Launches them.
         policy: Says which gradients were used here.
         early: Says which buckets were launched too early.
-        message: Carries what they say.
         settings: Of the reducer.
         names: Fully qualified names of the parameters.
-        rank: This rank, for messages.
-        finite_check: Checks this rank's gradients; None without ``check_finite_gradients``.
+        process_group: The ranks.
     """
 
     def __init__(
         self,
+        bucket_set: BucketSet,
         queue: LaunchQueue,
         policy: AllRequired,
         early: NoEarlyLaunch,
-        message: IterationMessage,
         settings: ReducerSettings,
         names: Sequence[str],
-        rank: int,
-        finite_check: FiniteCheck | None,
+        process_group: dist.ProcessGroup,
     ) -> None:
         self._early = early
         self._queue = queue
         self._policy = policy
-        self._message = message
         self._monitor = settings.monitor
         self._on_reduced = settings.on_reduced
         self._futures: list[torch.futures.Future[Any]] = []
         self._names = names
-        self._rank = rank
-        self._finite_check = finite_check
+        self._rank = process_group.rank()
+        device = bucket_set.parameters[0].device
+        self._finite_check: FiniteCheck | None = None
+        if settings.check_finite_gradients:
+            self._finite_check = FiniteCheck(bucket_set, queue, process_group, device)
+        may_speak = settings.launches_in_backward or policy.has_message or settings.check_finite_gradients
+        self._message = IterationMessage(process_group, device, may_speak, settings.monitor.model_number)
 
     @property
     def _early_has_message(self) -> bool:

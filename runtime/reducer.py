@@ -31,10 +31,8 @@ from ddp_compile.runtime.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.bucket_receiver import BucketReceiver
 from ddp_compile.runtime.bucket_set import BucketSet
 from ddp_compile.runtime.early_launch import EarlyLaunch, NoEarlyLaunch
-from ddp_compile.runtime.finite_check import FiniteCheck
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
-from ddp_compile.runtime.iteration_message import IterationMessage
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Event, Lifecycle, Phase, State
 from ddp_compile.runtime.reducer_settings import ReducerSettings
@@ -83,14 +81,8 @@ class Reducer:
             self._early = EarlyLaunch(self._bucket_set, self._queue, self._hooks, accumulators, self.rank)
         #: Told of the buckets that compiled backwards have computed.
         self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
-        device = self.parameters[0].device
-        finite_check = None
-        if settings.check_finite_gradients:
-            finite_check = FiniteCheck(self._bucket_set, self._queue, process_group, device)
-        may_speak = settings.launches_in_backward or self._policy.has_message or finite_check is not None
-        message = IterationMessage(process_group, device, may_speak, settings.monitor.model_number)
         self._end = IterationEnd(
-            self._queue, self._policy, self._early, message, settings, names, self.rank, finite_check
+            self._bucket_set, self._queue, self._policy, self._early, settings, names, process_group
         )
         self._queue.on_all_launched = self._end.all_are_launched
         self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward

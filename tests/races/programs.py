@@ -300,6 +300,7 @@ _ON_NCCL: dict[str, Program] = {
     "buffers": partial(train, make=partial(Layers, normed=True)),
     "gradients of their own": partial(train, gradient_as_bucket_view=False),
     "lazy buckets": partial(train, lazy_bucket_allocation=True, gradient_as_bucket_view=False),
+    "finite check": partial(train, check_finite_gradients=True),
     "static graph": partial(train, static_graph=True),
     "unused parameters": alternating_unused,
     "accumulation": accumulating,
