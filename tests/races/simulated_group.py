@@ -77,6 +77,15 @@ class StreamedProcessGroup(dist.ProcessGroup):
         self._stream = device.streams.new()
         self._streams_of_peers: dict[int, int] = {}
 
+    #: Asked by ``batch_isend_irecv`` of the group's backend, from torch 2.15 on.
+    supports_coalescing = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def name(self) -> str:
+        return self.getBackendName()
+
     # Called by name from C++.
 
     def getBackendName(self) -> str:

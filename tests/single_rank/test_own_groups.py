@@ -28,7 +28,7 @@ def bound_default_group(single_rank_group: None) -> Iterator[dist.ProcessGroup]:
 def split_sources(monkeypatch: pytest.MonkeyPatch) -> list[dist.ProcessGroup]:
     """The groups from which torch would have split the communicators of new ones."""
     asked: list[dist.ProcessGroup] = []
-    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda group, *_: asked.append(group))
     return asked
 
 
