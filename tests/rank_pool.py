@@ -70,8 +70,12 @@ class RankPool:
             self._start()
         self._num_calls += 1
         store = str(Path(self._directory.name) / f"store_{self._num_calls}")
-        for connection in self._connections:
-            connection.send((function, args, kwargs, ddp_compile.__kwdefaults__, store, timeout_s))
+        try:
+            for connection in self._connections:
+                connection.send((function, args, kwargs, ddp_compile.__kwdefaults__, store, timeout_s))
+        except ConnectionError as error:
+            self.close()  # or every test that comes would fail as well
+            raise AssertionError("a rank's process has ended after the call before this one") from error
         results = [self._receive(connection) for connection in self._connections]
         kinds = {result.kind if isinstance(result, RankFailure) else None for result in results}
         if len(kinds) > 1 or PROCESS_ENDED in kinds:
@@ -116,7 +120,7 @@ class RankPool:
             raise AssertionError(f"a rank gave no answer within {CALL_TIMEOUT_S} s\n{stacks}")
         try:
             return connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
@@ -153,15 +157,28 @@ def _serve(rank: int, world_size: int, connection: Connection, path: list[str], 
         except EOFError:
             return
         ddp_compile.__kwdefaults__ = defaults
-        connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s))
+        groups: list[Any] = []
+        connection.send(_call(rank, world_size, function, args, kwargs, store, timeout_s, groups))
         torch._dynamo.reset()
+        # Here, and not where a callback of one of gloo's own threads ends, which cannot wait for itself.
+        groups.clear()
         collect_process_groups()  # now, since minutes may pass until the next call
 
 
 on_one_stack(_serve)
 
 
-def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float) -> Any:
+def _call(
+    rank: int,
+    world_size: int,
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    store: str,
+    timeout_s: float,
+    groups: list[Any],
+) -> Any:
+    """The function's result on this rank; ``groups`` keeps the process groups that it has made."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     torch.manual_seed(rank)
     dist.init_process_group(
@@ -177,4 +194,5 @@ def _call(rank: int, world_size: int, function: Any, args: Any, kwargs: Any, sto
     except BaseException as error:
         return RankFailure(type(error).__name__, str(error), traceback.format_exc())
     finally:
+        groups += dist.distributed_c10d._world.pg_map
         dist.destroy_process_group()
