@@ -17,7 +17,10 @@ from ddp_compile.errors import (
 from ddp_compile.functions import explain, is_replicated, no_sync, unwrap
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
-from ddp_compile.sharded_checkpoints import load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
+from ddp_compile.runtime.sharded.sharded_checkpoints import (
+    load_sharded_optimizer_state_dict,
+    sharded_optimizer_state_dict,
+)
 from ddp_compile.sharded_optimizer import shard_optimizer
 
 __version__ = "0.1.0"

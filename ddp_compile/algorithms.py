@@ -12,13 +12,13 @@ from ddp_compile.errors import ReplicationError
 from ddp_compile.plan.spec import GradientSpec, shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.algorithms.decentralized import Decentralized
 from ddp_compile.runtime.algorithms.local_sgd import LocalSGD
 from ddp_compile.runtime.algorithms.low_precision_decentralized import LowPrecisionDecentralized
-from ddp_compile.runtime.bucket import Bucket as Bucket
+from ddp_compile.runtime.buckets.bucket import Bucket as Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
 
 __all__ = [
     "AlgorithmConfig",

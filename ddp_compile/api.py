@@ -22,9 +22,9 @@ from ddp_compile.config import (
     refuse_positional_arguments,
     refuse_unknown_arguments,
 )
-from ddp_compile.delayed_all_reduce import delayed_parameters
-from ddp_compile.replicated_class import replicate
-from ddp_compile.validation.module_checks import check_devices, check_module, names_to_ignore, resolve_process_group
+from ddp_compile.features.delayed_all_reduce import delayed_parameters
+from ddp_compile.module.module_checks import check_devices, check_module, names_to_ignore, resolve_process_group
+from ddp_compile.module.replicated_class import replicate
 from ddp_compile.validation.torch_version import warn_of_newer_torch
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

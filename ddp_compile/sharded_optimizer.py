@@ -12,15 +12,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile.errors import RanksDifferError, ReplicationError
-from ddp_compile.module import ReplicatedModule, state_of
+from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.plan.spec import shorten_names, with_article
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig
-from ddp_compile.runtime.algorithms.sharded import ShardedAlgorithm
-from ddp_compile.runtime.collectives import ranks_unlike_rank_0
-from ddp_compile.runtime.rank_names import format_ranks
-from ddp_compile.sharded_aliases import objection_to_moving
-from ddp_compile.stepped_pieces import SteppedPieces
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
+from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
+from ddp_compile.runtime.comm.rank_names import format_ranks
+from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
+from ddp_compile.runtime.sharded.sharded_aliases import objection_to_moving
+from ddp_compile.runtime.sharded.stepped_pieces import SteppedPieces
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

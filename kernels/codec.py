@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_compile.kernels import reference
+from ddp_compile.kernels.contract import reference
 from ddp_compile.kernels.cuda import elementwise as cuda
 from ddp_compile.kernels.executors import KERNEL_DTYPES, choose
 from ddp_compile.kernels.native import elementwise as native

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_compile.errors import KernelUnavailableError
-from ddp_compile.kernels import layout
+from ddp_compile.kernels.contract import layout
 from ddp_compile.kernels.cuda import executor as cuda_executor
 from ddp_compile.kernels.cuda import module as cuda_module
 from ddp_compile.kernels.native import executor as native_executor

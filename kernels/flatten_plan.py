@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_compile.kernels import layout, reference
+from ddp_compile.kernels.contract import layout, reference
 from ddp_compile.kernels.executors import executor_for
 
 # sizeof(Stats) in native/csrc/formats.h and in the device code: a float64, a bool, padding.

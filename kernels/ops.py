@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_compile.kernels import codec, layout
+from ddp_compile.kernels import codec
+from ddp_compile.kernels.contract import layout
 from ddp_compile.kernels.flatten_plan import FlattenPlan, FlattenStats
 
 _LIBRARY = torch.library.Library("ddp_compile", "DEF")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.computed_bucket import EarlyDecision
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.computed_bucket import EarlyDecision
 from ddp_compile.runtime.early_launch import NoEarlyLaunch
 from ddp_compile.runtime.launch_queue import LaunchQueue
 from ddp_compile.runtime.lifecycle import Lifecycle, State

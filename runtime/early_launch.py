@@ -51,9 +51,9 @@ from torch.nn import Parameter
 from ddp_compile import torch_internals
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.computed_bucket import ComputedBucket, EarlyDecision
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket, EarlyDecision
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.launch_queue import LaunchQueue
 

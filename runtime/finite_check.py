@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from ddp_compile.errors import NonFiniteGradientError
 from ddp_compile.plan.spec import shorten_names
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.bucket_set import BucketSet
-from ddp_compile.runtime.collectives import gather_texts
-from ddp_compile.runtime.flat_buffer import non_finite_flags
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.flat_buffer import non_finite_flags
+from ddp_compile.runtime.buckets.local_tensors import local_tensors
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.collectives import gather_texts
 from ddp_compile.runtime.launch_queue import LaunchQueue
-from ddp_compile.runtime.local_tensors import local_tensors
 
 _NONE = torch.empty(0)  # stands for a ``.grad`` that is None
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile.errors import DDPCompileError, ReductionError
-from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.policies import AllRequired
-from ddp_compile.runtime.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.iteration_message import IterationMessage
 from ddp_compile.runtime.early_launch import NoEarlyLaunch, Verdict, own_gradients
 from ddp_compile.runtime.finite_check import FiniteCheck
-from ddp_compile.runtime.iteration_message import IterationMessage
 from ddp_compile.runtime.launch_queue import LaunchQueue
-from ddp_compile.runtime.reducer_settings import ReducerSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime import error_messages, streams
-from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.bucket_iteration import BucketState
-from ddp_compile.runtime.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_iteration import BucketState
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 
@@ -117,7 +117,7 @@ class LaunchQueue:
         """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
         bucket.iteration.pending.clear()
         bucket.await_accumulation()
-        gradients = bucket.contributions(self.sends, self._undefined)
+        gradients = bucket.contributions(self.sends, self._undefined.verify)
         if bucket.may_launch_early and self.algorithm.traits.replayable:
             # It may have been launched early, and too early, on another rank. What is sent will be written over, or is
             # not ``.grad`` any more. Not the gradients themselves, which would look as if somebody else held them.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
+from ddp_compile import torch_internals
+
 
 class State(Enum):
     """What the reducer makes of the next gradient."""
@@ -100,3 +102,24 @@ class Lifecycle:
         """Take note of an event; returns the new state."""
         self.phase = TABLE[self.phase, event]
         return self.phase.state
+
+
+def nothing_to_finalize(rank: int, is_manual: bool, state: State) -> RuntimeError:
+    """`finalize_backward` was called where nothing waits for it.
+
+    Args:
+        rank: This rank.
+        is_manual: Whether it was said that it will be called.
+        state: Of the reducer.
+    """
+    if not is_manual:
+        why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
+    elif torch_internals.current_graph_task_id() != -1:
+        why = "the backward has not returned, and more gradients may come; call it behind the backward"
+    elif state is State.INCOMPLETE:
+        why = "gradients are missing; another backward has to bring them, or the next forward names them"
+    elif state in (State.REDUCING, State.FAILED):
+        why = "the last backward, or its finalization, has raised; the next forward says how to go on"
+    else:
+        why = "no backward that is reduced has come since the last call; call it once behind each, outside of no_sync"
+    return RuntimeError(f"rank {rank}: finalize_backward() was called, but {why}")

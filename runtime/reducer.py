@@ -19,23 +19,23 @@ from torch.nn import Parameter
 from ddp_compile import torch_internals
 from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.runtime import error_messages, streams
-from ddp_compile.runtime.algorithms.base import CommAlgorithm
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.backward_passes import BackwardPasses, BackwardsAlone
 from ddp_compile.runtime.arrivals.gradient_arrivals import GradientArrivals
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import policy_for
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
-from ddp_compile.runtime.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.bucket_receiver import BucketReceiver
-from ddp_compile.runtime.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
+from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.early_launch import EarlyLaunch, NoEarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
 from ddp_compile.runtime.launch_queue import LaunchQueue
-from ddp_compile.runtime.lifecycle import Event, Lifecycle, Phase, State
-from ddp_compile.runtime.reducer_settings import ReducerSettings
+from ddp_compile.runtime.lifecycle import Event, Lifecycle, Phase, State, nothing_to_finalize
 
 
 class Reducer:
@@ -179,7 +179,7 @@ class Reducer:
         """Let the end of the next iteration wait for these, of a buffer comm hook for example."""
         self._end.await_also(futures)
 
-    # Inside ``Join``; see `ddp_compile.uneven_inputs`.
+    # Inside ``Join``; see `ddp_compile.features.uneven_inputs`.
 
     def refuse_second_forward(self) -> None:
         """Raise a ReplicationError if a forward has come whose backward is to be reduced, and has not."""
@@ -323,7 +323,7 @@ class Reducer:
         """
         state = self._lifecycle.phase.state
         if state is not State.LAUNCHED:
-            raise error_messages.nothing_to_finalize(self.rank, self.finalizes_manually, state)
+            raise nothing_to_finalize(self.rank, self.finalizes_manually, state)
         self._lifecycle.on(Event.FINALIZE)  # first: what raises from now on must not pass unseen
         self._finish_iteration()
 

@@ -26,7 +26,7 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError
 from ddp_compile.functions import no_sync, unwrap
-from ddp_compile.module import ReplicatedModule, state_of
+from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.plan.spec import with_article
 
 OLDEST = "1.0.0"

@@ -106,6 +106,7 @@ from ddp_compile.torch_internals.tensors import (
     sparse_values,
     storage_key,
     symbol_bound_by,
+    tensors_in,
     to_fake,
     wrapper_subclass,
 )
@@ -197,6 +198,7 @@ __all__ = [
     "state_of_fully_shard",
     "storage_key",
     "symbol_bound_by",
+    "tensors_in",
     "to_fake",
     "trace_artifact",
     "traced_call_of",

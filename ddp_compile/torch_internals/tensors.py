@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -185,3 +187,13 @@ UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 def sparse_values(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor as they are stored, those of one index perhaps in several places."""
     return tensor._values()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value: in lists, tuples, dicts and whatever else pytree knows, and in fields of dataclasses."""
+    for leaf in pytree.tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddp_compile.errors import ReplicationError
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.wrappers import reduces_by_itself, reducing_wrappers_inside
 
 # Of all modules that are replicated now; torch keeps nothing that leads here.

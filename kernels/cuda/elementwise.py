@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddp_compile.kernels.contract.reference import HEADER_BYTES, ROW_ALIGNMENT
 from ddp_compile.kernels.cuda.arguments import (
     BLOCK_THREADS,
     BLOCKS_PER_MULTIPROCESSOR,
@@ -18,7 +19,6 @@ from ddp_compile.kernels.cuda.arguments import (
 )
 from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
 from ddp_compile.kernels.cuda.programs import FORMAT_OF
-from ddp_compile.kernels.reference import HEADER_BYTES, ROW_ALIGNMENT
 
 # kCodes in codec.cuh, and how many codes are worth a block.
 _PACKET_CODES = 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_compile.errors import KernelUnavailableError
-from ddp_compile.kernels import layout
+from ddp_compile.kernels.contract import layout
 from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import DTYPE_CODES, NativeLibrary
 from ddp_compile.kernels.native.tensor_table import NativeTensorTable

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_compile.kernels import layout
+from ddp_compile.kernels.contract import layout
 from ddp_compile.kernels.native.library import DTYPE_CODES, FITS, MISMATCH, OUT_OF_MEMORY, NativeLibrary
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.algorithms.base import CommAlgorithm
-from ddp_compile.runtime.optimizer_steps import OptimizerSteps
+from ddp_compile.runtime.algorithms.optimizer_steps import OptimizerSteps
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.comm import error_messages
 
 
 class AfterStep(CommAlgorithm):

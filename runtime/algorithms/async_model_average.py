@@ -17,18 +17,18 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError
 from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
-from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread, Standing
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.algorithms.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
 from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_of_another
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.optimizer_steps import OptimizerSteps
-from ddp_compile.runtime.process_groups import group_of
-from ddp_compile.runtime.rank_names import format_ranks
-from ddp_compile.runtime.streams import Event, has_streams
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.rank_names import format_ranks
+from ddp_compile.runtime.comm.streams import Event, has_streams
 
 
 class AsyncModelAverageAlgorithm(CommAlgorithm):

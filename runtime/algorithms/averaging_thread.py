@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ddp_compile.runtime import streams
+from ddp_compile.runtime.comm import streams
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.process_groups import group_of
-from ddp_compile.runtime.streams import Event, SideStream, record, work_blocks_host
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
 
 
 class CollectiveChain(CommAlgorithm):

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ddp_compile.errors import ReductionError
 from ddp_compile.plan.spec import with_article
-from ddp_compile.runtime.algorithms.base import CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.local_tensors import local_tensors
-from ddp_compile.runtime.streams import work_blocks_host
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
+from ddp_compile.runtime.buckets.local_tensors import local_tensors
+from ddp_compile.runtime.comm.streams import work_blocks_host
 
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 

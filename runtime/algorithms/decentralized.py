@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig, CommAlgorithm, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, all_reduce, average_over
+from ddp_compile.runtime.algorithms.optimizer_steps import OptimizerSteps
 from ddp_compile.runtime.algorithms.peers import (
     exchange,
     objection_to_messages,
@@ -21,8 +20,9 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
-from ddp_compile.runtime.optimizer_steps import OptimizerSteps
-from ddp_compile.runtime.process_groups import NodeGroups
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Traits
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.process_groups import NodeGroups
 
 PeerSelection = Literal["all", "shift_one"]
 

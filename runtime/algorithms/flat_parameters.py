@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
 from ddp_compile.kernels import flatten_scale, unflatten
-from ddp_compile.kernels.layout import is_non_overlapping_and_dense
+from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.runtime.algorithms.peers import wait_for
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.runtime.algorithms.base import Traits
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.process_groups import NodeGroups
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import Traits
+from ddp_compile.runtime.comm.process_groups import NodeGroups
 
 
 class Hierarchical(CollectiveChain):

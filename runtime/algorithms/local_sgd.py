@@ -11,11 +11,11 @@ from torch.nn import Parameter
 
 from ddp_compile.runtime.algorithms.after_step import AfterStep
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Pending, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, average_over
 from ddp_compile.runtime.algorithms.peers import refuse_interval, refuse_state_of_another
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.process_groups import group_of
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Pending, Traits
+from ddp_compile.runtime.comm.process_groups import group_of
 
 
 class LocalSGDAlgorithm(AfterStep):

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
+from ddp_compile.kernels.contract.reference import row_bytes
 from ddp_compile.kernels.executors import KERNEL_DTYPES
-from ddp_compile.kernels.reference import row_bytes
 from ddp_compile.runtime.algorithms.after_step import AfterStep
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig, Traits
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.algorithms.peers import (
     exchange,
@@ -25,9 +24,10 @@ from ddp_compile.runtime.algorithms.peers import (
     refuse_state_of_another,
     wait_for,
 )
-from ddp_compile.runtime.process_groups import NodeGroups
-from ddp_compile.runtime.streams import used_here, work_blocks_host
-from ddp_compile.runtime.transfers import Transfer, keep_after
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
+from ddp_compile.runtime.comm.process_groups import NodeGroups
+from ddp_compile.runtime.comm.streams import used_here, work_blocks_host
+from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 
 #: Values that share a minimum and a maximum on the wire; 8 to 23 bytes are sent for each such chunk.
 CHUNK_NUMEL = 1 << 16

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ddp_compile.runtime.streams import Event, Stream, record
+from ddp_compile.runtime.comm.streams import Event, Stream, record
 
 
 class ParameterGate:

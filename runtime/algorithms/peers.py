@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import streams
-from ddp_compile.runtime.algorithms.base import CommAlgorithm
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.comm import streams
 
 
 def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:

@@ -23,11 +23,11 @@ from torch.nn import Parameter
 
 from ddp_compile.plan.spec import shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import AllReduceInChain
-from ddp_compile.runtime.algorithms.base import AlgorithmConfig
 from ddp_compile.runtime.algorithms.byte_grad import ByteGradAlgorithm
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.local_tensors import local_tensors
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
+from ddp_compile.runtime.buckets.local_tensors import local_tensors
 
 
 class HasMomenta(Protocol):

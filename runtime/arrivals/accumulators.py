@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.runtime.local_tensors import redistribution_to
+from ddp_compile.runtime.buckets.local_tensors import redistribution_to
 
 
 class Accumulators:

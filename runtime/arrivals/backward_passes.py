@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ddp_compile import torch_internals
-from ddp_compile.runtime import error_messages
+from ddp_compile.runtime.comm import error_messages
 
 log = logging.getLogger(__name__)
 

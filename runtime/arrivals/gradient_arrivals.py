@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.bucket_set import BucketSet
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
+from ddp_compile.runtime.comm import error_messages
 
 
 class GradientArrivals:

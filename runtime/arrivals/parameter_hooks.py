@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.bucket_iteration import BucketIteration
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_iteration import BucketIteration
 
 
 class ArrivalListener(Protocol):

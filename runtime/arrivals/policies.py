@@ -10,10 +10,10 @@ from typing import Any
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.arrivals.used_parameters import UsedParameters, tensors_in
-from ddp_compile.runtime.bucket import Bucket
-from ddp_compile.runtime.reducer_settings import ReducerSettings
+from ddp_compile.runtime.arrivals.used_parameters import UsedParameters
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
+from ddp_compile.runtime.comm import error_messages
 
 
 class AllRequired:
@@ -202,7 +202,7 @@ class StaticGraph(UnusedAllowed):
                 reached()
 
         if self._is_learning:
-            for tensor in tensors_in(outputs):
+            for tensor in torch_internals.tensors_in(outputs):
                 if tensor.grad_fn is not None:
                     torch_internals.register_own(tensor.register_hook, note_pass)
 

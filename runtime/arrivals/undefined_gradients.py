@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from ddp_compile.runtime import error_messages
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
+from ddp_compile.runtime.comm import error_messages
 
 
 @dataclass(slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Parameter
+
+from ddp_compile import torch_internals
 
 
 class UsedParameters:
@@ -34,7 +34,7 @@ class UsedParameters:
         Args:
             outputs: What a forward returned: tensors in containers that pytree knows, and in dataclasses.
         """
-        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_behind(tensors_in(outputs))}
+        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_behind(torch_internals.tensors_in(outputs))}
         return {index for index in self._index_of.values() if index not in reached}
 
     def take(self) -> bytearray:
@@ -44,16 +44,6 @@ class UsedParameters:
             flags[index] = 1
         self._used_here.clear()
         return flags
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a value: in lists, tuples, dicts and whatever else pytree knows, and in fields of dataclasses."""
-    for leaf in pytree.tree_iter(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name, None))
 
 
 def _leaves_behind(tensors: Iterator[Tensor]) -> Iterator[Tensor]:

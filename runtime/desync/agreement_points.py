@@ -22,13 +22,12 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.arrivals.used_parameters import tensors_in
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.desync.fingerprint import ORDER_WAY_OUT, Fingerprint, ModelFingerprint, describe_differences
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError
 from ddp_compile.runtime.desync.model_order import ModelOrder
-from ddp_compile.runtime.rank_names import format_ranks
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +238,9 @@ class ForwardsLeftOut:
             nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]
         else:
             # Outputs of one compiled graph have one node.
-            nodes = list({tensor.grad_fn: None for tensor in tensors_in(outputs) if tensor.grad_fn is not None})
+            nodes = list(
+                {tensor.grad_fn: None for tensor in torch_internals.tensors_in(outputs) if tensor.grad_fn is not None}
+            )
         if nodes:
             self._num_watched += 1
             self._set_hooks(nodes)

@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError
-from ddp_compile.runtime import error_messages
-from ddp_compile.runtime.collectives import name_from_rank_0
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.collectives import name_from_rank_0
+from ddp_compile.runtime.comm.rank_names import name_values
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.gathering import Gathering, pauses
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
 from ddp_compile.runtime.desync.model_order import ModelOrder, order_in
 from ddp_compile.runtime.desync.rank_status import RankStatuses
-from ddp_compile.runtime.rank_names import name_values
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
-from ddp_compile.runtime.rank_names import format_ranks
 
 _SHARE_OF_TIME = 0.001
 _SERVER_S = 5e-6  # what a post takes on the server of a TCPStore: 1.4 us was measured on an idle machine

@@ -17,7 +17,7 @@ from rank_pool import RankPool
 from torch import fx
 
 from ddp_compile.compile.backend import TrainingBackend
-from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket import Bucket
 
 Ranks = Callable[[int], RankPool]
 

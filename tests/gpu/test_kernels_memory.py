@@ -7,7 +7,7 @@ import torch
 from device_tensors import DTYPES, NON_FINITE, POISON, on_gpu, rounded_product, same_bits, values_of
 
 from ddp_compile import kernels
-from ddp_compile.kernels import reference
+from ddp_compile.kernels.contract import reference
 
 pytestmark = on_gpu
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from ddp_compile.integrations.accelerate import use
-from ddp_compile.module import ReplicatedModule
+from ddp_compile.module.mixin import ReplicatedModule
 
 VOCABULARY = 32
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AsyncModelAverage, GradientAllReduce
 from ddp_compile.errors import ReductionError, ReplicationError
-from ddp_compile.runtime import streams
+from ddp_compile.runtime.comm import streams
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 6

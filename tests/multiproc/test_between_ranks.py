@@ -16,7 +16,7 @@ from rank_pool import RankPool
 from torch import nn
 
 from ddp_compile import RanksDifferError, ReductionError, ddp_compile
-from ddp_compile.runtime import collectives
+from ddp_compile.runtime.comm import collectives
 
 Ranks = Callable[[int], RankPool]
 

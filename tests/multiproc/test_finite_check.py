@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from ddp_compile import NonFiniteGradientError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce
-from ddp_compile.runtime.iteration_message import IterationMessage
+from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 33

@@ -17,9 +17,9 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
-from ddp_compile.runtime import iteration_message
-from ddp_compile.runtime.iteration_message import IterationMessage
-from ddp_compile.uneven_inputs import UnevenInputs
+from ddp_compile.features.uneven_inputs import UnevenInputs
+from ddp_compile.runtime.comm import iteration_message
+from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
 Ranks = Callable[[int], RankPool]
 NUM_STEPS = 6

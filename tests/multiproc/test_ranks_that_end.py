@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce, LowPrecisionDecentralized
-from ddp_compile.runtime.algorithms.base import CommAlgorithm
-from ddp_compile.runtime.transfers import Transfer
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.comm.transfers import Transfer
 
 #: How late rank 1 is for its last step, behind the end of rank 0.
 LATE_S = 2.0

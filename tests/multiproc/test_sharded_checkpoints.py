@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
-from ddp_compile.sharded_checkpoints import PartOfTensor
+from ddp_compile.runtime.sharded.sharded_checkpoints import PartOfTensor
 
 Ranks = Callable[[int], RankPool]
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
-from ddp_compile.module import ReplicatedModule
+from ddp_compile.module.mixin import ReplicatedModule
 
 #: Whether this process has made one of them, so that a test is one of DistributedDataParallel.
 made_one = False

@@ -89,7 +89,7 @@ class StreamedProcessGroup(dist.ProcessGroup):
     # Called by name from C++.
 
     def getBackendName(self) -> str:
-        return "mpi" if self._device.blocks_host else BACKEND  # see `ddp_compile.runtime.streams.work_blocks_host`
+        return "mpi" if self._device.blocks_host else BACKEND  # see `ddp_compile.runtime.comm.streams.work_blocks_host`
 
     def setGroupName(self, name: str) -> None:
         self._name = name

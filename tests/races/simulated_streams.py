@@ -1,4 +1,4 @@
-"""Streams on the CPU: what `ddp_compile.runtime.streams` asks of a device, told to a `RaceDetector`."""
+"""Streams on the CPU: what `ddp_compile.runtime.comm.streams` asks of a device, told to a `RaceDetector`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Backward:
 
 
 class SimulatedStreams:
-    """A `Backend` of `ddp_compile.runtime.streams` for the CPU.
+    """A `Backend` of `ddp_compile.runtime.comm.streams` for the CPU.
 
     Inside `backward`, the current stream is the one that autograd's engine would set: an AccumulateGrad node runs on
     its own stream, any other node on the forward's, and the engine's final callbacks on the caller's. The order is the

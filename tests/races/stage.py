@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_compile import torch_internals
-from ddp_compile.runtime import streams as runtime_streams
+from ddp_compile.runtime.comm import streams as runtime_streams
 
 
 class Roles(NamedTuple):

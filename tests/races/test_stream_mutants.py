@@ -16,7 +16,7 @@ from stage import DISTINCT, perform
 
 Ranks = Callable[[int], RankPool]
 
-#: What `ddp_compile.runtime.streams` offers to keep streams in order.
+#: What `ddp_compile.runtime.comm.streams` offers to keep streams in order.
 ORDERING = {"record", "record_on", "used_here", "after_current"}
 
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddp_compile import ReplicationError, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, Decentralized, LowPrecisionDecentralized
 from ddp_compile.config import DDP_ARGUMENTS_REPLACED, ReplicateConfig
-from ddp_compile.runtime import streams
-from ddp_compile.validation.module_checks import check_devices, resolve_process_group
+from ddp_compile.module.module_checks import check_devices, resolve_process_group
+from ddp_compile.runtime.comm import streams
 
 
 @pytest.mark.parametrize(

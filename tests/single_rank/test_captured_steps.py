@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AlgorithmConfig, Decentralized, GradientAllReduce, LocalSGD
-from ddp_compile.runtime import streams
+from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")

@@ -10,8 +10,8 @@ from small_net import Net, backward, replicated
 from torch import Tensor, nn
 
 from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
-from ddp_compile.algorithm_switch import refuse_settings
 from ddp_compile.algorithms import Decentralized, LocalSGD
+from ddp_compile.features.algorithm_switch import refuse_settings
 
 
 def test_one_rank_alone_is_checked_though_nothing_is_sent(single_rank_group: None) -> None:

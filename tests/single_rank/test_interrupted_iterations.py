@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ddp_compile import ReductionError, ddp_compile
-from ddp_compile.runtime import bucket_set
 from ddp_compile.runtime.arrivals.policies import UnusedAllowed
-from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.buckets import bucket_set
+from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
-from ddp_compile.runtime import computed_bucket
+from ddp_compile.runtime.buckets import computed_bucket
 
 
 def replicated(split: str = "backward", make: Callable[[], nn.Module] = ResidualLayers, **settings: Any) -> nn.Module:

@@ -13,7 +13,7 @@ from process_copies import run_in_copy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import ddp_compile.replicate_state as replicate_state
+import ddp_compile.module.replicate_state as replicate_state
 from ddp_compile import ddp_compile
 
 TRAINING = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_compile.runtime.process_groups import NodeGroups, group_of
+from ddp_compile.runtime.comm.process_groups import NodeGroups, group_of
 
 CPU, BOUND = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from ddp_compile import ddp_compile
-from ddp_compile.regions import find_regions, region_of_parameters
+from ddp_compile.features.regions import find_regions, region_of_parameters
 
 WIDTH = 8
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_compile import kernels
-from ddp_compile.kernels import reference
+from ddp_compile.kernels.contract import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -14,7 +14,7 @@ from in_ci import only
 from torch import Tensor
 
 from ddp_compile.errors import KernelUnavailableError
-from ddp_compile.kernels import layout, reference
+from ddp_compile.kernels.contract import layout, reference
 from ddp_compile.kernels.cuda import arguments, elementwise, programs, tensor_table
 from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, BLOCKS_PER_MULTIPROCESSOR, CHUNK_NUMEL
 from ddp_compile.kernels.cuda.executor import CudaExecutor

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from store_ranks import PLAN, on_threads, points_of, run_iteration, store_of
 
 from ddp_compile.errors import RanksDifferError
+from ddp_compile.runtime.comm.rank_names import format_ranks, name_values
 from ddp_compile.runtime.desync import agreement_points, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint, describe_differences
 from ddp_compile.runtime.desync.group_store import StoreLostError
 from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS, ModelOrder, is_agreement_point
 from ddp_compile.runtime.desync.rank_status import RankStatus, RankStatuses, format_rank_statuses
-from ddp_compile.runtime.rank_names import format_ranks, name_values
 
 
 def fingerprint(number: int = 4, latest: tuple[str, ...] = (), **changes: Any) -> Fingerprint:

@@ -7,7 +7,7 @@ import torch
 from kernel_choice import Asked
 from torch import Tensor
 
-from ddp_compile.kernels.layout import is_non_overlapping_and_dense
+from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 
 SHAPES = [(3, 4), (), (5,), (0,), (2, 1, 3), (1,)]
 

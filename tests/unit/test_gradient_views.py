@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.runtime.gradient_views import GradientViews, held_by_others
+from ddp_compile.runtime.buckets.gradient_views import GradientViews, held_by_others
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 

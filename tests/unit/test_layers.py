@@ -129,27 +129,67 @@ def test_all_folders_of_the_package_are_looked_at() -> None:
     assert len(TREES) >= 20
 
 
-@pytest.mark.parametrize(
-    ("layer", "other"), [("ddp_compile.passes", "ddp_compile.runtime"), ("ddp_compile.runtime", "ddp_compile.passes")]
-)
-def test_passes_and_runtime_never_import_each_other(layer: str, other: str) -> None:
-    assert {module: found for module in below(layer) if (found := reaches(imports_of_ours(module), other))} == {}
+#: The layers of the package, the lowest first. A module may import from its own layer and from those before it. Layers
+#: of one line do not know each other. A folder stands for its own files, not for the folders in it; the modules at the
+#: top of the package, which are the public ones, stand for themselves.
+LAYERS = [
+    ["errors", "graph_ops", "torch_internals", "checkout"],
+    ["config", "plan", "kernels.contract"],
+    ["kernels.native"],
+    ["kernels.cuda"],
+    ["kernels"],
+    ["runtime.comm"],
+    ["runtime.desync"],
+    ["runtime.buckets"],
+    ["runtime.arrivals", "runtime.algorithms"],
+    ["runtime.sharded", "runtime"],
+    ["passes", "passes.analysis"],
+    ["passes.forward", "passes.backward"],
+    ["compile", "validation", "algorithms", "comm_hooks", "optim"],
+    ["features"],
+    ["module"],
+    ["api", "functions", "sharded_optimizer"],
+    [""],
+    ["integrations", "bench"],
+    ["__main__"],
+]
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["ddp_compile.plan.spec", "ddp_compile.graph_ops", "ddp_compile.config", "ddp_compile.errors", INTERNALS],
-)
-def test_the_lowest_layer_imports_nothing_of_ours(module: str) -> None:
-    assert {
-        below_it: imports_of_ours(below_it) - reaches(imports_of_ours(below_it), module) for below_it in below(module)
-    } == {below_it: set() for below_it in below(module)}
+def folder_of(module: str) -> str:
+    """The folder of a module, without the package's name; a module at the top of the package stands for itself."""
+    name = module.removeprefix("ddp_compile").removeprefix(".")
+    if name.split(".")[0] == "bench":
+        return "bench"
+    is_folder = any(other.startswith(f"{module}.") for other in TREES)
+    return name if is_folder or "." not in name else name.rpartition(".")[0]
+
+
+def arrows() -> dict[tuple[str, str], set[str]]:
+    """For each pair of folders of which the first imports from the second: the modules that do."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for module in TREES:
+        for name in imports_of_ours(module) & set(TREES):
+            if folder_of(module) != folder_of(name):
+                found.setdefault((folder_of(module), folder_of(name)), set()).add(module)
+    return found
+
+
+def test_folders_import_from_lower_layers_only() -> None:
+    assert {folder_of(module) for module in TREES} == set(LAYER_OF)
+    upward = {pair: modules for pair, modules in arrows().items() if LAYER_OF[pair[0]] <= LAYER_OF[pair[1]]}
+    assert upward == {}
+
+
+def test_passes_and_runtime_never_import_each_other() -> None:
+    pairs = {(folder.split(".")[0], other.split(".")[0]) for folder, other in arrows()}
+    assert pairs & {("passes", "runtime"), ("runtime", "passes")} == set()
 
 
 #: Names by which a source would know a kind of accelerator, or its streams.
 DEVICE_NAMES = ("torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator", "torch.get_device_module", "torch.Stream")
 #: The kernels are of one kind of device. The benchmark stands in for a process group, and times one device.
-KNOW_DEVICES = ("ddp_compile.runtime.streams", "ddp_compile.kernels", "ddp_compile.bench")
+KNOW_DEVICES = ("ddp_compile.runtime.comm.streams", "ddp_compile.kernels", "ddp_compile.bench")
 
 
 def test_streams_are_known_in_one_file() -> None:
@@ -172,36 +212,15 @@ def test_the_bucket_plan_needs_only_the_standard_library_and_torch_without_its_d
     assert [name for name in torch_names(tree) if name.startswith("torch.distributed")] == []
 
 
-def test_kernels_import_only_kernels_and_errors() -> None:
-    strangers = {
-        module: imports_of_ours(module)
-        - reaches(imports_of_ours(module), "ddp_compile.kernels")
-        - reaches(imports_of_ours(module), "ddp_compile.errors")
-        for module in below("ddp_compile.kernels")
-    }
-    assert {module: found for module, found in strangers.items() if found} == {}
+def test_kernels_need_nothing_else_of_ours_than_errors() -> None:
+    others = {other.split(".")[0] for folder, other in arrows() if folder.split(".")[0] == "kernels"}
+    assert others == {"kernels", "errors"}
 
 
 def test_only_the_command_line_imports_the_harness() -> None:
     harness = "ddp_compile.bench"
     users = {m for m in TREES if m not in below(harness) and reaches(imports_of_ours(m), harness)}
     assert users == {"ddp_compile.__main__"}
-
-
-@pytest.mark.parametrize("layer", ["ddp_compile.passes", "ddp_compile.runtime"])
-def test_passes_and_runtime_import_nothing_from_above(layer: str) -> None:
-    allowed = (
-        "ddp_compile.plan",
-        "ddp_compile.graph_ops",
-        "ddp_compile.errors",
-        "ddp_compile.config",
-        INTERNALS,
-        "ddp_compile.kernels",
-        layer,
-    )
-    for module in below(layer):
-        ours = imports_of_ours(module)
-        assert ours - set().union(*(reaches(ours, name) for name in allowed)) == set(), module
 
 
 def test_graph_dumps_know_no_pass_and_passes_know_no_dumps() -> None:
@@ -248,8 +267,10 @@ def writes_of_grad(tree: ast.Module) -> int:
 def test_the_bucket_alone_writes_gradients() -> None:
     writers = {module for module in below("ddp_compile.runtime") if writes_of_grad(TREES[module])}
     # The other one makes a gradient of its own, whose references it counts.
-    sharded = {f"ddp_compile.runtime.sharding.{name}" for name in ("sharded_bucket", "sharded_gradients")}
-    assert writers == {"ddp_compile.runtime.bucket", "ddp_compile.runtime.gradient_views", *sharded}
+    sharded = {
+        f"ddp_compile.runtime.sharded.{name}" for name in ("sharded_bucket", "sharded_gradients", "stepped_pieces")
+    }
+    assert writers == {"ddp_compile.runtime.buckets.bucket", "ddp_compile.runtime.buckets.gradient_views", *sharded}
     assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
-from ddp_compile.runtime import streams
-from ddp_compile.runtime.flat_buffer import FlatBuffer, non_finite_flags
+from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
+from ddp_compile.runtime.comm import streams
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
-from ddp_compile.runtime.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket import Bucket
 
 BEHIND = -10  #: that the listener hears when all hooks have run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_compile.passes import pipelines
-from ddp_compile.passes.pipelines import digest_of_sources, pipelines_version
+from ddp_compile.compile import pipelines
+from ddp_compile.compile.pipelines import digest_of_sources, pipelines_version
 
 
 @pytest.fixture

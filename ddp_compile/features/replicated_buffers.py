@@ -1,0 +1,116 @@
+"""The buffers of a replicated module: rank 0's on every rank, or what a user's hook makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError
+from ddp_compile.runtime.comm.collectives import broadcast_all
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
+
+#: Gets the state and the buffers by name; returns futures that the end of the backward waits for, or None.
+BufferHook = Callable[[Any, Mapping[str, Tensor]], "list[torch.futures.Future[Any]] | None"]
+
+
+class _Hook(NamedTuple):
+    function: BufferHook
+    state: object
+    is_after_forward: bool
+
+
+class ReplicatedBuffers:
+    """Keeps the buffers of one module equal on all ranks.
+
+    Args:
+        module: The module.
+        ignored: Fully qualified names of buffers that stay local.
+        is_on: Whether anything is done before forwards at all.
+        process_group: The ranks.
+        monitor: What is told of ranks that did not come.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: Collection[str],
+        is_on: bool,
+        process_group: dist.ProcessGroup,
+        monitor: DesyncMonitor,
+    ) -> None:
+        # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
+        self._places = {
+            fqn: (owner, name)
+            for prefix, owner in module.named_modules()
+            for name in owner._buffers
+            if (fqn := f"{prefix}.{name}".lstrip(".")) not in ignored
+        }
+        self._is_on = is_on
+        self._process_group = process_group
+        self._monitor = monitor
+        self._hook: _Hook | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffers that there are now, by fully qualified name."""
+        present = {fqn: owner._buffers.get(name) for fqn, (owner, name) in self._places.items()}
+        return {fqn: buffer for fqn, buffer in present.items() if buffer is not None}
+
+    def synchronised(self) -> list[Tensor]:
+        """Those that are kept equal: none where that is turned off."""
+        return list(self.tensors().values()) if self._is_on else []
+
+    def register_hook(self, state: object, hook: Any, location: Any) -> None:
+        """Let a hook do what the broadcast does; see ``ReplicatedModule._register_buffer_comm_hook``."""
+        if not callable(hook):
+            raise TypeError(f"the buffer comm hook {hook!r} is not callable; pass hook(state, buffers by name)")
+        name = location.name if isinstance(location, Enum) else str(location)
+        if name not in ("PRE_FORWARD", "POST_FORWARD"):
+            raise ValueError(f"comm_hook_location={location!r} must be PRE_FORWARD or POST_FORWARD")
+        self._hook = _Hook(hook, state, name == "POST_FORWARD")
+
+    def before_forward(self, kind: str, source: int) -> list[torch.futures.Future[Any]]:
+        """A forward begins whose backward is to be reduced.
+
+        Args:
+            kind: Of forward, for the table of where ranks stand.
+            source: The rank in the group whose buffers hold, where they are broadcast.
+
+        Returns:
+            Futures that the end of the backward waits for.
+
+        Raises:
+            ReductionError: Another rank did not come.
+        """
+        buffers = self.synchronised()
+        if not buffers or (self._hook is not None and self._hook.is_after_forward):
+            return []
+        self._monitor.buffers_are_broadcast(kind)
+        if self._hook is not None:
+            return self._call(self._hook)
+        try:
+            broadcast_all(buffers, self._process_group, source)
+        except RuntimeError as error:
+            failure = ReductionError(
+                f"rank {self._process_group.rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
+                " the forward failed. Another rank has raised, exited, or not called the model; look for its error."
+                f" ({error})"
+            )
+            raise self._monitor.report_failure(failure) from error
+        return []
+
+    def after_forward(self) -> list[torch.futures.Future[Any]]:
+        """The forward has returned; as `before_forward`."""
+        if self._hook is None or not self._hook.is_after_forward or not self.synchronised():
+            return []
+        return self._call(self._hook)
+
+    def _call(self, hook: _Hook) -> list[torch.futures.Future[Any]]:
+        buffers = self.tensors()
+        with torch.no_grad(), torch_internals.preserved_versions(list(buffers.values())):
+            return list(hook.function(hook.state, buffers) or [])

@@ -1,0 +1,229 @@
+"""Submodules that ``fully_shard`` has sharded: what is left to average of them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError
+from ddp_compile.runtime.comm.collectives import broadcast_all, ranks_unlike_rank_0
+from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.rank_names import format_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+_WAY_OUT = "shard over all dimensions, fully_shard(module, mesh=mesh['replicas', 'parts']), without ddp_compile"
+
+
+class ShardedSubmodule(NamedTuple):
+    """What one call of ``fully_shard`` was given.
+
+    Args:
+        name: Of the module, of several the first.
+        module: That module.
+        parameters: Its parameters by name, DTensors while they are sharded; not those of nested calls.
+    """
+
+    name: str
+    module: FSDPModule
+    parameters: dict[str, nn.Parameter]
+
+
+def sharded_submodules(module: nn.Module) -> list[ShardedSubmodule]:
+    """Those of a module, outermost first."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has none, and it takes long
+    if fsdp is None:
+        return []
+    found: dict[int, ShardedSubmodule] = {}
+    every_name = list(module.named_parameters(remove_duplicate=False))
+    for name, submodule in module.named_modules():
+        if not isinstance(submodule, fsdp.FSDPModule):
+            continue
+        state = id(torch_internals.state_of_fully_shard(submodule))
+        own = {id(parameter) for parameter in torch_internals.parameters_of_fully_shard(submodule)}
+        named = {parameter_name: p for parameter_name, p in every_name if id(p) in own}
+        if named and state not in found:
+            found[state] = ShardedSubmodule(name, submodule, named)
+    return list(found.values())
+
+
+def names_sharded(module: nn.Module) -> frozenset[str]:
+    """The names of parameters that FSDP2 reduces, at least over some of the ranks."""
+    return frozenset(name for submodule in sharded_submodules(module) for name in submodule.parameters)
+
+
+class ShardedSubmodules:
+    """Averages over the replicas of a part what FSDP2 has averaged and scattered over its own ranks.
+
+    FSDP2's ranks are all that are averaged over, and then nothing is left to do; or some of them, and each part lies on
+    several ranks, its replicas. FSDP2 writes ``.grad`` past AccumulateGrad, so the reducer never hears of these
+    parameters. But it calls a hook with each submodule's reduced gradients, in the backward, one submodule after the
+    other, in an order that the graph gives. The hooks' all-reduces have process groups of their own, since at which
+    places they come between the launches of buckets is not certain.
+
+    Note [Order of sharded submodules]
+    If another replica left one of them out, each all-reduce behind it would add up gradients of two submodules. So the
+    ranks compare each hook of their first backward, and stay with that order: a hook in another place is an error
+    before anything is sent.
+
+    Args:
+        submodules: What `sharded_submodules` has found.
+        process_group: The ranks to average over.
+        device: Where its gradients are.
+    """
+
+    def __init__(
+        self, submodules: Sequence[ShardedSubmodule], process_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._submodules = submodules
+        self._process_group = process_group
+        self._device = device
+        self._rank = dist.get_rank()
+        self._replicas: dict[str, dist.ProcessGroup] = {}  # by submodule; from `attach` on
+        self._order: list[str] | None = None
+        self._called: list[str] = []
+
+    def describe(self) -> list[str]:
+        """One line for each thing that has to be the same on every rank."""
+        lines = []
+        for submodule in self._submodules:
+            size = len(torch_internals.ranks_of_fully_shard(submodule.module))
+            lines.append(f"submodule {submodule.name}: fully_shard over {size} ranks")
+            for name, parameter in submodule.parameters.items():
+                lines.append(f"parameter {name}: {parameter.dtype} {list(parameter.shape)} in parts")
+        return lines
+
+    def attach(self, broadcast: bool) -> None:
+        """Make the process groups, broadcast parameters between replicas, and have FSDP2 call us; on all ranks at once.
+
+        Args:
+            broadcast: Whether replicas take the parameters of the first of them.
+
+        Raises:
+            ReplicationError: FSDP2's ranks are not a part of those to average over, or it has a hook already.
+        """
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for submodule in self._submodules:
+            self._refuse_hook(submodule)
+            everyone: list[Any] = [None] * self._process_group.size()
+            ranks = torch_internals.ranks_of_fully_shard(submodule.module)
+            dist.all_gather_object(everyone, ranks, group=self._process_group)
+            replicas = self._replicas_of(submodule.name, everyone)
+            if len(replicas) == 1:
+                continue
+            if replicas not in groups:
+                groups[replicas] = group_of(replicas, self._process_group, self._device)
+            self._replicas[submodule.name] = groups[replicas]
+            if broadcast:
+                broadcast_all(list(submodule.parameters.values()), groups[replicas])
+            submodule.module.set_all_reduce_hook(functools.partial(self._average, submodule.name))
+
+    def detach(self) -> None:
+        """Let FSDP2 reduce over its own ranks alone again."""
+        for submodule in self._submodules:
+            if submodule.name in self._replicas:
+                torch_internals.remove_all_reduce_hook(submodule.module)
+
+    def refuse_join(self) -> None:
+        """Refuse what a rank without input cannot follow.
+
+        Raises:
+            ReplicationError: There are sharded submodules.
+        """
+        if self._submodules:
+            names = ", ".join(submodule.name for submodule in self._submodules)
+            raise ReplicationError(
+                f"rank {self._rank}: join() with submodules of fully_shard ({names}), in whose collectives a rank"
+                " without input takes no part; give every rank as many batches"
+            )
+
+    def _refuse_hook(self, submodule: ShardedSubmodule) -> None:
+        if torch_internals.all_reduce_hook_of_fully_shard(submodule.module) is not None:
+            raise ReplicationError(
+                f"rank {self._rank}: submodule {submodule.name} has an all-reduce hook already (set_all_reduce_hook),"
+                f" which ddp_compile would replace; leave it out, or {_WAY_OUT}"
+            )
+
+    def _replicas_of(self, name: str, ranks_of_each: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The global ranks that hold what this one holds of a submodule.
+
+        Args:
+            name: The submodule.
+            ranks_of_each: FSDP2's ranks of it, by rank in the process group.
+        """
+        averaged = dist.get_process_group_ranks(self._process_group)
+        parts = sorted({tuple(ranks) for ranks in ranks_of_each})
+        if sorted(rank for part in parts for rank in part) != sorted(averaged) or len(set(map(len, parts))) > 1:
+            raise ReplicationError(
+                f"rank {self._rank}: submodule {name} is sharded by fully_shard over ranks"
+                f" {' and '.join(format_ranks(part) for part in parts)}, and ddp_compile averages over ranks"
+                f" {format_ranks(averaged)}. It has to average over all ranks that FSDP2 does, and these have to be"
+                " parts of one size: pass no device_mesh and no process_group, or one of all of them; or "
+                f"{_WAY_OUT}"
+            )
+        place = next(part.index(self._rank) for part in parts if self._rank in part)
+        return tuple(part[place] for part in parts)
+
+    def _average(self, name: str, reduced: Tensor) -> None:
+        """Called by FSDP2 with the gradients of a submodule, of shape (n,), which it scales and unpacks afterwards."""
+        if not self._called:
+            torch_internals.queue_backward_callback(self._nearly_ended)
+        self._called.append(name)
+        group = self._replicas[name]
+        if self._order is None:
+            self._compare(group)
+        elif self._order[: len(self._called)] != self._called:
+            raise self._order_changed()
+        reduced.mul_(1 / group.size())
+        try:
+            dist.all_reduce(reduced, group=group)
+        except RuntimeError as error:
+            raise self._failed(f"all-reduce of submodule {name} over its replicas", error) from error
+
+    def _nearly_ended(self) -> None:
+        # The last hooks may be called by callbacks of FSDP2, which have all been queued by now.
+        torch_internals.queue_backward_callback(self._ended)
+
+    def _ended(self) -> None:
+        if self._order is None:
+            self._compare(next(iter(self._replicas.values())))
+            self._order = self._called
+        elif self._called != self._order:
+            raise self._order_changed()
+        self._called = []
+
+    def _compare(self, group: dist.ProcessGroup) -> None:
+        try:
+            different = ranks_unlike_rank_0("\n".join(self._called).encode(), group, self._device)
+        except RuntimeError as error:
+            raise self._failed("comparison of the order of sharded submodules", error) from error
+        if different:
+            ranks = format_ranks([dist.get_global_rank(group, rank) for rank in different])
+            first = dist.get_global_rank(group, 0)
+            raise RanksDifferError(
+                f"rank {self._rank}: in the first backward, the submodules of fully_shard are reduced in another order"
+                f" on rank {ranks} than on rank {first}; here it is {', '.join(self._called)}. Every replica has to"
+                f" use the same ones in the same order; or {_WAY_OUT}"
+            )
+
+    def _order_changed(self) -> ReductionError:
+        return ReductionError(
+            f"rank {self._rank}: the submodules of fully_shard were reduced in the order {', '.join(self._called)}"
+            f" since the last backward that ended well, and {', '.join(self._order or ())} in the first one. Another"
+            " replica may have done otherwise, so nothing more is averaged: start again from a checkpoint, and use the"
+            f" same ones in every backward; or {_WAY_OUT}"
+        )
+
+    def _failed(self, what: str, error: RuntimeError) -> ReductionError:
+        return ReductionError(
+            f"rank {self._rank}: the {what} failed. Another rank has raised, exited, or not come to it within the"
+            f" process group's timeout; look for its error. ({error})"
+        )

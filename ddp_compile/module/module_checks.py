@@ -1,0 +1,170 @@
+"""What ``ddp_compile`` is given, checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from ddp_compile import torch_internals
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReplicationError
+from ddp_compile.features.sharded_submodules import names_sharded
+from ddp_compile.module.mixin import ReplicatedModule
+from ddp_compile.module.replicated_class import defines, names_taken
+from ddp_compile.runtime.comm import streams
+from ddp_compile.validation.replicated_parameters import reduced_parameters
+from ddp_compile.validation.wrappers import refuse_wrappers_inside
+
+
+def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
+    """Refuse what cannot be replicated, by name.
+
+    Raises:
+        TypeError: Not a module.
+        ReplicationError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of
+            ours.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, ReplicatedModule):
+        raise ReplicationError("ddp_compile() was called twice on this module; call it once, or module.unwrap() first")
+    refuse_wrappers_inside(module)
+    _check_ignored(module, ignored)
+    sharded = names_sharded(module)
+    _check_trainable(reduced_parameters(module, ignored | sharded), bool(ignored), bool(sharded))
+    if hidden := [name for name in names_taken() if defines(module, name)]:
+        raise ReplicationError(
+            f"{type(module).__name__}.{hidden[0]} has the name of a method that ddp_compile adds; rename it, or"
+            " replicate a module that holds this one"
+        )
+
+
+def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dist.ProcessGroup) -> None:
+    """Refuse tensors that the process group cannot send, and devices for which the reducer was not written.
+
+    Autograd has a thread for each accelerator, and another one for the CPU. The reducer counts gradients without a
+    lock, so all of them have to come on one thread, which means from one device.
+
+    Raises:
+        ReplicationError: Names the device, and the first tensor on it that would be sent.
+    """
+    reduced: dict[torch.device, str] = {}
+    for name, parameter in reduced_parameters(module, config.parameters_to_ignore | names_sharded(module)).items():
+        reduced.setdefault(parameter.device, name)
+    if len(reduced) > 1:
+        places = ", ".join(f"{name} is on {device}" for device, name in reduced.items())
+        raise ReplicationError(
+            f"rank {process_group.rank()}: {places}; all reduced parameters have to be on one device. Move them to one,"
+            " start a rank for each device, or call ddp_compile on each part that lies on one device"
+        )
+    types = torch_internals.device_types(process_group)
+    first_on: dict[torch.device, str] = {}
+    for name, tensor in _sent(module, config):
+        first_on.setdefault(tensor.device, name)
+    for device, name in first_on.items():
+        where = f"rank {process_group.rank()}: {name} is on {device}"
+        if device.type != "cpu" and not streams.has_streams(device):
+            raise ReplicationError(
+                f"{where}, and torch.{device.type} has no streams, which keep collectives after the kernels that"
+                " compute their gradients; move the module to the CPU, or to an accelerator with streams"
+            )
+        if types and device.type not in types:
+            raise ReplicationError(
+                f"{where}, and the process group sends tensors on {' and '.join(types)} only"
+                f" (backend {dist.get_backend(process_group)!r}); move the module, or pass a process group with a"
+                f" backend for {device.type}, as init_process_group('cpu:gloo,cuda:nccl') makes one for both"
+            )
+
+
+def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are sent between ranks, by name, except those that FSDP2 sends itself."""
+    not_sent = config.parameters_to_ignore | names_sharded(module)
+    yield from reduced_parameters(module, not_sent).items()
+    if config.init_sync:
+        yield from ((name, tensor) for name, tensor in module.named_parameters() if name not in not_sent)
+    if config.init_sync or config.broadcast_buffers:
+        yield from ((name, tensor) for name, tensor in module.named_buffers() if name not in not_sent)
+
+
+def names_to_ignore(names: Iterable[str]) -> frozenset[str]:
+    """The names as a set; one string, which would be taken for its letters, is refused with a TypeError."""
+    if isinstance(names, str):
+        raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
+    return frozenset(names)
+
+
+def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = {name for name, _ in [*parameters, *module.named_buffers(remove_duplicate=False)]}
+    if unknown := sorted(ignored - names):
+        raise ReplicationError(f"parameters_to_ignore names {', '.join(unknown)}, which the module does not have")
+
+
+def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool, some_are_sharded: bool) -> None:
+    if not trainable and some_are_sharded:
+        raise ReplicationError(
+            "fully_shard has taken every parameter that requires a gradient, so nothing is left to be reduced; to"
+            " average over another dimension as well, write fully_shard(module, mesh=mesh['replicas', 'parts'])"
+        )
+    if not trainable and some_are_ignored:
+        raise ReplicationError(
+            "every parameter that requires a gradient is named in parameters_to_ignore, or in"
+            " delay_all_reduce_named_params, so nothing is left to be reduced; leave one of them out"
+        )
+    if not trainable:
+        raise ReplicationError(
+            "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"
+        )
+    for name, parameter in trainable.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ReplicationError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
+        if parameter.is_meta:
+            raise ReplicationError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
+
+
+def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The ranks to reduce over.
+
+    Raises:
+        ReplicationError: Both were given, a mesh of more than one dimension, a group without this rank, or no process
+            group has been initialised.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ReplicationError("process_group and device_mesh exclude each other; pass one of them")
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ReplicationError(
+                f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned"
+            )
+        if device_mesh.ndim != 1:
+            names = f" ({', '.join(device_mesh.mesh_dim_names)})" if device_mesh.mesh_dim_names else ""
+            raise ReplicationError(
+                f"rank {dist.get_rank()}: device_mesh has {device_mesh.ndim} dimensions{names}, ddp_compile needs one;"
+                " pass the one over which the module is replicated, for example mesh['dp']"
+            )
+        if device_mesh.get_coordinate() is None:
+            raise ReplicationError(
+                f"rank {dist.get_rank()} is not in device_mesh, which has ranks {device_mesh.mesh.tolist()}; call"
+                " ddp_compile on its ranks only"
+            )
+        return device_mesh.get_group()
+    if process_group is not None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ReplicationError(
+                f"process_group={process_group!r} is not a process group this rank belongs to; pass what new_group()"
+                " returned, on its own ranks only"
+            )
+        return process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise ReplicationError(
+            "no process group: call torch.distributed.init_process_group() first and start the script with"
+            " torchrun --standalone --nproc-per-node 2 train.py"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    return world

@@ -1,0 +1,395 @@
+"""What a replicated module carries beside its own attributes: plan, reducer and compiled calls."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_compile import torch_internals
+from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, build_algorithm, refuse_gradients
+from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, launches_in_backward
+from ddp_compile.compile.graph_compiler import GraphCompiler
+from ddp_compile.compile.settings import CompileSettings
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import MissingGradientError, ReplicationError
+from ddp_compile.features.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_settings
+from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
+from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
+from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
+from ddp_compile.features.replicated_buffers import ReplicatedBuffers
+from ddp_compile.features.sharded_submodules import ShardedSubmodules, sharded_submodules
+from ddp_compile.features.uneven_inputs import UnevenInputs
+from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
+from ddp_compile.module import overlap_warnings
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan
+from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
+from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
+from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.desync.model_order import is_agreement_point
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
+from ddp_compile.runtime.reducer import Reducer
+from ddp_compile.torch_internals import GraphBreaks
+from ddp_compile.validation.description import describe_gradients, describe_module
+from ddp_compile.validation.replicated_parameters import ReplicatedParameters
+from ddp_compile.validation.sharded_tensors import refuse_sharded_over_replicas
+from ddp_compile.validation.wrappers import refuse_wrapper_around
+
+log = logging.getLogger(__name__)
+
+
+class ReplicateState:
+    """The data-parallel half of one module.
+
+    Args:
+        module: The module that is being replicated.
+        process_group: The ranks to average over.
+        config: Settings of the replication.
+        algorithm_config: How the ranks reduce.
+        compile_settings: Settings of the compilation.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup,
+        config: ReplicateConfig,
+        algorithm_config: AlgorithmConfig,
+        compile_settings: CompileSettings,
+    ) -> None:
+        regions = find_regions(module, config.regions, process_group.rank())
+        sharded = sharded_submodules(module)
+        if sharded:
+            # FSDP2 may send over the group as well, at places between our launches that are not certain.
+            ranks = dist.get_process_group_ranks(process_group)
+            process_group = group_of(ranks, process_group, next(module.parameters()).device)
+        self.process_group = process_group
+        self.config = config
+        self.requires_sync = True
+        self._is_generating = self._is_training = False  # ``generate``, or a forward with gradients, is under way
+        # All forwards; calls with gradients; these, and forwards announced by `prepare_for_backward_of`.
+        self._num_forwards = self._num_called = self._num_with_gradients = 0
+        # A DistributedDataParallel that has called the module, and reduces nothing of it.
+        self._ddp_beside: Callable[[], nn.Module | None] = _nothing
+        not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
+        self.parameters = ReplicatedParameters(module, not_reduced)
+        refuse_sharded_over_replicas(module, not_reduced, process_group)
+        delayed = {id(parameter) for parameter in config.delayed.named.values()}
+        reduced = {name: p for name, p in self.parameters.named.items() if id(p) not in delayed}
+        parameters = list(reduced.values())
+        self.device = parameters[0].device
+        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
+        in_backward = not regions and launches_in_backward(config.split, self.compiler)
+        algorithm = build_algorithm(algorithm_config, process_group)
+        self.sharded = ShardedSubmodules(sharded, process_group, self.device)
+        self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced), regions)
+        self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
+        self.buffers = ReplicatedBuffers(
+            module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
+        )
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
+        if config.init_sync:
+            broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
+        gradients = describe_gradients(module, reduced)
+        refuse_gradients(algorithm, gradients, process_group.rank())
+        refuse_settings(algorithm, config, self.buffers, bool(sharded), process_group)
+        algorithm.attach(parameters)
+        self.sharded.attach(broadcast=config.init_sync)
+        region_of = region_of_parameters(list(reduced), regions)
+        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
+        ordinal = next_reducer_ordinal()
+        numbers = {id(p): i for i, p in enumerate(parameters)}
+        # What is not sent need not move, and where somebody may add to a gradient it must not.
+        moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
+        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
+        self._evaluation_backend = EvaluationBackend(self.compiler)
+        self.optimizers = OptimizersInBackward(reduced)
+        self.delayed = DelayedAllReduce(config.delayed, process_group)
+        self.breaks = GraphBreaks()
+        self._compile_calls(module, compile_settings, bool(regions))
+        self.reducer = self._make_reducer(parameters, algorithm, in_backward)
+        self.algorithms = AlgorithmSwitch(
+            self.reducer, gradients, reduced, config, self.buffers, bool(sharded), process_group
+        )
+        self.uneven_inputs = UnevenInputs(
+            process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
+        )
+        register_receiver(ordinal, self.reducer.receiver)
+        self.parameters.register()
+        self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
+
+    def _agree(
+        self,
+        module: nn.Module,
+        algorithm: CommAlgorithm,
+        in_backward: bool,
+        not_reduced: Container[str],
+        objection: str,
+        regions: Iterable[str],
+    ) -> None:
+        """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
+        shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        description = [
+            f"algorithm={algorithm.name}",
+            f"what the algorithm has against the parameters={objection or 'nothing'}",
+            f"parameters that another replicated module reduces={shared}",
+            f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
+            f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
+            f"modules that are compiled by themselves={', '.join(regions) or 'none'}",
+            *describe_module(module, self.config, in_backward, not_reduced),
+            *self.sharded.describe(),
+        ]
+        verify_modules_agree(description, self.process_group, self.device)
+        refuse_objection(objection, self.process_group.rank())
+        self.parameters.refuse_shared(self.process_group.rank())
+
+    def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
+        settings = ReducerSettings(
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
+            find_unused_parameters=self.config.find_unused_parameters,
+            skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
+            static_graph=self.config.static_graph,
+            check_finite_gradients=self.config.check_finite_gradients,
+            launches_in_backward=in_backward,
+            algorithm=algorithm,
+            monitor=self.monitor,
+            on_reduced=self.optimizers.step,
+            on_plan_sealed=self._warn_without_overlap,
+        )
+        return Reducer(parameters, self.builder, self.process_group, settings)
+
+    def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings, by_regions: bool) -> None:
+        state = weakref.ref(self)
+        call = torch_internals.traced_call_of(
+            type(module), _await_parameters_of(state), None if by_regions else _compile_inside_of(state)
+        )
+        self.backend.root = call
+        self._call_eagerly = self._call_training = self._call_evaluation = call
+        if by_regions:
+            return
+        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
+        self._call_training = compile_settings.compile(call, self.backend)
+        self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
+        weakref.finalize(self, torch_internals.forget_compiled, call)
+
+    def compile_inside(self, module: nn.Module) -> None:
+        """A graph break has left the module's own code to Python: compile the blocks that it calls by themselves.
+
+        A block that Dynamo still inlines into a graph of the surrounding code stays part of that graph.
+        """
+        if not self.breaks.note_module():
+            return
+        regions, alone = find_inner(module)
+        self.builder.region_of = region_of_parameters([g.fqn for g in self.builder.gradients], regions)
+        for cls in set(map(type, regions.values())):
+            torch_internals.leave_call_to_python(cls)
+        self.regions.compile(regions)
+        self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
+
+    def region_begins(self) -> None:
+        """Python is about to call a region."""
+        self.await_parameters()
+        self.breaks.note_block()
+
+    def describe(self) -> str:
+        """The settings by which to tell that a printed module is replicated."""
+        backend = getattr(self.compiler.inner, "compiler_name", self.compiler.inner)
+        return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward of the module."""
+        try:
+            return self._forward(module, args, kwargs)
+        except Exception as error:
+            self.monitor.raised(error)
+            raise
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = self._kind_of_forward(module)
+        self.monitor.forward_begins(kind)
+        self._refuse_wrapper_around(module)
+        if not torch.is_grad_enabled():
+            evaluate = self._call_eagerly if self.evaluates_eagerly else self._call_evaluation
+            with self.reducer.algorithm.evaluation():
+                outputs = evaluate(module, *args, **kwargs)
+            self.monitor.forward_ends(kind)
+            return outputs
+        self._num_called += 1
+        self._refuse_distributed_autograd()
+        self.reducer.refuse_capture("a forward of a replicated module with gradients")
+        source = self.uneven_inputs.forward_begins(module, self.requires_sync)
+        self._prepare_for_backward(module)
+        num_graphs = self._num_graphs
+        outputs = self._call_with_gradients(module, args, kwargs, kind, source)
+        if self._num_graphs != num_graphs:
+            # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
+            self._refuse_changes(module)
+        if self.requires_sync:
+            self.reducer.await_at_the_end(self.buffers.after_forward())
+            self.reducer.search_unused_parameters(outputs)
+        # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
+        self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
+        return outputs
+
+    def await_parameters(self) -> None:
+        """Parameters are about to be read: return when they are complete."""
+        self.reducer.algorithm.await_parameters()
+
+    @property
+    def evaluates_eagerly(self) -> bool:
+        """Whether a forward without gradients, if it came now, would not be compiled."""
+        if self._is_training or torch_internals.is_inside_backward():
+            return False  # of a part of the module, in a reentrant checkpoint: it is to compute what training computes
+        wanted = self.config.compile_evaluation
+        return self._is_generating if wanted == "auto" else not wanted
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around the module's method ``generate``, whose forwards are sequences that grow."""
+        before, self._is_generating = self._is_generating, True
+        try:
+            yield
+        finally:
+            self._is_generating = before
+
+    def _call_with_gradients(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
+    ) -> Any:
+        algorithm, runs = self.reducer.algorithm, self.backend.runs
+        number, number_whole = runs.number, runs.number_whole
+        is_one_graph = False
+        try:
+            # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
+            if self.requires_sync:
+                self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
+            self._is_training = True
+            if not module.training:
+                algorithm.await_parameters()
+                return self._call_evaluation(module, *args, **kwargs)
+            outputs = self._call_training(module, *args, **kwargs)
+            is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
+        finally:
+            self._is_training = False
+            algorithm.after_forward(is_one_graph)
+        return outputs
+
+    def _refuse_distributed_autograd(self) -> None:
+        if self.requires_sync and torch_internals.inside_distributed_autograd():
+            raise ReplicationError(
+                f"rank {self.process_group.rank()}: a forward inside torch.distributed.autograd.context(), whose"
+                " backward leaves its gradients in the context, where they are not averaged. Leave the context and call"
+                " loss.backward(), or call the module inside model.no_sync() and average what get_gradients() returns"
+                " yourself; DistributedDataParallel averages it"
+            )
+
+    def _refuse_wrapper_around(self, module: nn.Module) -> None:
+        self._num_forwards += 1
+        ddp = torch_internals.active_ddp()
+        if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
+            refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
+            self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
+
+    def _prepare_for_backward(self, module: nn.Module) -> None:
+        if self._num_with_gradients == 0:
+            self.delayed.refuse_optimizers_in_backward()
+            self.optimizers.adopt()
+        self._num_with_gradients += 1
+        if is_agreement_point(self._num_with_gradients):
+            self._refuse_changes(module)
+        try:
+            self.reducer.prepare_for_backward(self.requires_sync)
+        except MissingGradientError:
+            self._refuse_changes(module)  # which may be why they are missing
+            raise
+
+    def broadcast_buffers(self, before: str) -> None:
+        """Give all ranks the same buffers before what does not call the module with gradients; together, by all ranks.
+
+        Args:
+            before: What it is, "validation" for example.
+        """
+        self.reducer.await_at_the_end(self.buffers.before_forward(before, source=0))
+
+    def prepare_for_backward_of(self, module: nn.Module, loss: Any) -> None:
+        """Before a backward behind no call of the module: get ready for its gradients, as a forward does.
+
+        Args:
+            module: The module.
+            loss: What is differentiated.
+        """
+        self._prepare_for_backward(module)
+        if self.requires_sync:
+            self.reducer.search_unused_parameters(loss)
+
+    def _refuse_changes(self, module: nn.Module) -> None:
+        self.parameters.refuse_changes(self.process_group.rank(), module)
+
+    @property
+    def _num_graphs(self) -> int:
+        return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
+
+    def _kind_of_forward(self, module: nn.Module) -> str:
+        if not torch.is_grad_enabled():
+            return "evaluation forward"
+        kind = "training forward" if module.training else "forward with gradients in evaluation mode"
+        return kind if self.requires_sync else f"{kind} in no_sync"
+
+    def _broadcast_model(self, source: int) -> None:
+        """Give every rank the parameters of one rank in the group, and its buffers where they are broadcast at all."""
+        broadcast_all([*self._all_parameters, *self.buffers.synchronised()], self.process_group, source)
+
+    def _shadow_buffers(self, source: int) -> None:
+        """Take part in what the others do with buffers, on a rank that has no input left."""
+        self.reducer.await_at_the_end(self.buffers.before_forward("shadow of a forward", source))
+        self.reducer.await_at_the_end(self.buffers.after_forward())
+
+    def _warn_without_overlap(self, plan: BucketPlan) -> None:
+        rank = self.process_group.rank()
+        if not self._num_with_gradients:
+            if not self.monitor.is_paused:  # inside ``Join``, without any input
+                log.warning("%s", overlap_warnings.not_called(rank))
+        elif not self._num_called:
+            return  # the caller of `prepare_for_backward_of` decides what is compiled
+        elif not self._num_graphs:
+            log.warning("%s", overlap_warnings.nothing_compiled(rank, self.breaks))
+        elif self.breaks and self.regions.num_training_graphs:
+            blocks = self.regions.explain(compiled_only=True)
+            log.warning("%s", overlap_warnings.compiled_in_blocks(rank, blocks, self.breaks))
+        # Each region's backward brings its gradients by itself, however many regions there are.
+        elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
+            at_once = overlap_warnings.all_at_once(rank, plan, self.config.caps_bytes[-1], self.backend.reports)
+            if at_once is not None:
+                log.warning("%s", at_once)
+
+
+def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
+    # Dynamo keeps the function that calls this for good.
+    def await_parameters() -> None:
+        if (alive := state()) is not None:
+            alive.await_parameters()
+
+    return await_parameters
+
+
+def _compile_inside_of(state: weakref.ref[ReplicateState]) -> Callable[[nn.Module], None]:
+    def compile_inside(module: nn.Module) -> None:
+        if (alive := state()) is not None:
+            alive.compile_inside(module)
+
+    return compile_inside
+
+
+def _nothing() -> None:
+    return None
+
+
+def _needs_overlap(process_group: dist.ProcessGroup) -> bool:
+    return process_group.size() > 1

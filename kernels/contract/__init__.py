@@ -1,0 +1,1 @@
+"""What every kernel is given, and what it has to give."""

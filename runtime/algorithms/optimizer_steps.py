@@ -1,0 +1,126 @@
+"""Steps of whatever optimizers have certain parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReplicationError
+from ddp_compile.runtime.comm import streams
+
+
+class OptimizerSteps:
+    """Calls back before and after the steps of any ``torch.optim.Optimizer`` over some of the parameters.
+
+    Of optimizers inside of others, ``PostLocalSGDOptimizer`` for example, the outermost step counts. Of several
+    optimizers side by side each is heard; `all_have_stepped` says when none is left. The end of a step that raises is
+    not heard; the next forward that is not inside of a step tells.
+
+    Args:
+        parameters: The parameters.
+        before: Called when a step begins.
+        after: Called when it has ended.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._numbers = {id(parameter) for parameter in parameters}
+        self._before, self._after = before, after
+        self._inside: list[weakref.ref[Optimizer]] = []
+        self._num_iterations_inside = 0
+        self._stepped: set[int] = set()
+        alive = weakref.ref(self)
+
+        def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (steps := alive()) is not None:
+                steps._begins(optimizer)
+
+        def ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (steps := alive()) is not None:
+                steps._ends(optimizer)
+
+        never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
+        self._handles = [
+            register_optimizer_step_pre_hook(never_traced(begins)),
+            register_optimizer_step_post_hook(never_traced(ends)),
+        ]
+        weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def all_have_stepped(self) -> bool:
+        """Whether, since the last iteration, an optimizer of every parameter that has a gradient has stepped."""
+        return all(id(p) in self._stepped for p in self._parameters if p.grad is not None)
+
+    def forward_begins(self, algorithm: str) -> bool:
+        """A forward with gradients begins.
+
+        Args:
+            algorithm: Name of who asks.
+
+        Returns:
+            Whether it is inside of a step, in its closure.
+
+        Raises:
+            ReplicationError: It is the second iteration inside of one step.
+        """
+        if self._inside and not torch_internals.inside_optimizer_step():
+            self._inside = []  # it has raised
+        if not self._inside:
+            self._num_iterations_inside = 0
+            return False
+        if self._num_iterations_inside:
+            optimizer = type(self._inside[0]()).__name__
+            raise ReplicationError(
+                f"a step of {optimizer} calls its closure again, which with the {algorithm} would be another exchange"
+                " between the ranks, and on each rank as many as its own loss asks for. Use an optimizer that computes"
+                " gradients once in a step, or GradientAllReduce()"
+            )
+        return True
+
+    def iteration_ends(self) -> None:
+        """A backward that is reduced has ended."""
+        self._num_iterations_inside += bool(self._inside)
+        self._stepped = set()
+
+    def stop(self) -> None:
+        """Do not call back any more."""
+        _remove(self._handles)
+
+    def _begins(self, optimizer: Optimizer) -> None:
+        if not self._ids_of(optimizer).isdisjoint(self._numbers):
+            what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
+            streams.refuse_capture(self._parameters[0].device, dist.get_rank(), what)
+            self._inside.append(weakref.ref(optimizer))
+            if len(self._inside) == 1:
+                self._num_iterations_inside = 0
+                self._before()
+
+    def _ends(self, optimizer: Optimizer) -> None:
+        inside = [other() for other in self._inside]
+        if optimizer not in inside:
+            return
+        self._inside = self._inside[: inside.index(optimizer)]
+        self._stepped |= self._ids_of(optimizer)
+        if not self._inside:
+            self._after()
+
+    def _ids_of(self, optimizer: Optimizer) -> set[int]:
+        return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,1 @@
+"""A bucket: its gradients, its memory, its state, and the interface of the algorithm that reduces it."""

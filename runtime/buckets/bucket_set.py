@@ -1,0 +1,176 @@
+"""The buckets of one module: all ranks agree on them at the first backward, and they are packed anew once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan, Layout, number_of
+from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
+
+log = logging.getLogger(__name__)
+
+
+class BucketSet:
+    """The buckets that a module is reduced in.
+
+    Args:
+        parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
+        builder: The module's plan.
+        process_group: The ranks that agree on it.
+        settings: See `ReducerSettings`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        builder: PlanBuilder,
+        process_group: dist.ProcessGroup,
+        settings: ReducerSettings,
+    ) -> None:
+        self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
+        self.of_parameter: list[Bucket] = []  #: by parameter number
+        self.of_param_indices: dict[tuple[int, ...], Bucket] = {}
+        self.parameters = tuple(parameters)  #: in registration order; they are spoken of by their number
+        self._builder = builder
+        self._process_group = process_group
+        self._settings = settings
+        self._monitor = settings.monitor
+        # With `find_unused_parameters` one iteration says nothing about the next.
+        self._first_is_typical = settings.static_graph or not settings.find_unused_parameters
+        # Parameter numbers in the order of their last gradients in the first iteration; None once it has been used.
+        self._arrival_order: dict[int, None] | None = {}
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The plan that all ranks reduce by."""
+        return self._builder.sealed
+
+    def seal(self, algorithm: str) -> BucketPlan:
+        """Agree on the plan before anything is launched.
+
+        Args:
+            algorithm: Name of the way in which this rank reduces.
+
+        Raises:
+            RanksDifferError: The ranks reduce in different ways.
+            ReductionError: Another rank did not come.
+        """
+        device = self.parameters[0].device
+        try:
+            verify_algorithms_agree(algorithm, self._process_group, device, self._monitor.model)
+            plan = agree_on_plan(self._builder.propose(), self._process_group, device)
+        except RanksDifferError:
+            raise
+        except RuntimeError as error:
+            raise self._no_plan(error) from error
+        self._install(plan)
+        log.info(
+            "rank %d: plan %s sealed, %s",
+            self._process_group.rank(),
+            plan.digest,
+            number_of(len(plan.buckets), "bucket"),
+        )
+        return plan
+
+    @property
+    def notes_arrivals(self) -> bool:
+        """Whether `note_arrival` still wants to know of each gradient."""
+        return self._arrival_order is not None
+
+    def note_arrival(self, index: int) -> None:
+        """A parameter's gradient, or a further contribution to it, has come."""
+        if self._arrival_order is not None:
+            self._arrival_order.pop(index, None)
+            self._arrival_order[index] = None
+
+    def rebuild_once(self) -> None:
+        """Pack the eager tail as its gradients came on rank 0 in the first iteration; nothing to do without one.
+
+        To be called after that iteration and before a forward: the old buffers are gone when its activations are there.
+
+        Raises:
+            ReductionError: Another rank did not come.
+
+        Source: ``rebuild_buckets`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, for the tail of a compiled plan.
+        """
+        order, self._arrival_order = self._arrival_order, None
+        if order is None or not self._first_is_typical:
+            return
+        assert self.plan is not None
+        if not any(bucket.frame is None for bucket in self.plan.buckets):
+            return
+        before, old_buckets = self.plan, self.buckets
+        # A rank without any input in the first iteration, inside ``Join``, knows of no order.
+        proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
+        try:
+            plan = plan_of_rank_0(proposed, self._process_group, self.parameters[0].device)
+        except RuntimeError as error:
+            raise self._no_plan(error) from error
+        self._install(plan)
+        for bucket in old_buckets:
+            if bucket not in self.buckets:
+                bucket.drop_flat()  # whoever holds a view of it is its only holder
+        for bucket in self.buckets:
+            if bucket not in old_buckets:
+                bucket.adopt_gradients()
+        rank = self._process_group.rank()
+        log.info(
+            "rank %d: plan %s follows %s, %s", rank, plan.digest, before.digest, number_of(len(plan.buckets), "bucket")
+        )
+
+    def lay_out_as(self, layout: Layout) -> None:
+        """Give every bucket, and those that are still to come, another layout, between two iterations."""
+        self._builder.lay_out_as(layout)
+        if self.plan is not None:
+            for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
+                bucket.lay_out_as(spec)
+
+    def _no_plan(self, error: RuntimeError) -> ReductionError:
+        failure = error_messages.no_plan_to_agree_on(self._process_group.rank(), self._builder.propose(), error)
+        return self._monitor.report_failure(failure)
+
+    def _refuse_other_model(self, plan: BucketPlan) -> None:
+        theirs = {gradient.index: gradient for bucket in plan.buckets for gradient in bucket.gradients}
+        ours = {gradient.index: gradient for gradient in self._builder.gradients}
+        if theirs == ours:
+            return
+        index = min(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
+        described = [str(gradients.get(index, "nothing there")) for gradients in (theirs, ours)]
+        raise error_messages.another_models_plan(self._process_group.rank(), self._monitor.model, *described)
+
+    def _install(self, plan: BucketPlan) -> None:
+        """Reduce by another plan from now on. Buckets that it has in common with the one before are kept.
+
+        Raises:
+            RanksDifferError: It is another model's plan.
+        """
+        self._refuse_other_model(plan)
+        self._builder.seal(plan)
+        present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
+        buckets = []
+        for spec in plan.buckets:
+            bucket = present.get((spec.gradients, spec.layout))
+            if bucket is None:
+                parameters = [self.parameters[gradient.index] for gradient in spec.gradients]
+                bucket = Bucket(
+                    spec,
+                    parameters,
+                    self._settings.gradient_as_bucket_view,
+                    self._settings.lazy_bucket_allocation,
+                    self._process_group.rank(),
+                    self._settings.check_finite_gradients,
+                )
+            bucket.spec = spec
+            buckets.append(bucket)
+        self.buckets = tuple(buckets)
+        self.of_parameter = [buckets[plan.bucket_of_parameter[i]] for i in range(len(self.parameters))]
+        self.of_param_indices = {bucket.param_indices: bucket for bucket in buckets}

@@ -1,0 +1,188 @@
+"""A bucket as a compiled backward has computed it, before AccumulateGrad has seen its gradients; see `early_launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
+
+
+class EarlyDecision(Enum):
+    """What becomes of a bucket that a compiled backward has computed."""
+
+    WAIT = auto()  #: it is launched when its parameters' hooks have run
+    WATCH = auto()  #: so it is, but watched, to learn whether it may be launched early in later iterations
+    LAUNCH = auto()  #: it is launched now
+    LAUNCH_IN_SIGHT = auto()  #: so it is, while hooks look at its gradients, see Note [Launched in sight]
+
+
+class ComputedBucket:
+    """The gradients of one bucket as a graph has computed them in this iteration.
+
+    Args:
+        bucket: The bucket. Unless somebody looks, its ``.grad`` is taken away until the iteration ends, or until the
+            gradient arrives where the bucket is only watched: AccumulateGrad stores a gradient as it is only where
+            there is none.
+        gradients: What the graph returns for them.
+        decision: What becomes of the bucket.
+        compares_values: Whether hooks may write into the gradients where neither address nor version shows it.
+        moved: What was computed, where the graph returns other tensors; it is gone when the bucket has been launched.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        gradients: Sequence[Tensor],
+        decision: EarlyDecision,
+        compares_values: bool,
+        moved: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.is_watched_only = decision is EarlyDecision.WATCH
+        self.late: set[int] = set()  #: what got another contribution after the launch
+        self.is_lost = False  #: whether this rank's own gradients are not at hand any more
+        self.before = bucket.gradients()
+        self._bucket = bucket
+        self._in_sight = decision is EarlyDecision.LAUNCH_IN_SIGHT
+        self._moved = moved
+        self._is_compared = False
+        self._arrived: set[int] = set()  # while it is only watched
+        self._has_more = False  # whether something else has come to it; while it is only watched
+        # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
+        self._aliases = [gradient.detach() for gradient in gradients]
+        self._versions: list[int] = []
+        self.watch()
+        self._values = [alias.clone() for alias in self._aliases] if compares_values else None
+        self._comparisons: list[tuple[int, Tensor]] = []  # of values: positions, and whether they are equal
+        if not self._in_sight:
+            drop_gradients(bucket.parameters)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether it was launched before AccumulateGrad had seen its gradients."""
+        return not self.is_watched_only
+
+    @property
+    def has_one_contributor(self) -> bool:
+        """Of a bucket that was watched: whether each ``.grad`` was the very tensor that was computed, and came once."""
+        return self.is_watched_only and len(self._arrived) == len(self._bucket.param_indices) and not self._has_more
+
+    def watch(self) -> None:
+        """From now on nobody but the engine should touch the gradients."""
+        self._versions = [alias._version for alias in self._aliases]
+
+    def contributions(self) -> list[Tensor]:
+        """What the launch has to send: the gradients, and what earlier backwards had left in ``.grad``."""
+        bucket = self._bucket
+        if not self._in_sight and bucket.holds_zeros(self.before):
+            # ``.grad`` will be the same views again, and there is nothing to add: zero_grad(set_to_none=False).
+            self.before = [None] * len(self.before)
+        if self._moved is not None:
+            moved, self._moved, self.is_lost = self._moved, None, True
+            return _sums(self.before, moved)
+        # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is launched again.
+        before = [old.clone() if old is not None and bucket.holds(old) else old for old in self.before]
+        if self._in_sight:
+            self.before = [None] * len(before)
+            for position, old in enumerate(before):
+                bucket.store(position, old)
+        else:
+            self.before = before
+        return _sums(before, self._aliases)
+
+    def expect_another_launch(self) -> None:
+        """It is launched too early, whatever is found."""
+        self.late.update(self._bucket.param_indices)
+        self._is_compared = True
+
+    def arrive(self, index: int) -> None:
+        """AccumulateGrad has stored a gradient.
+
+        Of a bucket that was launched, whoever learns of one first may count it as arrived: what matters of it is
+        compared when the iteration ends. A second one is late.
+        """
+        iteration = self._bucket.iteration
+        if self.is_launched:
+            if index in iteration.pending:
+                iteration.pending.remove(index)
+            else:
+                self.late.add(index)
+                # It has been handed over for now, without this.
+                self.is_lost = self.is_lost or iteration.own is not None
+            return
+        position = self._bucket.position_of[index]
+        gradient = self._bucket.parameters[position].grad
+        if index in self._arrived or self._is_another(position, gradient):
+            self._has_more = True
+        old = self.before[position]
+        if old is not None and index not in self._arrived:
+            # As AccumulateGrad would have done it, had the gradient of before been there.
+            self._bucket.store(position, old if gradient is None else old.add_(gradient))
+        self._arrived.add(index)
+
+    def compare(self) -> list[Tensor]:
+        """Find the parameters whose ``.grad`` is not, or not only, what was computed.
+
+        Returns:
+            Bools of shape (), on the device of the gradients. Pass their values to `read`, which completes the search.
+            Reading makes the host wait for the device, so read those of many buckets at once.
+        """
+        if self.is_launched and not self._is_compared:
+            pairs = zip(self._bucket.param_indices, self._bucket.gradients(), strict=True)
+            self.late.update(index for i, (index, gradient) in enumerate(pairs) if self._is_another(i, gradient))
+        self._is_compared = True
+        return [are_equal for _, are_equal in self._comparisons]
+
+    def read(self, are_equal: Iterable[bool]) -> None:
+        """Take the values of what `compare` returned."""
+        for (position, _), is_equal in zip(self._comparisons, are_equal, strict=True):
+            if not is_equal and self.is_launched:
+                self.late.add(self._bucket.param_indices[position])
+            elif not is_equal:
+                self._has_more = True
+        self._comparisons = []
+
+    @property
+    def holds_its_own(self) -> bool:
+        """Whether this rank's complete gradients are at hand though the bucket has been launched."""
+        if self.is_lost or not self.is_launched:
+            return False
+        return not self.late or all(gradient is not None for gradient in self._bucket.gradients())
+
+    def own_gradients(self) -> list[Tensor]:
+        """This rank's gradients, complete now."""
+        return _sums(self.before, [gradient for gradient in self._bucket.gradients() if gradient is not None])
+
+    def put_back(self) -> None:
+        """Let ``.grad`` be the tensors that they were before the iteration, for the result to be copied into."""
+        before, self.before = self.before, [None] * len(self.before)
+        for position, old in enumerate(before):
+            if self.is_launched and old is not None:
+                self._bucket.store(position, old)
+                increment_version(old)  # as if AccumulateGrad had added to it
+
+    def _is_another(self, position: int, gradient: Tensor | None) -> bool:
+        """Whether AccumulateGrad has stored another tensor than was computed, or has added to it.
+
+        A compiler may return another tensor object than it computes. Both are new then, and have the version 0. If only
+        the values can tell, `read` finds out, so that the host does not wait for the device here.
+        """
+        if (
+            gradient is None
+            or gradient.data_ptr() != self._aliases[position].data_ptr()
+            or gradient._version != self._versions[position]
+        ):
+            return True
+        if self._values is not None:
+            # With a copy and not a hash: one that sees signs and permutations takes as much memory to compute.
+            are_equal = gradient.isclose(self._values[position], rtol=0, atol=0, equal_nan=True).all()
+            self._comparisons.append((position, are_equal))
+        return False
+
+
+def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:
+    # In this order: a sparse gradient of before can be added to a dense one.
+    return [new if old is None else new + old for old, new in zip(before, gradients, strict=True)]

@@ -1,0 +1,198 @@
+"""The flat buffer of one bucket: where each gradient lies, and who else holds a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.kernels import FlattenPlan
+from ddp_compile.plan.spec import BucketSpec
+from ddp_compile.runtime.buckets.gradient_views import GradientViews
+from ddp_compile.runtime.buckets.local_tensors import has_dtensors, local_tensors
+from ddp_compile.runtime.buckets.real_parts import RealParts
+from ddp_compile.runtime.comm import error_messages, streams
+
+
+class FlatBuffer:
+    """Memory for the gradients of one bucket, allocated at its first use, and once more after `drop`.
+
+    Args:
+        spec: The bucket's part of the plan, which says where each gradient lies.
+        parameters: Its parameters, in the order of ``spec.gradients``.
+        rank: This rank, for messages.
+    """
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter], rank: int) -> None:
+        self._spec = spec
+        self._parameters = tuple(parameters)
+        self.has_dtensors = has_dtensors(parameters)  #: whether tensor parallelism has sharded any
+        self._rank = rank
+        self._tensor: Tensor | None = None
+        self._flatten_plan: FlattenPlan | RealParts | None = None
+        self._views: GradientViews | None = None
+        self._used_on: set[streams.Stream] = set()
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it, shape (n,) of the gradients' dtype; it must have been used."""
+        assert self._tensor is not None
+        return self._tensor
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        """A view for each gradient."""
+        return self._plan().views
+
+    @property
+    def gradient_views(self) -> GradientViews:
+        """What ``.grad`` may be, on the same memory."""
+        if self._views is None:
+            with torch.inference_mode(False):
+                self._views = GradientViews(self.places)
+        return self._views
+
+    def lay_out_as(self, spec: BucketSpec) -> None:
+        """Let the gradients lie as this says from the next use on.
+
+        Args:
+            spec: The same bucket with another layout.
+        """
+        self._spec = spec
+        self.drop()
+
+    def drop(self) -> None:
+        """Leave the memory to whoever holds a part of it."""
+        self._tensor = None
+        self._flatten_plan = None
+        self._views = None
+
+    def claim(self, gradients: Sequence[Tensor | None]) -> None:
+        """Before it is written in an iteration: leave it to who holds a part of it beside ``.grad``.
+
+        Args:
+            gradients: The ``.grad`` of each parameter.
+        """
+        if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
+            self.drop()
+
+    def follow(self) -> None:
+        """Let the views lie in it again where a comm hook has resized it."""
+        if self._views is not None:
+            self._views.follow()
+
+    def flatten(self, gradients: Sequence[Tensor], scale: float, checks_finite: bool = False) -> Tensor | None:
+        """Write each gradient times ``scale`` to its place; one that lies there already is scaled in place.
+
+        Args:
+            gradients: One for each place.
+            scale: Factor for every element.
+            checks_finite: Whether to look for infinities and NaN. The host does not wait for a device.
+
+        Returns:
+            `non_finite_flags` of the places; None if not ``checks_finite``, or if all are known to be finite.
+
+        Raises:
+            ParametersChangedError: The parameters have been converted.
+        """
+        plan, gradients = self._plan(), self._on_this_rank(gradients)
+        self.used_here()
+        if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
+            self._refuse_converted()
+        # Without streams the kernel returns the answer at once, at no measurable cost. With streams the host would have
+        # to wait for it.
+        asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
+        try:
+            stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
+        except ValueError:
+            self._refuse_converted()
+            # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
+            # asking each gradient in each step costs more than reading its address.
+            if not any(gradient.is_sparse for gradient in gradients):
+                raise
+            gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
+            stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
+        streams.launched("flatten", gradients, plan.views)
+        if not checks_finite or (stats is not None and not stats.non_finite):
+            return None
+        return non_finite_flags(plan.views)
+
+    def used_here(self) -> None:
+        """Keep the memory until the current stream, which may not be the one that allocated it, is done with it."""
+        if self._tensor is not None and (stream := streams.current(self._tensor.device)) not in self._used_on:
+            self._used_on.add(stream)
+            streams.used_here([self._tensor])
+
+    def unflatten(self, gradients: Sequence[Tensor]) -> None:
+        """Write each place into a gradient."""
+        plan, gradients = self._plan(), self._on_this_rank(gradients)
+        plan.unflatten(gradients)
+        streams.launched("unflatten", plan.views, gradients)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in it."""
+        if self._tensor is None or tensor.layout is not torch.strided:
+            return False
+        begin = self._tensor.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self._tensor.nbytes
+
+    def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether all of these are its views, and zeros; only where looking does not wait."""
+        if self._views is None or self._tensor is None or not self._views.are(gradients):
+            return False
+        return not streams.has_streams(self._tensor.device) and not self._tensor.any()
+
+    def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return local_tensors(tensors) if self.has_dtensors else tensors
+
+    def _plan(self) -> FlattenPlan | RealParts:
+        if self._flatten_plan is None:
+            self._refuse_converted()
+            parameters = self._on_this_rank(self._parameters)
+            first = parameters[0]
+            offsets = [offset // first.element_size() for offset in self._spec.byte_offsets]
+            num_elements = self._spec.num_bytes // first.element_size()
+            with torch.inference_mode(False):  # or no later backward could write it
+                # Zeros, so that the padding is and stays zero.
+                self._tensor = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+                self._used_on = {streams.current(first.device)}
+                make = RealParts if self._tensor.is_complex() else FlattenPlan.for_bucket
+                self._flatten_plan = make(parameters, self._tensor, offsets)
+        return self._flatten_plan
+
+    def _refuse_converted(self) -> None:
+        """Refuse parameters of another dtype, size or device than when they were replicated.
+
+        Raises:
+            ParametersChangedError: Names them.
+        """
+        changes = []
+        parameters = self._on_this_rank(self._parameters)
+        for spec, parameter in zip(self._spec.gradients, parameters, strict=True):
+            was = f"{spec.dtype}[{spec.numel}]"
+            is_now = f"{str(parameter.dtype).removeprefix('torch.')}[{parameter.numel()}]"
+            if self._tensor is not None and parameter.device != self._tensor.device:
+                was, is_now = f"{was} on {self._tensor.device}", f"{is_now} on {parameter.device}"
+            if was != is_now:
+                changes.append(f"{was} before and {is_now} now: {spec.fqn}")
+        if changes:
+            raise error_messages.parameters_changed(self._rank, changes)
+
+
+def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:
+    """Which of these tensors hold an infinite value or a NaN; the host does not wait for a device.
+
+    Args:
+        tensors: Of any shapes, dtypes and layouts, on one device.
+
+    Returns:
+        Bool, shape (len(tensors),), on their device.
+    """
+    with torch.no_grad():
+        values = [torch_internals.sparse_values(t) if t.is_sparse else t for t in tensors]
+        # The largest absolute value is NaN if any value is. An empty tensor has none.
+        largest = torch._foreach_norm([v if v.numel() else v.new_zeros(1) for v in values], float("inf"))
+        return ~torch.stack(largest).isfinite()

@@ -1,1 +1,0 @@
-"""Buckets whose gradients are reduced to shards, and whose parameters are gathered from them."""
