@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.plan.spec import GradientSpec, shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
@@ -112,7 +112,7 @@ def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]
     sparse = [each.fqn for each in gradients if each.is_sparse]
     if sparse and not algorithm.traits.takes_sparse:
         raise ReplicationError(
-            f"rank {rank}: the {algorithm.name} takes no sparse gradients, and these have some:"
+            f"{this_rank()}: the {algorithm.name} takes no sparse gradients, and these have some:"
             f" {shorten_names(sparse)}. Make their layers with sparse=False, name them in parameters_to_ignore, or use"
             " GradientAllReduce() without arguments"
         )
@@ -124,6 +124,6 @@ def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]
     if refused:
         found = "; ".join(f"of {dtype} are {shorten_names(names)}" for dtype, names in refused.items())
         raise ReplicationError(
-            f"rank {rank}: the {algorithm.name} takes gradients of {', '.join(taken)}, and {found}. Convert"
+            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, and {found}. Convert"
             " them, name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
         )

@@ -5,6 +5,13 @@ replicated, and for what goes wrong later, between ranks or inside a backward. A
 DistributedDataParallel's are.
 """
 
+import torch.distributed as dist
+
+
+def this_rank() -> str:
+    """How messages name this process: "rank 3", its global rank; "this process" without a process group."""
+    return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
+
 
 class DDPCompileError(RuntimeError):
     """Base of the errors that ddp_compile raises while a job runs."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile.errors import this_rank
 from ddp_compile.plan.spec import shorten_names
 from ddp_compile.runtime.algorithms.peers import refuse_interval
 from ddp_compile.runtime.algorithms.q_adam import MomentumExchange, QAdamAlgorithm
@@ -240,7 +241,7 @@ class QAdam(Optimizer):
         is_exchanged = self.exchange is not None and self.exchange() is not None
         if not is_exchanged and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
-                f"rank {dist.get_rank()}: {of}: of {dist.get_world_size()} ranks none exchanges the momentum with the"
+                f"{this_rank()}: {of}: of {dist.get_world_size()} ranks none exchanges the momentum with the"
                 " others. Train model = ddp_compile(model, algorithm=optimizer.algorithm()), or use torch.optim.Adam"
             )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile.errors import RanksDifferError, ReplicationError
+from ddp_compile.errors import RanksDifferError, ReplicationError, this_rank
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.plan.spec import shorten_names, with_article
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
@@ -106,7 +106,7 @@ def shard_optimizer(
         raise refusal
     if different:
         raise RanksDifferError(
-            f"rank {rank}: the optimizers that are to be sharded have other settings, or parameters in another order,"
+            f"{this_rank()}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
     pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of_now(model))
@@ -172,17 +172,17 @@ def _in_full(value: Any) -> Any:
 def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> None:
     name = type(optimizer).__name__
     if "add_param_group" in vars(optimizer):
-        raise ReplicationError(f"rank {rank}: this {name} is sharded already; shard it once, for one model")
+        raise ReplicationError(f"{this_rank()}: this {name} is sharded already; shard it once, for one model")
     if name in _BY_NAME:
         raise ReplicationError(
-            f"rank {rank}: {name} cannot be sharded by elements, since it {_BY_NAME[name]}; train with it as it is, or"
-            " shard an optimizer that works element by element, such as AdamW"
+            f"{this_rank()}: {name} cannot be sharded by elements, since it {_BY_NAME[name]}; train with it as it is,"
+            " or shard an optimizer that works element by element, such as AdamW"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ReplicationError(f"rank {rank}: a {name} with differentiable=True cannot be sharded; leave that out")
+        raise ReplicationError(f"{this_rank()}: a {name} with differentiable=True cannot be sharded; leave that out")
     if type(optimizer) not in _ELEMENTWISE and not elementwise:
         raise ReplicationError(
-            f"rank {rank}: whether {type(optimizer).__module__}.{name} works element by element is not known; pass"
+            f"{this_rank()}: whether {type(optimizer).__module__}.{name} works element by element is not known; pass"
             " elementwise=True if what it does to an element depends on nothing but that element's parameter, gradient"
             " and states, or train with it as it is"
         )
@@ -192,7 +192,7 @@ def _refuse_model(model: nn.Module, state: Any, rank: int) -> None:
     algorithm = state.reducer.algorithm
     if isinstance(algorithm, ShardedAlgorithm):
         raise ReplicationError(
-            f"rank {rank}: the model has a sharded optimizer already, which steps all of its parameters; put these"
+            f"{this_rank()}: the model has a sharded optimizer already, which steps all of its parameters; put these"
             " into groups of one optimizer"
         )
     conflicts = [] if isinstance(algorithm, AllReduce) else [f"the {algorithm.name}"]
@@ -204,15 +204,15 @@ def _refuse_model(model: nn.Module, state: Any, rank: int) -> None:
         conflicts.append("optimizer steps inside backward()")
     if conflicts:
         raise ReplicationError(
-            f"rank {rank}: an optimizer cannot be sharded together with {', '.join(conflicts)}; leave out one or the"
+            f"{this_rank()}: an optimizer cannot be sharded together with {', '.join(conflicts)}; leave out one or the"
             " other"
         )
     if objection := _objection_to_moving(model):
-        raise ReplicationError(f"rank {rank}: {objection}")
+        raise ReplicationError(f"{this_rank()}: {objection}")
     if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:
         raise ReplicationError(
-            f"rank {rank}: {len(present)} parameters have gradients, which are no shards; call shard_optimizer between"
-            " two steps, behind zero_grad()"
+            f"{this_rank()}: {len(present)} parameters have gradients, which are no shards; call shard_optimizer"
+            " between two steps, behind zero_grad()"
         )
 
 
@@ -220,13 +220,13 @@ def _refuse_parameters(optimizer: Optimizer, names: Mapping[int, str], reduced: 
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := len(present - names.keys()):
         raise ReplicationError(
-            f"rank {rank}: the optimizer has {foreign} parameters that the model does not have; make one optimizer of"
+            f"{this_rank()}: the optimizer has {foreign} parameters that the model does not have; make one optimizer of"
             " model.parameters(), and another one for the rest"
         )
     if missing := [names[id(parameter)] for parameter in reduced if id(parameter) not in present]:
         raise ReplicationError(
-            f"rank {rank}: the model reduces parameters that the optimizer does not have: {shorten_names(missing)}. Put"
-            " all of them into one optimizer, freeze the others before ddp_compile, or name them in"
+            f"{this_rank()}: the model reduces parameters that the optimizer does not have: {shorten_names(missing)}."
+            " Put all of them into one optimizer, freeze the others before ddp_compile, or name them in"
             " parameters_to_ignore"
         )
 

@@ -79,4 +79,4 @@ class FiniteCheck:
             found: What `found_here` returned.
         """
         said = gather_texts(found, self._process_group, self._device)
-        return error_messages.not_finite(self._process_group.rank(), said)
+        return error_messages.not_finite(said)

@@ -172,14 +172,14 @@ class IterationEnd:
             raise
         except RuntimeError as error:
             what = "the message after the buckets"
-            failure = error_messages.reduction_failed(self._rank, what, error)
+            failure = error_messages.reduction_failed(what, error)
             raise self._monitor.report_failure(failure) from error
 
     def _refuse_use_of_left_out(self) -> None:
         """Raise on every rank if one has used a parameter whose bucket was left out on all."""
         if used := self._queue.left_out - self._policy.used_by_nobody:
             self._queue.wait()  # nothing may be under way when the iteration is given up
-            raise error_messages.used_after_all(self._rank, [self._names[index] for index in sorted(used)])
+            raise error_messages.used_after_all([self._names[index] for index in sorted(used)])
 
     def _launch_again(self, verdict: Verdict) -> None:
         """Launch buckets once more that were launched too early."""
@@ -187,7 +187,7 @@ class IterationEnd:
         algorithm = self._queue.algorithm
         if not verdict.can_be_replayed:
             name = None if algorithm.traits.replayable else algorithm.name
-            raise error_messages.contributor_after_launch(self._rank, names, name, self._early.has_moved)
+            raise error_messages.contributor_after_launch(names, name, self._early.has_moved)
         for bucket in verdict.buckets:
             log.warning(
                 "rank %d: %s was launched inside the backward before all was there, is launched again, and will not be"

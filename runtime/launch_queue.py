@@ -211,7 +211,7 @@ class LaunchQueue:
         except ReductionError as error:  # of an algorithm, which may wait for the bucket before
             raise self._monitor.report_failure(error) from error.__cause__
         except RuntimeError as error:
-            failure = error_messages.reduction_failed(self._rank, self.not_launched[0].describe(), error)
+            failure = error_messages.reduction_failed(self.not_launched[0].describe(), error)
             raise self._monitor.report_failure(failure) from error
         if self.all_launched and self._num_launched > before:
             self.is_exchange = self.is_whole and self.world_size > 1 and self.algorithm.meets_others
@@ -231,7 +231,7 @@ class LaunchQueue:
     def _begin_reduction(self, bucket: Bucket, is_last: bool) -> None:
         work: Any = self.algorithm.launch(bucket, is_last)  # a user's algorithm may return anything
         if not callable(getattr(work, "wait", None)):
-            raise error_messages.nothing_to_wait_for(self._rank, self.algorithm.name, bucket.describe(), work)
+            raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
         bucket.reduction_begins(work)
 
     def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
@@ -287,7 +287,7 @@ class LaunchQueue:
             except ReductionError as error:  # the algorithm's own
                 raise self._monitor.report_failure(error, f", bucket {bucket.spec.index}") from error.__cause__
             except RuntimeError as error:
-                failure = error_messages.reduction_failed(self._rank, bucket.describe(), error)
+                failure = error_messages.reduction_failed(bucket.describe(), error)
                 raise self._monitor.report_failure(failure, f", bucket {bucket.spec.index}") from error
 
     def finish(self, untouched: Set[int]) -> None:

@@ -6,6 +6,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import this_rank
 
 
 class State(Enum):
@@ -104,11 +105,10 @@ class Lifecycle:
         return self.phase.state
 
 
-def nothing_to_finalize(rank: int, is_manual: bool, state: State) -> RuntimeError:
+def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:
     """`finalize_backward` was called where nothing waits for it.
 
     Args:
-        rank: This rank.
         is_manual: Whether it was said that it will be called.
         state: Of the reducer.
     """
@@ -122,4 +122,4 @@ def nothing_to_finalize(rank: int, is_manual: bool, state: State) -> RuntimeErro
         why = "the last backward, or its finalization, has raised; the next forward says how to go on"
     else:
         why = "no backward that is reduced has come since the last call; call it once behind each, outside of no_sync"
-    return RuntimeError(f"rank {rank}: finalize_backward() was called, but {why}")
+    return RuntimeError(f"{this_rank()}: finalize_backward() was called, but {why}")

@@ -118,7 +118,7 @@ class Reducer:
             RanksDifferError: After the first backward, another rank does otherwise.
         """
         if not self.is_between_steps:
-            raise error_messages.algorithm_in_backward(self.rank, algorithm.name)
+            raise error_messages.algorithm_in_backward(algorithm.name)
         if self.buckets or always:
             self._monitor.agree_on_algorithm(algorithm.name)
 
@@ -158,7 +158,7 @@ class Reducer:
                     self._bucket_set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
-            raise error_messages.out_of_step(self.rank)
+            raise error_messages.out_of_step()
         try:
             if synchronize:
                 self.algorithm.before_forward()
@@ -185,7 +185,7 @@ class Reducer:
         """Raise a ReplicationError if a forward has come whose backward is to be reduced, and has not."""
         self._refuse_unfinalized()
         if self._lifecycle.phase == Phase(State.ARMED, True):
-            raise error_messages.second_forward_in_join(self.rank)
+            raise error_messages.second_forward_in_join()
 
     def enter_join(self, divisor: int) -> None:
         """Divide by this from now on, and compare no fingerprints: the ranks do different things by intention."""
@@ -206,7 +206,7 @@ class Reducer:
         """
         self._policy.refuse_shadow()
         if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
-            raise error_messages.out_of_step(self.rank)
+            raise error_messages.out_of_step()
         self._monitor.backward_begins(after_forward=True)
         if not self.buckets:
             self._seal_plan()
@@ -252,9 +252,9 @@ class Reducer:
             # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
             failed = self._lifecycle.on(Event.GRADIENT) is State.FAILED
             if before is State.LAUNCHED:
-                raise error_messages.not_finalized(self.rank, f"a gradient of {self._fqn(arriving[0])}")
+                raise error_messages.not_finalized(f"a gradient of {self._fqn(arriving[0])}")
             if failed:
-                raise error_messages.out_of_step(self.rank)
+                raise error_messages.out_of_step()
             self._undefined.watch_all(self._hooks.with_hooks_of_others())  # once more: hooks may be new
         if before is State.ARMED:
             self.algorithm.before_backward()
@@ -311,7 +311,7 @@ class Reducer:
     def require_manual_finalization(self, required: bool) -> None:
         """Set `finalizes_manually`; raises RuntimeError while a backward has not been completed."""
         if not self.is_between_steps:
-            raise error_messages.manual_finalization_in_backward(self.rank, required)
+            raise error_messages.manual_finalization_in_backward(required)
         self.finalizes_manually = required
 
     def finalize_manually(self) -> None:
@@ -323,7 +323,7 @@ class Reducer:
         """
         state = self._lifecycle.phase.state
         if state is not State.LAUNCHED:
-            raise nothing_to_finalize(self.rank, self.finalizes_manually, state)
+            raise nothing_to_finalize(self.finalizes_manually, state)
         self._lifecycle.on(Event.FINALIZE)  # first: what raises from now on must not pass unseen
         self._finish_iteration()
 
@@ -358,7 +358,7 @@ class Reducer:
             return
         self.refuse_capture("a backward of a replicated module")
         if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
-            raise error_messages.out_of_step(self.rank)
+            raise error_messages.out_of_step()
         self._monitor.backward_begins(after_forward=False)
         self._seal_plan()
         for index, bucket in enumerate(self._bucket_set.of_parameter):
@@ -369,7 +369,7 @@ class Reducer:
 
     def _refuse_unfinalized(self) -> None:
         if self._lifecycle.phase.state is State.LAUNCHED:
-            raise error_messages.not_finalized(self.rank, "a forward")
+            raise error_messages.not_finalized("a forward")
 
     def _refuse_missing_gradients(self) -> NoReturn:
         missing = {self._fqn(index): self.parameters[index] for index in self._queue.missing}
@@ -377,7 +377,7 @@ class Reducer:
             self._queue.wait()
         finally:
             self._begin_iteration()
-        raise error_messages.missing_gradients(self.rank, missing, len(self.parameters), self.settings.static_graph)
+        raise error_messages.missing_gradients(missing, len(self.parameters), self.settings.static_graph)
 
     # The iteration ends.
 

@@ -20,7 +20,7 @@ from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
-from ddp_compile.errors import CompilationError
+from ddp_compile.errors import CompilationError, this_rank
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
@@ -249,7 +249,7 @@ class TrainingBackend:
 
 def _loses_gradients(rank: int, name: str) -> CompilationError:
     return CompilationError(
-        f"rank {rank}: {name} has a collective of torch.distributed.nn in it, and torch {torch.__version__} computes"
+        f"{this_rank()}: {name} has a collective of torch.distributed.nn in it, and torch {torch.__version__} computes"
         " zeros for gradients that pass through one in compiled code; decorate the function that calls it with"
         " torch.compiler.disable, or install torch 2.12 or newer"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import CompilationError
+from ddp_compile.errors import CompilationError, this_rank
 from ddp_compile.torch_internals import AcceptFailure, GraphEdit, InnerBackend
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ _WAYS_OUT = (
 
 def _no_random_numbers_again(rank: int, name: str, error: Exception) -> CompilationError:
     return CompilationError(
-        f"rank {rank}: the backward of {name} did not compile, and cannot run eagerly either: it draws the random"
+        f"{this_rank()}: the backward of {name} did not compile, and cannot run eagerly either: it draws the random"
         " numbers of the forward again, for a dropout inside of a checkpoint, and only compiled code draws the same."
         f' {_in_one_line(error)}. Mend what the compiler complains of; or pass backend="aot_eager", or set'
         " torch._inductor.config.fallback_random = True before the first forward"

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.optimizer_states import average_optimizer_states, compare_optimizers
 from ddp_compile.features.replicated_buffers import ReplicatedBuffers
 from ddp_compile.plan.spec import GradientSpec
@@ -56,7 +56,7 @@ class AlgorithmSwitch:
         """See ``ReplicatedModule.register_comm_hook``."""
         present = self._reducer.algorithm
         if not present.gives_way_to_comm_hook:
-            raise error_messages.second_algorithm(self._rank, hook.name, present.name)
+            raise error_messages.second_algorithm(hook.name, present.name)
         self._reducer.agree_on_algorithm(hook)
         present.detach(together=True)
         self._reducer.set_algorithm(hook)
@@ -74,7 +74,7 @@ class AlgorithmSwitch:
         differ = self._process_group.size() > 1 and not before.sends_gradients
         if differ and algorithm.sends_gradients and optimizers is None:
             raise ReplicationError(
-                f"rank {self._rank}: by the {before.name} the ranks' optimizers have come to different states, with"
+                f"{this_rank()}: by the {before.name} the ranks' optimizers have come to different states, with"
                 f" which the {algorithm.name} would not keep the ranks alike; pass all of them, whose states are"
                 " averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
             )
@@ -96,7 +96,7 @@ class AlgorithmSwitch:
 def refuse_objection(objection: str, rank: int) -> None:
     """Raise a ReplicationError if an algorithm has something against the parameters."""
     if objection:
-        raise ReplicationError(f"rank {rank}: {objection}")
+        raise ReplicationError(f"{this_rank()}: {objection}")
 
 
 def refuse_settings(
@@ -111,16 +111,15 @@ def refuse_settings(
     Raises:
         ReplicationError: Names the settings.
     """
-    rank = process_group.rank()
     is_free = not algorithm.traits.in_step and process_group.size() > 1
     if is_free and (waits := _settings_that_wait(config, buffers, has_sharded)):
         raise ReplicationError(
-            f"rank {rank}: with the {algorithm.name} no rank waits for another in a step, and with {', '.join(waits)}"
+            f"{this_rank()}: with the {algorithm.name} no rank waits for another in a step, and with {', '.join(waits)}"
             " they would; leave that out, or pass another algorithm"
         )
     if config.check_finite_gradients and (others := _outside_of_buckets(algorithm, config, has_sharded)):
         raise ReplicationError(
-            f"rank {rank}: check_finite_gradients=True checks the gradients in buckets only, and cannot be used with"
+            f"{this_rank()}: check_finite_gradients=True checks the gradients in buckets only, and cannot be used with"
             f" {' and '.join(others)}. Leave it out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"
         )
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
-from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.errors import ReductionError, ReplicationError, this_rank
 from ddp_compile.plan.spec import shorten_names
 from ddp_compile.validation.description import with_sparse_gradients
 
@@ -156,4 +156,4 @@ class DelayedAllReduce:
 
     @property
     def _who(self) -> str:
-        return f"rank {self._process_group.rank()}: delayed gradients of {shorten_names(list(self._parameters))}"
+        return f"{this_rank()}: delayed gradients of {shorten_names(list(self._parameters))}"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.errors import RanksDifferError, ReductionError, this_rank
 from ddp_compile.plan.spec import with_article
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.comm import error_messages
@@ -31,9 +31,8 @@ def compare_optimizers(
         TypeError: These are no optimizers, or one keeps what is neither a tensor nor a number.
         RanksDifferError: On every rank, if one has a state for a parameter that another one has not, or other settings.
     """
-    rank = process_group.rank()
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
-        raise TypeError(f"rank {rank}: optimizers={optimizers!r}: pass a list of torch.optim.Optimizer")
+        raise TypeError(f"{this_rank()}: optimizers={optimizers!r}: pass a list of torch.optim.Optimizer")
     what = [_settings_of(optimizer) for optimizer in optimizers]
     for state in _states_of(optimizers):
         if isinstance(state.value, Tensor):
@@ -42,14 +41,14 @@ def compare_optimizers(
             what.append(f"{state.name}: {type(state.value).__name__}")
         else:
             raise TypeError(
-                f"rank {rank}: {state.name} is {with_article(type(state.value).__name__)}, which cannot be averaged;"
+                f"{this_rank()}: {state.name} is {with_article(type(state.value).__name__)}, which cannot be averaged;"
                 " make the optimizers anew, and pass optimizers=[]"
             )
     if different := ranks_unlike_rank_0("\n".join(what).encode(), process_group, device):
         raise RanksDifferError(
-            f"rank {rank}: the optimizers have other states or settings on ranks {format_ranks(different)} than on rank"
-            " 0: after steps that some ranks have skipped, or learning rates that follow each rank's own steps. Make"
-            " the optimizers anew, and pass optimizers=[]; or set the same settings first"
+            f"{this_rank()}: the optimizers have other states or settings on ranks {format_ranks(different)} than on"
+            " rank 0: after steps that some ranks have skipped, or learning rates that follow each rank's own steps."
+            " Make the optimizers anew, and pass optimizers=[]; or set the same settings first"
         )
 
 
@@ -65,7 +64,7 @@ def average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], proces
     """
 
     def fail(error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(process_group.rank(), "average of optimizer states", error)
+        return error_messages.exchange_failed("average of optimizer states", error)
 
     states = _states_of(optimizers)
     moments = [each.value for each in states if isinstance(each.value, Tensor) and _is_moment(each.value)]

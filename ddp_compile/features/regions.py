@@ -24,6 +24,7 @@ from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
+from ddp_compile.errors import this_rank
 from ddp_compile.plan.spec import number_of, shorten_names
 
 #: Called with each graph and its example inputs.
@@ -66,21 +67,21 @@ def find_regions(module: nn.Module, classes: RegionClasses | None, rank: int) ->
         regions = _first_names(_repeated(module, "", nested=False))
         if not regions:
             raise ValueError(
-                f"rank {rank}: regions='auto' finds no block that repeats in a ModuleList, Sequential or ModuleDict of"
-                f" {type(module).__name__}; name the classes of its blocks, regions=[Block], or drop regions"
+                f"{this_rank()}: regions='auto' finds no block that repeats in a ModuleList, Sequential or ModuleDict"
+                f" of {type(module).__name__}; name the classes of its blocks, regions=[Block], or drop regions"
             )
     else:
         regions = _first_names(_instances(module, "", classes))
         for cls in classes:
             if not any(isinstance(submodule, cls) for name, submodule in module.named_modules() if name):
                 raise ValueError(
-                    f"rank {rank}: regions names {cls.__name__}, and no submodule of {type(module).__name__} is one;"
+                    f"{this_rank()}: regions names {cls.__name__}, and no submodule of {type(module).__name__} is one;"
                     " name classes of its submodules, pass regions='auto', or drop regions"
                 )
     for name, region in regions.items():
         if torch_internals.compiled_call_of(region) is not None:
             raise ValueError(
-                f"rank {rank}: regions={_said(classes)} would compile {name}, which is compiled already, by"
+                f"{this_rank()}: regions={_said(classes)} would compile {name}, which is compiled already, by"
                 " module.compile(); drop one of the two"
             )
     return regions

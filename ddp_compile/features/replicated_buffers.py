@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError
+from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
@@ -97,7 +97,7 @@ class ReplicatedBuffers:
             broadcast_all(buffers, self._process_group, source)
         except RuntimeError as error:
             failure = ReductionError(
-                f"rank {self._process_group.rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
+                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
                 " the forward failed. Another rank has raised, exited, or not called the model; look for its error."
                 f" ({error})"
             )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all, ranks_unlike_rank_0
 from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.comm.rank_names import format_ranks
@@ -141,14 +141,14 @@ class ShardedSubmodules:
         if self._submodules:
             names = ", ".join(submodule.name for submodule in self._submodules)
             raise ReplicationError(
-                f"rank {self._rank}: join() with submodules of fully_shard ({names}), in whose collectives a rank"
+                f"{this_rank()}: join() with submodules of fully_shard ({names}), in whose collectives a rank"
                 " without input takes no part; give every rank as many batches"
             )
 
     def _refuse_hook(self, submodule: ShardedSubmodule) -> None:
         if torch_internals.all_reduce_hook_of_fully_shard(submodule.module) is not None:
             raise ReplicationError(
-                f"rank {self._rank}: submodule {submodule.name} has an all-reduce hook already (set_all_reduce_hook),"
+                f"{this_rank()}: submodule {submodule.name} has an all-reduce hook already (set_all_reduce_hook),"
                 f" which ddp_compile would replace; leave it out, or {_WAY_OUT}"
             )
 
@@ -163,7 +163,7 @@ class ShardedSubmodules:
         parts = sorted({tuple(ranks) for ranks in ranks_of_each})
         if sorted(rank for part in parts for rank in part) != sorted(averaged) or len(set(map(len, parts))) > 1:
             raise ReplicationError(
-                f"rank {self._rank}: submodule {name} is sharded by fully_shard over ranks"
+                f"{this_rank()}: submodule {name} is sharded by fully_shard over ranks"
                 f" {' and '.join(format_ranks(part) for part in parts)}, and ddp_compile averages over ranks"
                 f" {format_ranks(averaged)}. It has to average over all ranks that FSDP2 does, and these have to be"
                 " parts of one size: pass no device_mesh and no process_group, or one of all of them; or "
@@ -209,14 +209,14 @@ class ShardedSubmodules:
             ranks = format_ranks([dist.get_global_rank(group, rank) for rank in different])
             first = dist.get_global_rank(group, 0)
             raise RanksDifferError(
-                f"rank {self._rank}: in the first backward, the submodules of fully_shard are reduced in another order"
+                f"{this_rank()}: in the first backward, the submodules of fully_shard are reduced in another order"
                 f" on rank {ranks} than on rank {first}; here it is {', '.join(self._called)}. Every replica has to"
                 f" use the same ones in the same order; or {_WAY_OUT}"
             )
 
     def _order_changed(self) -> ReductionError:
         return ReductionError(
-            f"rank {self._rank}: the submodules of fully_shard were reduced in the order {', '.join(self._called)}"
+            f"{this_rank()}: the submodules of fully_shard were reduced in the order {', '.join(self._called)}"
             f" since the last backward that ended well, and {', '.join(self._order or ())} in the first one. Another"
             " replica may have done otherwise, so nothing more is averaged: start again from a checkpoint, and use the"
             f" same ones in every backward; or {_WAY_OUT}"
@@ -224,6 +224,6 @@ class ShardedSubmodules:
 
     def _failed(self, what: str, error: RuntimeError) -> ReductionError:
         return ReductionError(
-            f"rank {self._rank}: the {what} failed. Another rank has raised, exited, or not come to it within the"
+            f"{this_rank()}: the {what} failed. Another rank has raised, exited, or not come to it within the"
             f" process group's timeout; look for its error. ({error})"
         )

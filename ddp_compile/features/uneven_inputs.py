@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 from ddp_compile.runtime.reducer import Reducer
 
@@ -73,7 +73,7 @@ class UnevenInputs:
         algorithm = self._reducer.algorithm
         if algorithm.traits.payload != "gradients" or not algorithm.traits.takes_shadows:
             raise ReplicationError(
-                f"rank {self._process_group.rank()}: the {algorithm.name} communicates parameters, and cannot go on"
+                f"{this_rank()}: the {algorithm.name} communicates parameters, and cannot go on"
                 " inside a Join, where ranks that have no input left contribute zeros; train on as many batches on"
                 " every rank, or with GradientAllReduce()"
             )
@@ -160,7 +160,7 @@ class JoinOne(Join):
             if _inside:
                 both = f"{type(module).__name__}.join() inside {type(_inside[-1]).__name__}.join()"
                 raise ReplicationError(
-                    f"rank {self._rank}: {both}: ranks without input could shadow one of them only. Write one"
+                    f"{this_rank()}: {both}: ranks without input could shadow one of them only. Write one"
                     " torch.distributed.algorithms.Join([first, second]) around both"
                 )
             _inside.append(module)

@@ -24,7 +24,7 @@ except ImportError as error:
 from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from ddp_compile.api import ddp_compile
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.plan.spec import with_article
@@ -83,7 +83,7 @@ def use(accelerator: UsedT, **arguments: Any) -> UsedT:
 
 def _use_accelerator(accelerator: accelerate.Accelerator, arguments: dict[str, Any]) -> None:
     if reason := _objection(accelerator):
-        raise ReplicationError(f"rank {accelerator.process_index}: {reason}")
+        raise ReplicationError(f"{this_rank()}: {reason}")
     accelerator.__dict__[_ARGUMENTS] = arguments
     original: Any = type(accelerator)
     accelerator.__class__ = _replicating_class(original)
@@ -147,7 +147,7 @@ class _ReplicatesModels:
         rank = accelerator.process_index
         if isinstance(model, ReplicatedModule) and not getattr(model, "_is_accelerate_prepared", False):
             raise ReplicationError(
-                f"rank {rank}: ddp_compile has replicated this {type(model).__name__} before accelerator.prepare();"
+                f"{this_rank()}: ddp_compile has replicated this {type(model).__name__} before accelerator.prepare();"
                 " leave that call out, and give its arguments to use()"
             )
         # To its device and into autocast, once; for evaluation no wrapper comes around it, nor does one here.
@@ -183,7 +183,7 @@ def _with_handler(arguments: Mapping[str, Any], handler: Any, rank: int) -> dict
     for name in arguments.keys() & of_handler.keys():
         if arguments[name] != of_handler[name]:
             raise ReplicationError(
-                f"rank {rank}: use() was given {name}={arguments[name]!r} and DistributedDataParallelKwargs"
+                f"{this_rank()}: use() was given {name}={arguments[name]!r} and DistributedDataParallelKwargs"
                 f" {name}={of_handler[name]!r}; give it once (Trainer makes these of ddp_{name} in TrainingArguments)"
             )
     return {**of_handler, **arguments}
@@ -194,9 +194,9 @@ def _refuse_states_of_ranks(model: Any, rank: int) -> None:
     if algorithm.traits.payload != "gradients" or algorithm.state_dict():
         unwrap(model)
         raise ReplicationError(
-            f"rank {rank}: with the {algorithm.name} each rank has parameters or states of its own, and checkpoints of"
-            " Accelerate and Trainer hold those of one; drop algorithm=, or call ddp_compile(model, algorithm=...) in a"
-            " training loop of your own"
+            f"{this_rank()}: with the {algorithm.name} each rank has parameters or states of its own, and checkpoints"
+            " of Accelerate and Trainer hold those of one; drop algorithm=, or call ddp_compile(model, algorithm=...)"
+            " in a training loop of your own"
         )
 
 

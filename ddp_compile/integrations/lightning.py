@@ -21,7 +21,7 @@ from torchmetrics import Metric, MetricCollection
 
 from ddp_compile.api import argument_names, ddp_compile
 from ddp_compile.config import refuse_unknown_arguments
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
 from ddp_compile.plan.spec import shorten_names, with_article
@@ -97,7 +97,7 @@ class DDPCompileStrategy(DDPStrategy):
         module = self.model
         if not isinstance(module, LightningModule):
             raise ReplicationError(
-                f"rank {self.global_rank}: the strategy was given {with_article(type(module).__name__)} in place of the"
+                f"{this_rank()}: the strategy was given {with_article(type(module).__name__)} in place of the"
                 " LightningModule, perhaps by a precision plugin that converts modules; leave that plugin out, or use"
                 ' strategy="ddp"'
             )
@@ -123,7 +123,7 @@ class DDPCompileStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if isinstance(self.model, _Steps) and isinstance(state_of(self.model).reducer.algorithm, ShardedAlgorithm):
             raise ReplicationError(
-                f"rank {self.global_rank}: configure_optimizers has called shard_optimizer, and Lightning clips, logs"
+                f"{this_rank()}: configure_optimizers has called shard_optimizer, and Lightning clips, logs"
                 " and saves whole gradients and states; leave shard_optimizer out"
             )
 
@@ -131,17 +131,17 @@ class DDPCompileStrategy(DDPStrategy):
         for name, submodule in module.named_modules():
             if is_replicated(submodule):
                 raise ReplicationError(
-                    f"rank {self.global_rank}: {name or 'the LightningModule'} is replicated already; leave"
+                    f"{this_rank()}: {name or 'the LightningModule'} is replicated already; leave"
                     " ddp_compile(...) out, DDPCompileStrategy calls it with the arguments that it is given"
                 )
         if parts := [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]:
             raise ReplicationError(
-                f"rank {self.global_rank}: {shorten_names(parts)} are DTensors, of which a checkpoint of this strategy"
+                f"{this_rank()}: {shorten_names(parts)} are DTensors, of which a checkpoint of this strategy"
                 " would hold rank 0's part alone; use Lightning's ModelParallelStrategy or FSDPStrategy"
             )
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ReplicationError(
-                f"rank {self.global_rank}: the Trainer was given torch.compile(module); give it the module itself, and"
+                f"{this_rank()}: the Trainer was given torch.compile(module); give it the module itself, and"
                 " arguments of torch.compile to DDPCompileStrategy(mode=..., dynamic=...)"
             )
 

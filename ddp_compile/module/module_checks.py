@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.features.sharded_submodules import names_sharded
 from ddp_compile.module.mixin import ReplicatedModule
 from ddp_compile.module.replicated_class import defines, names_taken
@@ -59,7 +59,7 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
     if len(reduced) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in reduced.items())
         raise ReplicationError(
-            f"rank {process_group.rank()}: {places}; all reduced parameters have to be on one device. Move them to one,"
+            f"{this_rank()}: {places}; all reduced parameters have to be on one device. Move them to one,"
             " start a rank for each device, or call ddp_compile on each part that lies on one device"
         )
     types = torch_internals.device_types(process_group)
@@ -67,7 +67,7 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
     for name, tensor in _sent(module, config):
         first_on.setdefault(tensor.device, name)
     for device, name in first_on.items():
-        where = f"rank {process_group.rank()}: {name} is on {device}"
+        where = f"{this_rank()}: {name} is on {device}"
         if device.type != "cpu" and not streams.has_streams(device):
             raise ReplicationError(
                 f"{where}, and torch.{device.type} has no streams, which keep collectives after the kernels that"
@@ -144,7 +144,7 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
         if device_mesh.ndim != 1:
             names = f" ({', '.join(device_mesh.mesh_dim_names)})" if device_mesh.mesh_dim_names else ""
             raise ReplicationError(
-                f"rank {dist.get_rank()}: device_mesh has {device_mesh.ndim} dimensions{names}, ddp_compile needs one;"
+                f"{this_rank()}: device_mesh has {device_mesh.ndim} dimensions{names}, ddp_compile needs one;"
                 " pass the one over which the module is replicated, for example mesh['dp']"
             )
         if device_mesh.get_coordinate() is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_compile.compile.backend import GraphReport, graphs_without_cut
+from ddp_compile.errors import this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.torch_internals import GraphBreaks
 
@@ -12,7 +13,7 @@ from ddp_compile.torch_internals import GraphBreaks
 def not_called(rank: int) -> str:
     """The warning that the module itself was never called for training."""
     return (
-        f"rank {rank}: the module itself has not been called for training: gradients came through one of its"
+        f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
         " submodules or methods, or through module.forward. These are not compiled, and buffers are not"
         " broadcast before them; call the module: model(x)"
     )
@@ -21,17 +22,17 @@ def not_called(rank: int) -> str:
 def nothing_compiled(rank: int, breaks: GraphBreaks) -> str:
     """The warning that Dynamo has made no graph."""
     return (
-        f"rank {rank}: nothing was compiled: Dynamo made no graph of the module, so it runs eagerly.{_reasons(breaks)}"
-        ' TORCH_LOGS="graph_breaks,recompiles" says more'
+        f"{this_rank()}: nothing was compiled: Dynamo made no graph of the module, so it runs"
+        f' eagerly.{_reasons(breaks)} TORCH_LOGS="graph_breaks,recompiles" says more'
     )
 
 
 def compiled_in_blocks(rank: int, blocks: Sequence[str], breaks: GraphBreaks) -> str:
     """The warning that Dynamo has left the code that calls blocks to Python."""
     return (
-        f"rank {rank}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to Python, and"
-        f" each block is compiled by itself: {'; '.join(blocks)}.{_reasons(breaks)} To compile that code as well, keep"
-        ' what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
+        f"{this_rank()}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to Python,"
+        f" and each block is compiled by itself: {'; '.join(blocks)}.{_reasons(breaks)} To compile that code as well,"
+        ' keep what breaks the graph out of the forward; TORCH_LOGS="graph_breaks" shows all breaks'
     )
 
 
@@ -55,7 +56,7 @@ def all_at_once(rank: int, plan: BucketPlan, cap_bytes: int, reports: Sequence[G
             " must not be in it into evaluation mode"
         )
     return (
-        f"rank {rank}: {plan.num_bytes / 2**20:.1f} MiB of gradients become ready all at once, so their communication"
+        f"{this_rank()}: {plan.num_bytes / 2**20:.1f} MiB of gradients become ready all at once, so their communication"
         f" is not hidden behind the backward: {reasons}"
     )
 

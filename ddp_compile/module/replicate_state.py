@@ -18,7 +18,7 @@ from ddp_compile.compile.backend import EvaluationBackend, TrainingBackend, laun
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.errors import MissingGradientError, ReplicationError
+from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_settings
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
@@ -284,7 +284,7 @@ class ReplicateState:
     def _refuse_distributed_autograd(self) -> None:
         if self.requires_sync and torch_internals.inside_distributed_autograd():
             raise ReplicationError(
-                f"rank {self.process_group.rank()}: a forward inside torch.distributed.autograd.context(), whose"
+                f"{this_rank()}: a forward inside torch.distributed.autograd.context(), whose"
                 " backward leaves its gradients in the context, where they are not averaged. Leave the context and call"
                 " loss.backward(), or call the module inside model.no_sync() and average what get_gradients() returns"
                 " yourself; DistributedDataParallel averages it"

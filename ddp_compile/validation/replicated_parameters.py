@@ -9,7 +9,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.wrappers import reduces_by_itself, reducing_wrappers_inside
 
@@ -57,7 +57,7 @@ class ReplicatedParameters:
         """
         if shared := self.shared_with_others():
             raise ReplicationError(
-                f"rank {rank}: parameters of the module are reduced by another replicated module already:"
+                f"{this_rank()}: parameters of the module are reduced by another replicated module already:"
                 f" {', '.join(shared)}. Each would average again what the other has averaged. Call ddp_compile on one"
                 " module that holds both, once, and let its forward choose; or unwrap() the other one before"
             )
@@ -88,7 +88,7 @@ class ReplicatedParameters:
         wrappers = [wrapper for wrapper in reducing_wrappers_inside(module) if wrapper not in self._wrappers]
         changes = [*wrappers, *self._changes(module)]
         if changes:
-            raise error_messages.parameters_changed(rank, changes)
+            raise error_messages.parameters_changed(changes)
 
     def _is_as_it_was(self, module: nn.Module) -> bool:
         """Whether nothing can have changed, without looking for names, which takes longer."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 
 
 def refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], process_group: dist.ProcessGroup) -> None:
@@ -23,7 +23,6 @@ def refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], pro
     Raises:
         ReplicationError: Names this rank, the tensor, its mesh and the way out.
     """
-    rank = dist.get_rank()
     averaged = dist.get_process_group_ranks(process_group)
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if name in ignored or not torch_internals.is_dtensor(tensor):
@@ -34,9 +33,9 @@ def refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], pro
             continue
         names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
         raise ReplicationError(
-            f"rank {rank}: {name} is a DTensor with {', '.join(map(str, tensor.placements))} over ranks {ranks}{names},"
-            f" and ranks {averaged} are to be averaged, so different parts of it would be. Make a mesh of two"
-            " dimensions, mesh = init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp', 'tp')); shard over"
-            " one, parallelize_module(model, mesh['tp'], ...); and average over the other, ddp_compile(model,"
+            f"{this_rank()}: {name} is a DTensor with {', '.join(map(str, tensor.placements))} over ranks"
+            f" {ranks}{names}, and ranks {averaged} are to be averaged, so different parts of it would be. Make a mesh"
+            " of two dimensions, mesh = init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp', 'tp')); shard"
+            " over one, parallelize_module(model, mesh['tp'], ...); and average over the other, ddp_compile(model,"
             " device_mesh=mesh['dp'])"
         )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.plan.spec import shorten_names, with_article
 
 _REDUCES = "its gradients are reduced already; use one of the two"
@@ -60,7 +60,7 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
 
 
 def _rank() -> str:
-    return f"rank {dist.get_rank()}: " if dist.is_available() and dist.is_initialized() else ""
+    return f"{this_rank()}: " if dist.is_available() and dist.is_initialized() else ""
 
 
 def _shards_what(submodule: nn.Module, name: str) -> str:
@@ -104,7 +104,7 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
         if kind not in _REDUCING or not (taken := _taken_by(wrapper, kind, module, parameters)):
             continue
         raise ReplicationError(
-            f"rank {rank}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'}"
+            f"{this_rank()}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'}"
             f" {with_article(kind)}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]},"
             f" ...), so that their gradients would be reduced twice, or not at all. Train the module without {kind},"
             " around it or around a module that holds it. With Accelerate, leave ddp_compile out, and call"
@@ -116,7 +116,7 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
 def adapters_behind_replication(rank: int) -> ReplicationError:
     """PEFT has added adapters to a module, or prompts that it trains around one, when it had been replicated."""
     return ReplicationError(
-        f"rank {rank}: PEFT has added adapters to a module that ddp_compile has replicated, which would not average"
+        f"{this_rank()}: PEFT has added adapters to a module that ddp_compile has replicated, which would not average"
         " their gradients; add them first: ddp_compile(get_peft_model(model, config))"
     )
 

@@ -73,7 +73,7 @@ class AfterStep(CommAlgorithm):
 
     def _step_begins(self) -> None:
         if self._paid_without_step:
-            raise error_messages.late_step(self._process_group.rank(), self.name)
+            raise error_messages.late_step(self.name)
 
     def _step_ends(self) -> None:
         if self._steps is not None and self._steps.all_have_stepped:
@@ -81,4 +81,4 @@ class AfterStep(CommAlgorithm):
             self._paid_without_step = False
 
     def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+        return error_messages.exchange_failed(self.name, error)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.errors import ReductionError, ReplicationError, this_rank
 from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
@@ -125,7 +125,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         """See `CommAlgorithm.before_load`."""
         if self._averager is not None:
             raise ReplicationError(
-                f"rank {self._process_group.rank()}: load_state_dict() while the {self.name} goes on, which would move"
+                f"{this_rank()}: load_state_dict() while the {self.name} goes on, which would move"
                 " what is loaded by what was there before. On every rank: model.comm_algorithm.abort(), load,"
                 " model.comm_algorithm.resume()"
             )
@@ -209,7 +209,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._raise_failure_of(averager)
         if missing:
             raise ReductionError(
-                f"rank {self._process_group.rank()}: the {self.name} cannot end, as ranks {format_ranks(missing)} have"
+                f"{this_rank()}: the {self.name} cannot end, as ranks {format_ranks(missing)} have"
                 " not called abort() within the process group's timeout. Call it on every rank behind its last step; or"
                 " look for the error of a rank that trains no more"
             )
@@ -268,7 +268,7 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         self._gate.leave("backward")  # of micro-batches
 
     def _written_outside(self) -> ReductionError:
-        return error_messages.parameters_written_outside(self._process_group.rank(), self.name)
+        return error_messages.parameters_written_outside(self.name)
 
     def _raise_failure(self) -> None:
         if self._averager is not None:
@@ -276,14 +276,14 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
 
     def _raise_failure_of(self, averager: AveragingThread) -> None:
         if averager.gone:
-            raise error_messages.ranks_gone(self._process_group.rank(), self.name, averager.gone)
+            raise error_messages.ranks_gone(self.name, averager.gone)
         if isinstance(averager.failure, ReductionError):
             raise averager.failure
         if averager.failure is not None:
             raise self._failed(averager.failure) from averager.failure
 
     def _failed(self, error: Exception) -> ReductionError:
-        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+        return error_messages.exchange_failed(self.name, error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.errors import ReductionError
+from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
 from ddp_compile.runtime.comm import error_messages
@@ -157,8 +157,7 @@ class _Chain:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            rank = self._algorithm.process_group.rank()
-            raise error_messages.reduction_failed(rank, self._bucket.describe(), error) from error
+            raise error_messages.reduction_failed(self._bucket.describe(), error) from error
 
     def _start_next(self) -> None:
         algorithm = self._algorithm
@@ -181,6 +180,6 @@ class _Chain:
 
     def _error(self, what: str) -> ReductionError:
         return ReductionError(
-            f"rank {self._algorithm.process_group.rank()}: reduce() of the {self._algorithm.name} {what}. The gradients"
+            f"{this_rank()}: reduce() of the {self._algorithm.name} {what}. The gradients"
             " are not reduced, and this rank may be out of step with the others: start again from a checkpoint"
         )

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.errors import ReductionError
+from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.plan.spec import with_article
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
@@ -243,7 +243,7 @@ class CommHook(CommAlgorithm):
     def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
         """Raise the ReductionError of this hook."""
         raise ReductionError(
-            f"rank {self._rank}: the {self.name} {what}. The gradients are not reduced and this rank may be"
+            f"{this_rank()}: the {self.name} {what}. The gradients are not reduced and this rank may be"
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"
             " exited, and start again from a checkpoint"
         ) from cause

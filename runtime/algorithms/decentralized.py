@@ -160,7 +160,7 @@ class DecentralizedAlgorithm(CommAlgorithm):
             self._average_with_peer()
         wait_for([self._groups.broadcast(flat) for flat in self._flats], self._failed)
         if self._parameters.versions() != self._versions:
-            raise error_messages.parameters_written(self._process_group.rank(), self.name)
+            raise error_messages.parameters_written(self.name)
         self._parameters.write(self._flats)
         self._num_exchanges += 1
 
@@ -174,7 +174,7 @@ class DecentralizedAlgorithm(CommAlgorithm):
             flat.mul_(1 / num_ranks)
 
     def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self._process_group.rank(), self.name, error)
+        return error_messages.exchange_failed(self.name, error)
 
 
 def _refuse_odd(peer_selection: str, count: int, of_what: str) -> None:

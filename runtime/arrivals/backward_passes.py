@@ -67,5 +67,5 @@ class BackwardsAlone:
             return True
         self._num_partial += 1
         if self._num_partial == error_messages.MOST_BACKWARDS_ALONE:
-            log.warning(error_messages.backwards_alone(self._rank, len(arrived), self._num_parameters))
+            log.warning(error_messages.backwards_alone(len(arrived), self._num_parameters))
         return False

@@ -57,7 +57,7 @@ class GradientArrivals:
         if not self._policy.counts(bucket, index, is_undefined):
             return
         if index not in bucket.iteration.pending:
-            raise error_messages.arrived_twice(self._rank, self._names[index])
+            raise error_messages.arrived_twice(self._names[index])
         if bucket.arrive(index):
             self._hooks.note_last(index)
             self._hooks.notify_behind(index)

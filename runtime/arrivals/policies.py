@@ -142,7 +142,7 @@ class UnusedAllowed(AllRequired):
             return True
         if not is_undefined:
             if not bucket.is_pending:
-                raise error_messages.arrived_unused(self._rank, self._names[index], static_graph=False)
+                raise error_messages.arrived_unused(self._names[index], static_graph=False)
             unused.discard(index)  # its bucket will find it when the last one has come
         return False
 
@@ -213,7 +213,7 @@ class StaticGraph(UnusedAllowed):
         if self._is_learning:
             self._num_arrivals[index] += 1
         elif not self._num_arrivals[index] or (index in self.used_by_nobody and not is_undefined):
-            raise error_messages.arrived_unused(self._rank, self._names[index], static_graph=True)
+            raise error_messages.arrived_unused(self._names[index], static_graph=True)
         if is_undefined:
             bucket.iteration.unused.add(index)
         else:
@@ -228,7 +228,7 @@ class StaticGraph(UnusedAllowed):
 
     def refuse_shadow(self) -> None:
         if self._is_learning:
-            raise error_messages.static_graph_without_input(self._rank)
+            raise error_messages.static_graph_without_input()
 
     def hear(self, used: Sequence[int]) -> None:
         super().hear(used)

@@ -88,7 +88,7 @@ class UndefinedGradients:
         """
         if index not in self._seen.undefined:
             if index in self._seen.came or index in self._seen.defined:
-                raise error_messages.gradient_gone(self._rank, self._names[index])
+                raise error_messages.gradient_gone(self._names[index])
             self._seen.undefined.add(index)
             self.watch(index)
 

@@ -186,7 +186,7 @@ class Bucket:
         if torch.is_grad_enabled():  # create_graph=True
             for spec, gradient in zip(self.spec.gradients, gradients, strict=True):
                 if gradient is not None and gradient.requires_grad:
-                    raise error_messages.gradient_with_graph(self._rank, spec.fqn)
+                    raise error_messages.gradient_with_graph(spec.fqn)
         unused = self.iteration.unused
         if not unused and len(present) == len(gradients):
             return present

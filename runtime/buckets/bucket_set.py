@@ -135,7 +135,7 @@ class BucketSet:
                 bucket.lay_out_as(spec)
 
     def _no_plan(self, error: RuntimeError) -> ReductionError:
-        failure = error_messages.no_plan_to_agree_on(self._process_group.rank(), self._builder.propose(), error)
+        failure = error_messages.no_plan_to_agree_on(self._builder.propose(), error)
         return self._monitor.report_failure(failure)
 
     def _refuse_other_model(self, plan: BucketPlan) -> None:
@@ -145,7 +145,7 @@ class BucketSet:
             return
         index = min(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
         described = [str(gradients.get(index, "nothing there")) for gradients in (theirs, ours)]
-        raise error_messages.another_models_plan(self._process_group.rank(), self._monitor.model, *described)
+        raise error_messages.another_models_plan(self._monitor.model, *described)
 
     def _install(self, plan: BucketPlan) -> None:
         """Reduce by another plan from now on. Buckets that it has in common with the one before are kept.

@@ -179,7 +179,7 @@ class FlatBuffer:
             if was != is_now:
                 changes.append(f"{was} before and {is_now} now: {spec.fqn}")
         if changes:
-            raise error_messages.parameters_changed(self._rank, changes)
+            raise error_messages.parameters_changed(changes)
 
 
 def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError
+from ddp_compile.errors import RanksDifferError, this_rank
 from ddp_compile.plan.spec import BucketPlan, number_of
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.rank_names import name_values
@@ -50,7 +50,7 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
         difference = _shorten(_first_difference(json.loads(text_of_rank_0), list(description)), _MOST_BYTES_OF_A_LINE)
     difference = _broadcast_bytes(difference.encode(), process_group, device, different[0]).decode()
     raise RanksDifferError(
-        f"rank {process_group.rank()}: the ranks were given different models. First difference: {difference}"
+        f"{this_rank()}: the ranks were given different models. First difference: {difference}"
         f" on rank {different[0]}. Build the same model with the same settings on every rank before ddp_compile"
     )
 
@@ -87,12 +87,11 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
     if process_group.size() == 1:
         return
     if ranks_unlike_rank_0(f"{model}\n{algorithm}".encode(), process_group, device):
-        rank = process_group.rank()
         models = gather_texts(model, process_group, device, _MOST_BYTES_OF_A_NAME)
         if len(set(models)) > 1:
-            raise error_messages.models_differ(rank, name_values(models))
+            raise error_messages.models_differ(name_values(models))
         algorithms = gather_texts(algorithm, process_group, device, _MOST_BYTES_OF_A_NAME)
-        raise error_messages.algorithms_differ(rank, name_values(algorithms))
+        raise error_messages.algorithms_differ(name_values(algorithms))
 
 
 def gather_texts(

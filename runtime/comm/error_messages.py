@@ -14,136 +14,134 @@ from ddp_compile.errors import (
     RanksDifferError,
     ReductionError,
     ReplicationError,
+    this_rank,
 )
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm.rank_names import format_ranks
 
 
-def no_plan_to_agree_on(rank: int, plan: BucketPlan, error: RuntimeError) -> ReductionError:
+def no_plan_to_agree_on(plan: BucketPlan, error: RuntimeError) -> ReductionError:
     """The collective that seals the plan, or packs its tail anew, failed."""
     gradients = plan.buckets[0].gradients
     return ReductionError(
-        f"rank {rank}: the ranks did not come to agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
+        f"{this_rank()}: the ranks did not come to agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
         f" {gradients[-1].fqn}) could be launched. Another rank has raised, exited, or not come to its backward within"
         f" the process group's timeout; look for its error. ({error})"
     )
 
 
-def reduction_failed(rank: int, what: str, error: RuntimeError) -> ReductionError:
+def reduction_failed(what: str, error: RuntimeError) -> ReductionError:
     """The all-reduce of a bucket, or of the message behind the buckets, failed."""
     return ReductionError(
-        f"rank {rank}: the all-reduce of {what} failed. Another rank has raised, exited,"
+        f"{this_rank()}: the all-reduce of {what} failed. Another rank has raised, exited,"
         " or not come to its backward within the process group's timeout; look for its error."
         f" ({error})"
     )
 
 
-def nothing_to_wait_for(rank: int, name: str, bucket: str, returned: object) -> TypeError:
+def nothing_to_wait_for(name: str, bucket: str, returned: object) -> TypeError:
     """``launch`` of a user's algorithm returned no `Pending`, so the gradients would not be averaged."""
     return TypeError(
-        f"rank {rank}: launch() of the {name} returned {returned!r} for {bucket}; return an object that has wait() and"
-        " result(), such as the work of a collective with async_op=True"
+        f"{this_rank()}: launch() of the {name} returned {returned!r} for {bucket}; return an object that has wait()"
+        " and result(), such as the work of a collective with async_op=True"
     )
 
 
-def exchange_failed(rank: int, name: str, error: Exception) -> ReductionError:
+def exchange_failed(name: str, error: Exception) -> ReductionError:
     """Parameters did not come from where they were awaited."""
     return ReductionError(
-        f"rank {rank}: the {name} failed. Another rank has raised, exited, or not come to the same step within the"
+        f"{this_rank()}: the {name} failed. Another rank has raised, exited, or not come to the same step within the"
         f" process group's timeout; look for its error. ({error})"
     )
 
 
-def ranks_gone(rank: int, name: str, gone: Mapping[int, str]) -> ReductionError:
+def ranks_gone(name: str, gone: Mapping[int, str]) -> ReductionError:
     """Some ranks have stopped training before the others.
 
     Args:
-        rank: This rank.
         name: Of the algorithm.
         gone: What each of them has done, by its global rank.
     """
     return ReductionError(
-        f"rank {rank}: the {name} has ended, because {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
+        f"{this_rank()}: the {name} has ended, because {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
         " without model.comm_algorithm.abort(). Look for that rank's error; if there is none, call abort() on every"
         " rank after its last step"
     )
 
 
-def parameters_written(rank: int, name: str) -> ReductionError:
+def parameters_written(name: str) -> ReductionError:
     """What comes from the others would write over what this rank has done to its parameters."""
     return ReductionError(
-        f"rank {rank}: parameters were written between a forward and the end of its backward, while the {name} had them"
-        " under way, whose result would undo that. Step, load and edit before the forward; and put forwards that no"
-        " backward follows into torch.no_grad() or model.no_sync()"
+        f"{this_rank()}: parameters were written between a forward and the end of its backward, while the {name} had"
+        " them under way, whose result would undo that. Step, load and edit before the forward; and put forwards that"
+        " no backward follows into torch.no_grad() or model.no_sync()"
     )
 
 
-def late_step(rank: int, name: str) -> ReductionError:
+def late_step(name: str) -> ReductionError:
     """An optimizer is about to step after the parameters for this step have been sent."""
     return ReductionError(
-        f"rank {rank}: an optimizer is about to step after the {name} has sent the parameters for this step, so the"
+        f"{this_rank()}: an optimizer is about to step after the {name} has sent the parameters for this step, so the"
         " ranks' parameters would differ. A forward with gradients, or model.comm_algorithm.state_dict(), came between"
         " the backward and the step, so the step was taken to be skipped. Put such a forward into torch.no_grad() or"
         " model.no_sync(), or before the backward; take checkpoints after the step"
     )
 
 
-def parameters_written_outside(rank: int, name: str) -> ReductionError:
+def parameters_written_outside(name: str) -> ReductionError:
     """An average may have been written at the same time, and one of both is lost."""
     return ReductionError(
-        f"rank {rank}: parameters were written, and not by a step of an optimizer, while the {name} goes on, which may"
-        " write its average at the same time. On every rank, write into them inside of `with"
+        f"{this_rank()}: parameters were written, and not by a step of an optimizer, while the {name} goes on, which"
+        " may write its average at the same time. On every rank, write into them inside of `with"
         " model.comm_algorithm.writing():`, or between model.comm_algorithm.abort() and resume(); start again from a"
         " checkpoint"
     )
 
 
-def algorithms_differ(rank: int, described: str) -> RanksDifferError:
+def algorithms_differ(described: str) -> RanksDifferError:
     """Which ranks reduce in which way."""
     return RanksDifferError(
-        f"rank {rank}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
+        f"{this_rank()}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
         " register_comm_hook on every rank, with the same hook, between the same two steps"
     )
 
 
-def models_differ(rank: int, described: str) -> RanksDifferError:
+def models_differ(described: str) -> RanksDifferError:
     """The ranks have come to the first backwards of different models."""
     return RanksDifferError(
-        f"rank {rank}: the ranks have come to the first backwards of different models: {described}. Call the backwards"
-        " of the models in one order on every rank, or give each model a process group of its own"
+        f"{this_rank()}: the ranks have come to the first backwards of different models: {described}. Call the"
+        " backwards of the models in one order on every rank, or give each model a process group of its own"
     )
 
 
-def another_models_plan(rank: int, model: str, theirs: str, ours: str) -> RanksDifferError:
+def another_models_plan(model: str, theirs: str, ours: str) -> RanksDifferError:
     """The bucket plan that rank 0 sent has other parameters than this model."""
     return RanksDifferError(
-        f"rank {rank}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model has"
-        f" {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every rank,"
-        " or give each model a process group of its own"
+        f"{this_rank()}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model"
+        f" has {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every"
+        " rank, or give each model a process group of its own"
     )
 
 
-def ranks_out_of_step(rank: int, iteration_number: int, difference: str) -> RanksDifferError:
+def ranks_out_of_step(iteration_number: int, difference: str) -> RanksDifferError:
     """The ranks have not done the same until the end of an iteration."""
     return RanksDifferError(
-        f"rank {rank}: at the end of iteration {iteration_number} the ranks are out of step. {difference}. Gradients of"
-        " different steps may have been averaged since the agreement point before: start again from a checkpoint"
+        f"{this_rank()}: at the end of iteration {iteration_number} the ranks are out of step. {difference}. Gradients"
+        " of different steps may have been averaged since the agreement point before: start again from a checkpoint"
     )
 
 
-def out_of_step(rank: int) -> ReductionError:
+def out_of_step() -> ReductionError:
     """A backward raised in the middle of an iteration."""
     return ReductionError(
-        f"rank {rank}: the last backward raised after its reduction had started, so the ranks may be out of"
+        f"{this_rank()}: the last backward raised after its reduction had started, so the ranks may be out of"
         " step, and going on could average gradients of different steps. Start again from a checkpoint; or, if"
         " every rank has caught the error, let every rank go on in a new group:"
         " model = ddp_compile(model.unwrap(), process_group=torch.distributed.new_group(), ...)"
     )
 
 
-def missing_gradients(
-    rank: int, missing: Mapping[str, Tensor], num_parameters: int, static_graph: bool
-) -> MissingGradientError:
+def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static_graph: bool) -> MissingGradientError:
     """A backward ended, and no other one brought what was missing; some of it may have been frozen since."""
     frozen = [name for name, parameter in missing.items() if not parameter.requires_grad]
     why = (
@@ -160,7 +158,7 @@ def missing_gradients(
         " requires_grad_(False) before ddp_compile, or name them in parameters_to_ignore"
     )
     return MissingGradientError(
-        f"rank {rank}: {len(missing)} of {num_parameters} parameters got no gradient in the last backward:"
+        f"{this_rank()}: {len(missing)} of {num_parameters} parameters got no gradient in the last backward:"
         f" {', '.join(missing)}. Their buckets were never launched, and .grad is not averaged.{why} {advice}"
     )
 
@@ -169,35 +167,35 @@ def missing_gradients(
 MOST_BACKWARDS_ALONE = 8
 
 
-def backwards_alone(rank: int, num_arrived: int, num_parameters: int) -> str:
+def backwards_alone(num_arrived: int, num_parameters: int) -> str:
     """A warning: something is trained for which nobody has called the module."""
     return (
-        f"rank {rank}: {MOST_BACKWARDS_ALONE} backwards have brought gradients, the last one of {num_arrived} of"
+        f"{this_rank()}: {MOST_BACKWARDS_ALONE} backwards have brought gradients, the last one of {num_arrived} of"
         f" {num_parameters} parameters, and the module itself has not been called yet: they are not averaged. Call the"
         " module, model(x), or apply ddp_compile to the submodule that is trained"
     )
 
 
-def parameters_changed(rank: int, changes: Sequence[str]) -> ParametersChangedError:
+def parameters_changed(changes: Sequence[str]) -> ParametersChangedError:
     """What happened since the module was replicated, and to which parameters: "added: adapter.weight"."""
     return ParametersChangedError(
-        f"rank {rank}: the parameters are not those that ddp_compile has replicated, and their gradients would not be"
+        f"{this_rank()}: the parameters are not those that ddp_compile has replicated, and their gradients would not be"
         f" averaged: {'; '.join(changes)}. Make such changes before ddp_compile, or replicate the module again after"
         " them: model = ddp_compile(model.unwrap(), ...)"
     )
 
 
-def arrived_twice(rank: int, name: str) -> GradientArrivalError:
+def arrived_twice(name: str) -> GradientArrivalError:
     """A second gradient while others of the iteration are missing."""
     return GradientArrivalError(
-        f"rank {rank}: the gradient of {name} arrived twice before all others had arrived."
+        f"{this_rank()}: the gradient of {name} arrived twice before all others had arrived."
         " Either a reentrant checkpoint runs over shared weights: use use_reentrant=False, or static_graph=True; or"
         " one of several backwards does not reach every parameter: add the losses up, or put all but the last into"
         " no_sync()"
     )
 
 
-def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalError:
+def arrived_unused(name: str, static_graph: bool) -> GradientArrivalError:
     """A gradient of a parameter whose bucket had been launched without one."""
     reason = (
         "it got none in the first iteration, and static_graph=True promises that this stays so; drop static_graph"
@@ -207,27 +205,24 @@ def arrived_unused(rank: int, name: str, static_graph: bool) -> GradientArrivalE
         " in the forward, use use_reentrant=False, add the losses up, or drop find_unused_parameters"
     )
     return GradientArrivalError(
-        f"rank {rank}: {name} got a gradient after its bucket had been launched without one, because {reason}"
+        f"{this_rank()}: {name} got a gradient after its bucket had been launched without one, because {reason}"
     )
 
 
-def used_after_all(rank: int, names: Sequence[str]) -> GradientArrivalError:
+def used_after_all(names: Sequence[str]) -> GradientArrivalError:
     """With ``skip_all_reduce_unused_params``, something was used that no rank had used in the first iteration."""
     return GradientArrivalError(
-        f"rank {rank}: {', '.join(names)} got a gradient, on this rank or another one, but none in the first iteration:"
-        " skip_all_reduce_unused_params=True promises that what is unused stays so, and their gradients have not been"
-        " averaged. Every rank has raised this: set the gradients to zero, and replicate the module again without it:"
-        " ddp_compile(model.unwrap(), ...)"
+        f"{this_rank()}: {', '.join(names)} got a gradient, on this rank or another one, but none in the first"
+        " iteration: skip_all_reduce_unused_params=True promises that what is unused stays so, and their gradients have"
+        " not been averaged. Every rank has raised this: set the gradients to zero, and replicate the module again"
+        " without it: ddp_compile(model.unwrap(), ...)"
     )
 
 
-def contributor_after_launch(
-    rank: int, names: Sequence[str], launched_once: str | None, has_moved: bool
-) -> GradientArrivalError:
+def contributor_after_launch(names: Sequence[str], launched_once: str | None, has_moved: bool) -> GradientArrivalError:
     """Gradients that a compiled backward computed were not the only ones, and their buckets cannot be launched again.
 
     Args:
-        rank: This rank.
         names: Of the parameters.
         launched_once: Name of an algorithm that is not replayable, if that is why.
         has_moved: Whether gradients were moved into the flat buffer.
@@ -239,7 +234,7 @@ def contributor_after_launch(
     else:
         reason = "some rank no longer holds its own gradients of them"
     return GradientArrivalError(
-        f"rank {rank}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
+        f"{this_rank()}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
         " backward had handed the bucket over, for example from a regulariser outside the model or a hook that returns"
         f" another one. The reduced gradients lack it, and the buckets cannot be launched again, because {reason}."
         " Every rank has raised this: set the gradients to zero and do the step again, in which those buckets wait for"
@@ -247,11 +242,10 @@ def contributor_after_launch(
     )
 
 
-def not_finite(rank: int, said: Sequence[str]) -> NonFiniteGradientError:
+def not_finite(said: Sequence[str]) -> NonFiniteGradientError:
     """With ``check_finite_gradients``, a gradient of some rank was infinite or NaN.
 
     Args:
-        rank: This rank.
         said: The gradients of each rank that were not finite, in words; empty if all were.
     """
     ranks_of = {text: [other for other, theirs in enumerate(said) if theirs == text] for text in said if text}
@@ -259,82 +253,81 @@ def not_finite(rank: int, said: Sequence[str]) -> NonFiniteGradientError:
         f"on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} in {text}" for text, ranks in ranks_of.items()
     )
     return NonFiniteGradientError(
-        f"rank {rank}: gradients were infinite or NaN before they were reduced, {found}. Every rank has raised this,"
+        f"{this_rank()}: gradients were infinite or NaN before they were reduced, {found}. Every rank has raised this,"
         " and .grad holds means that are not finite either. Set the gradients to zero on every rank, and leave this"
         " step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells which operation"
         " makes a NaN. With a GradScaler, which looks for infinities itself, drop check_finite_gradients=True"
     )
 
 
-def gradient_gone(rank: int, name: str) -> GradientArrivalError:
+def gradient_gone(name: str) -> GradientArrivalError:
     """``.grad`` was taken away between its arrival and its bucket's."""
     return GradientArrivalError(
-        f"rank {rank}: the gradient of {name} was set to None before it was averaged, perhaps"
+        f"{this_rank()}: the gradient of {name} was set to None before it was averaged, perhaps"
         " by a hook that steps an optimizer inside the backward; step after the backward"
     )
 
 
-def gradient_with_graph(rank: int, name: str) -> GradientArrivalError:
+def gradient_with_graph(name: str) -> GradientArrivalError:
     """The backward was given ``create_graph=True``; what is computed from the mean would not lead back to it."""
     return GradientArrivalError(
-        f"rank {rank}: the gradient of {name} requires a gradient itself, because of create_graph=True, but its mean"
+        f"{this_rank()}: the gradient of {name} requires a gradient itself, because of create_graph=True, but its mean"
         " over the ranks does not lead back to the ranks' gradients. Take the gradients that the loss is made of with"
         " torch.autograd.grad(..., create_graph=True), and call backward() on the loss without it"
     )
 
 
-def second_algorithm(rank: int, name: str, present: str) -> RuntimeError:
+def second_algorithm(name: str, present: str) -> RuntimeError:
     """DistributedDataParallel takes one comm hook, once."""
     return RuntimeError(
-        f"rank {rank}: register_comm_hook was given the {name}, but the {present} reduces the buckets; a hook can only"
-        " take the place of the gradient all-reduce. To change it, make the module anew:"
+        f"{this_rank()}: register_comm_hook was given the {name}, but the {present} reduces the buckets; a hook can"
+        " only take the place of the gradient all-reduce. To change it, make the module anew:"
         " ddp_compile(model.unwrap(), ...)"
     )
 
 
-def algorithm_in_backward(rank: int, name: str) -> RuntimeError:
+def algorithm_in_backward(name: str) -> RuntimeError:
     """Some buckets of the iteration have been launched, or may have been, in the other way."""
     return RuntimeError(
-        f"rank {rank}: the {name} was to reduce from now on while a backward has not been completed; register a hook,"
+        f"{this_rank()}: the {name} was to reduce from now on while a backward has not been completed; register a hook,"
         " or set an algorithm, before the first backward or between two steps"
     )
 
 
-def not_finalized(rank: int, what: str) -> ReductionError:
+def not_finalized(what: str) -> ReductionError:
     """`finalize_backward` was forgotten.
 
     Args:
-        rank: This rank.
         what: What has come instead.
     """
     return ReductionError(
-        f"rank {rank}: {what} before finalize_backward(): with require_manual_backward_finalization = True the"
+        f"{this_rank()}: {what} before finalize_backward(): with require_manual_backward_finalization = True the"
         " reductions of a backward are under way until model.finalize_backward() waits for them. Call it once behind"
         " each backward that is reduced, before the gradients are used. If an optimizer has stepped meanwhile, it has"
         " used gradients that are not averaged: start again from a checkpoint"
     )
 
 
-def manual_finalization_in_backward(rank: int, required: bool) -> RuntimeError:
+def manual_finalization_in_backward(required: bool) -> RuntimeError:
     """Nobody could tell who has to wait for the reductions that are under way."""
     return RuntimeError(
-        f"rank {rank}: require_manual_backward_finalization = {required} was set while a backward has not been"
+        f"{this_rank()}: require_manual_backward_finalization = {required} was set while a backward has not been"
         " completed; set it before a forward, or behind finalize_backward()"
     )
 
 
-def second_forward_in_join(rank: int) -> ReplicationError:
+def second_forward_in_join() -> ReplicationError:
     """Ranks that have no input left could not know whether one backward follows or two."""
     return ReplicationError(
-        f"rank {rank}: a second forward inside a Join before the backward of the first one: ranks that have no input"
+        f"{this_rank()}: a second forward inside a Join before the backward of the first one: ranks that have no input"
         " left take part in one backward for each forward. Call backward after each forward, put forwards that need"
         " none into torch.no_grad() and those whose gradients accumulate into model.no_sync()"
     )
 
 
-def static_graph_without_input(rank: int) -> ReplicationError:
+def static_graph_without_input() -> ReplicationError:
     """A rank without any input in the first iteration does not learn which gradients come, nor how often."""
     return ReplicationError(
-        f"rank {rank}: static_graph=True learns from the first iteration, in which this rank has had no input; give"
+        f"{this_rank()}: static_graph=True learns from the first iteration, in which this rank has had no input; give"
         " every rank at least one batch, or drop static_graph"
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import this_rank
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
 from ddp_compile.runtime.comm.rank_names import format_ranks
 
@@ -52,7 +53,7 @@ def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int
     unknown = [rank for rank, first_of_node in everyone if first_of_node is None]
     if unknown:
         raise ValueError(
-            f"rank {dist.get_rank()}: the {name} has to know which ranks are on one node, and LOCAL_RANK is no number"
+            f"{this_rank()}: the {name} has to know which ranks are on one node, and LOCAL_RANK is no number"
             f" on rank{'s' if len(unknown) > 1 else ''} {format_ranks(sorted(unknown))}. Start with torchrun, set it on"
             " every rank to its place on its node, or pass hierarchical=False"
         )

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 
 # Their ``Work.wait()`` returns when a transfer is over, whatever device its tensors are on.
 _BLOCKING_BACKENDS = frozenset({"gloo", "mpi"})
@@ -167,10 +167,10 @@ def refuse_capture(device: torch.device, rank: int, what: str) -> None:
     """
     if is_capturing(device):
         raise ReplicationError(
-            f"rank {rank}: {what} was called while work for {device} is being captured into a graph (torch.cuda.graph)."
-            " A replay repeats kernels and collectives, but not the messages by which the ranks notice that they are"
-            " out of step. Call it outside of the capture; mode='reduce-overhead' captures the work between the"
-            " collectives"
+            f"{this_rank()}: {what} was called while work for {device} is being captured into a graph"
+            " (torch.cuda.graph). A replay repeats kernels and collectives, but not the messages by which the ranks"
+            " notice that they are out of step. Call it outside of the capture; mode='reduce-overhead' captures"
+            " the work between the collectives"
         )
 
 

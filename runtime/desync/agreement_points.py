@@ -138,7 +138,7 @@ class AgreementPoints:
         except StoreLostError as error:
             log.warning("rank %d: the store is gone (%s), so it cannot say which rank sent what", self._rank, error)
         what = f"gradients of different models were averaged with each other. {ORDER_WAY_OUT}"
-        raise error_messages.ranks_out_of_step(self._rank, self.iteration_number, what)
+        raise error_messages.ranks_out_of_step(self.iteration_number, what)
 
     def _add(self, order: ModelOrder, fingerprint: Fingerprint) -> None:
         if order.store.lost is not None or order.num_unanswered == _MOST_UNANSWERED:
@@ -170,7 +170,7 @@ class AgreementPoints:
         text = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), describe)
         kind, _, what = ("silent unknown" if text is None else text).partition(" ")
         if kind == "difference":
-            raise error_messages.ranks_out_of_step(self._rank, self.iteration_number, what)
+            raise error_messages.ranks_out_of_step(self.iteration_number, what)
         if kind == "silent":
             self._are_silent(order, what)
 

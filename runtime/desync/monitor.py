@@ -145,7 +145,7 @@ class DesyncMonitor:
                 error,
             )
         if described is not None:
-            raise error_messages.algorithms_differ(self._rank, described)
+            raise error_messages.algorithms_differ(described)
 
     def _compare_algorithms(self, name: str, algorithm: str) -> str | None:
         """Which ranks registered which hook; None if all registered this one."""

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
+from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError, this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
@@ -182,7 +182,7 @@ class ShardedAlgorithm(CommAlgorithm):
             gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
             if gradient is not None and gradient._version == version:
                 raise ReplicationError(
-                    f"rank {self._rank}: a backward ends and the gradient of {self._names[piece.index]} of before the"
+                    f"{this_rank()}: a backward ends and the gradient of {self._names[piece.index]} of before the"
                     " last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or model.zero_grad()"
                     " for each step"
                 )
@@ -217,7 +217,7 @@ class ShardedAlgorithm(CommAlgorithm):
             total = norm_over_ranks(pieces, norm_type, self._parameters, self.transfers)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
-                f"rank {self._rank}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
+                f"{this_rank()}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
                 " cannot be clipped; look for what is not finite, or pass error_if_nonfinite=False"
             )
         clip_grads_with_norm_(pieces, max_norm, total)
@@ -338,10 +338,10 @@ class ShardedAlgorithm(CommAlgorithm):
         except DDPCompileError:
             raise
         except RuntimeError as error:
-            raise error_messages.exchange_failed(self._rank, f"{what}, to be called on every rank,", error) from error
+            raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
 
     def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self._rank, f"gather of parameters behind step {self._num_steps}", error)
+        return error_messages.exchange_failed(f"gather of parameters behind step {self._num_steps}", error)
 
 
 def _shard_of(bucket: Bucket) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.errors import ReductionError, ReplicationError, this_rank
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.sharded.guarded_parameters import ParameterGuard
 from ddp_compile.runtime.sharded.sharded_bucket import ShardedBucket
@@ -60,7 +60,7 @@ class GatheredParameters:
         """Raise where a step has begun and not ended."""
         if self._is_stepping:
             raise ReplicationError(
-                f"rank {self._rank}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
+                f"{this_rank()}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
                 " not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
             )
 

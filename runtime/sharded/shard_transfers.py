@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError
+from ddp_compile.errors import RanksDifferError, this_rank
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.transfers import Transfer, keep_after
@@ -159,7 +159,7 @@ class ShardTransfers:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         if extremes.tolist() != [number, -number]:
             raise RanksDifferError(
-                f"rank {self.rank}: {what} has met something else on another rank, and both wait for all ranks; call"
+                f"{this_rank()}: {what} has met something else on another rank, and both wait for all ranks; call"
                 " the same on every rank, in the same order"
             )
 

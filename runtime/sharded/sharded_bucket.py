@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.kernels import FlattenPlan
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.gradient_views import with_own_storage
@@ -151,13 +151,13 @@ class ShardedBucket:
             parameter, place = self.parameters[i], self._layout.views[i]
             if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
                 change = f"other memory, now {parameter.dtype} {list(parameter.shape)} on {parameter.device}"
-                raise error_messages.parameters_changed(rank, [f"{change}: {self.spec.gradients[i].fqn}"])
+                raise error_messages.parameters_changed([f"{change}: {self.spec.gradients[i].fqn}"])
             if parameter.device.type == "cpu" and parameter.is_shared():
                 raise ReplicationError(
-                    f"rank {rank}: {self.spec.gradients[i].fqn} has been moved into memory that other processes share,"
-                    " which a sharded optimizer would not write. Send p.detach().clone(), or let them have a copy of"
-                    " the model that shares memory, written after steps: copy.load_state_dict(model.state_dict());"
-                    " p.data = p.data.clone() undoes it"
+                    f"{this_rank()}: {self.spec.gradients[i].fqn} has been moved into memory that other processes"
+                    " share, which a sharded optimizer would not write. Send p.detach().clone(), or let them have a"
+                    " copy of the model that shares memory, written after steps:"
+                    " copy.load_state_dict(model.state_dict()); p.data = p.data.clone() undoes it"
                 )
             with torch.no_grad():
                 place.copy_(parameter)

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.shard_transfers import ShardTransfers
 
 # What is asked of all elements at once, and what people ask before they leave a step out.
@@ -93,7 +93,7 @@ class HiddenGradient(Tensor):
     def share_memory_(self) -> NoReturn:
         """No operator, but a copy of memory that is not there: ``module.share_memory()`` would end the process."""
         raise ReplicationError(
-            f"rank {self.rank}: share_memory() and the gradient of {self.fqn}, which is reduced to shards. A sharded"
+            f"{this_rank()}: share_memory() and the gradient of {self.fqn}, which is reduced to shards. A sharded"
             " optimizer cannot write memory that is shared: let other processes have a copy of the model, written"
             " behind steps: copy.load_state_dict(model.state_dict())"
         )
@@ -121,7 +121,7 @@ class HiddenGradient(Tensor):
         )
 
     def _place(self, what: object) -> str:
-        return f"rank {self.rank}: {what} of the gradient of {self.fqn}, which is reduced to shards"
+        return f"{this_rank()}: {what} of the gradient of {self.fqn}, which is reduced to shards"
 
 
 class HiddenGradients:
@@ -245,7 +245,7 @@ class HiddenGradients:
                 gone.add(index)
             elif gradient is not self._hidden[index] and index in self._shown:
                 raise ReplicationError(
-                    f"rank {self._rank}: .grad of {self._hidden[index].fqn} has been set behind a backward that has"
+                    f"{this_rank()}: .grad of {self._hidden[index].fqn} has been set behind a backward that has"
                     " reduced it to shards, where no step would see it. Change gradients before they are reduced, by"
                     " hooks on the parameter, or scale those of optimizer.param_groups, which are this rank's parts"
                 )
@@ -263,7 +263,7 @@ class HiddenGradients:
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None and parameter.grad is not self._hidden[index]:
                 raise ReplicationError(
-                    f"rank {self._rank}: {what} and a gradient of this rank alone, of backwards inside of"
+                    f"{this_rank()}: {what} and a gradient of this rank alone, of backwards inside of"
                     " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
                     " outside of it, or drop the gradients with model.zero_grad()"
                 )

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.runtime.sharded.sharded_bucket import ShardedBucket
 from ddp_compile.runtime.sharded.sharded_checkpoints import register, unregister
@@ -142,7 +142,7 @@ class SteppedPieces:
             return
         self._buckets = ()
         if edit := self._edit():  # no error, which would leave the model half of what it was
-            warnings.warn(f"rank {self.algorithm.transfers.rank}: this is undone: {edit}", stacklevel=2)
+            warnings.warn(f"{this_rank()}: this is undone: {edit}", stacklevel=2)
         self._put(self._whole)
         for group, names in zip(self._optimizer.param_groups, self._names, strict=False):
             if names is not None:
@@ -164,7 +164,7 @@ class SteppedPieces:
 
     def _refuse_edits(self) -> None:
         if edit := self._edit():
-            raise ReplicationError(f"rank {self.algorithm.transfers.rank}: {edit}")
+            raise ReplicationError(f"{this_rank()}: {edit}")
 
     def _edit(self) -> str:
         """What a user has made of the groups' parameters, which nobody could tell from the pieces; empty if nothing."""
