@@ -20,7 +20,7 @@ from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
-from ddp_compile.errors import CompilationError, this_rank
+from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
@@ -30,7 +30,7 @@ from ddp_compile.passes.forward.await_parameters import WholeForwardContext
 from ddp_compile.passes.forward.partition_graph import partition_names
 from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketSpec, number_of, shorten_names
+from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.torch_internals import BackwardPass, GraphEdit
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from ddp_compile.errors import number_of
+
 Layout = Literal["padded", "ddp"]
 
 #: Every gradient of a padded bucket starts at a multiple of this many bytes: a whole number of 128-bit loads, and of
@@ -300,19 +302,3 @@ def _malformed(what: str) -> ValueError:
 
 def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:
     return tuple(replace(bucket, index=i) for i, bucket in enumerate(buckets))
-
-
-def shorten_names(names: Sequence[str]) -> str:
-    """Names for a message: all of a few, or the ends of a long list."""
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
-
-
-def number_of(count: int, what: str) -> str:
-    """A count for a message: ``"1 bucket"``, ``"2 buckets"``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def with_article(name: str) -> str:
-    """A name for a message, as it is spoken: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
-    vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
-    return f"{'an' if name[0] in vowels else 'a'} {name}"
