@@ -92,7 +92,7 @@ class PlanBuilder:
         tail = [gradient.index for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
         parts = [*reversed(self._frames), *([bucket] for bucket in self._pack_tail(tail))]
         if self._frames and any(index in self.region_of for index in tail):
-            parts.sort(key=_first_registered, reverse=True)
+            parts.sort(key=lambda part: min(g.index for bucket in part for g in bucket.gradients), reverse=True)
         return BucketPlan(renumbered(bucket for part in parts for bucket in part))
 
     def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
@@ -138,7 +138,3 @@ class PlanBuilder:
         """Fix the plan that all ranks agreed on; frames that are compiled later are cut at its boundaries."""
         assert set(plan.bucket_of_parameter) == {gradient.index for gradient in self.gradients}
         self.sealed = plan
-
-
-def _first_registered(buckets: Sequence[BucketSpec]) -> int:
-    return min(gradient.index for bucket in buckets for gradient in bucket.gradients)

@@ -17,19 +17,14 @@ _Kind = tuple[str, str]
 def plan_buckets(
     gradients: Iterable[GradientSpec],
     caps_bytes: int | Sequence[int],
-    *,
-    first_cap_bytes: int | None = None,
     layout: Layout = "padded",
-    generation: int = 0,
 ) -> BucketPlan:
     """Pack gradients into buckets in the order given, which should be the order in which they become ready.
 
     Args:
         gradients: The gradients in gradient-ready order.
         caps_bytes: One capacity in bytes, or one for each bucket; the last one is for all further buckets.
-        first_cap_bytes: Capacity of the first bucket, if smaller than the first of ``caps_bytes``.
         layout: See `BucketSpec`.
-        generation: See `BucketPlan`.
 
     Returns:
         A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are
@@ -42,10 +37,8 @@ def plan_buckets(
     capacities by itself) is ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
     caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
-    if first_cap_bytes is not None:
-        caps = (min(first_cap_bytes, caps[0]), *caps)
     check_caps(caps, layout)
-    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)), generation)
+    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)))
 
 
 def check_caps(caps: Sequence[int], layout: Layout) -> None:
