@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import fx
@@ -42,7 +42,7 @@ class PassResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassContext:
-    """What passes over forward graphs know beside the graph.
+    """What passes over Dynamo graphs know beside the graph.
 
     Args:
         parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
@@ -55,6 +55,27 @@ class PassContext:
     buckets: tuple[BucketSpec, ...]
     graph_name: str
     every_cut_or_none: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AotContext:
+    """What passes over AOTAutograd's forward and backward graphs know beside the graph.
+
+    Args:
+        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
+        buckets: The buckets with gradients from the Dynamo graph, in launch order.
+        reducer: Number by which the operators find the reducer.
+        graph_name: Name of the graph, for logs.
+        reads: Indices of all reduced parameters that the Dynamo graph reads.
+        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
+    """
+
+    parameter_of_input: Mapping[int, int]
+    buckets: tuple[BucketSpec, ...]
+    reducer: int
+    graph_name: str
+    reads: tuple[int, ...] = ()
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class NamesGraph(Protocol):

@@ -8,6 +8,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,8 @@ from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parame
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 from ddp_compile.passes.analysis.graph_nodes import requires_grad
-from ddp_compile.passes.backward.bucket_backward import BackwardContext
-from ddp_compile.passes.forward.await_parameters import WholeForwardContext
 from ddp_compile.passes.forward.partition_graph import partition_names
-from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
+from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.torch_internals import BackwardPass, GraphEdit
@@ -120,7 +119,8 @@ class TrainingBackend:
             raise _loses_gradients(name)
         parameter_of = self._find_parameters(gm, example_inputs)
         order = grad_ready_order(gm, parameter_of)
-        if not order or not _has_backward(gm):
+        has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
+        if not order or not has_backward:  # not if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
             return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer)
@@ -168,11 +168,13 @@ class TrainingBackend:
         parameter_of_input = {
             i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of
         }
-        ctx = BackwardContext(
+        reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
+        ctx = AotContext(
             parameter_of_input=parameter_of_input,
             buckets=tuple(buckets),
             reducer=self.reducer,
             graph_name=name,
+            reads=tuple(reads),
             strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
         )
         place = len(self.reports)
@@ -186,8 +188,7 @@ class TrainingBackend:
 
         log.info("%s: %s, launched inside its backward", name, number_of(len(buckets), "bucket"))
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
-        reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
-        wait_inside = self._waiter(reads, ctx, table)
+        wait_inside = self._waiter(ctx, table)
         edit = GraphEdit(insert_launches, _cache_key(ctx, wait_inside is not None), compile_edited, wait_inside)
         compiled = self.compiler.compile(gm, example_inputs, f"{name} ({self._named(reads)})", edit)
         if wait_inside is None or len(self.compiler.failures) > num_failures:
@@ -195,19 +196,11 @@ class TrainingBackend:
         param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in buckets]
         return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
 
-    def _waiter(
-        self, reads: Sequence[int], ctx: BackwardContext, table: str
-    ) -> Callable[[fx.GraphModule], None] | None:
+    def _waiter(self, ctx: AotContext, table: str) -> Callable[[fx.GraphModule], None] | None:
         """What inserts waits for parameters into a forward; None if the graph waits before it runs."""
         if not (gathers_parameters(self.reducer) and self.compiler.can_edit_forwards()):
             return None
-        forward_ctx = WholeForwardContext(
-            parameter_of_input=ctx.parameter_of_input,
-            reads=tuple(reads),
-            buckets=ctx.buckets,
-            reducer=self.reducer,
-            graph_name=f"{ctx.graph_name} forward",
-        )
+        forward_ctx = replace(ctx, graph_name=f"{ctx.graph_name} forward")
 
         def insert_waits(forward: fx.GraphModule) -> None:
             run_pipeline(forward, forward_ctx, WHOLE_FORWARD, [GraphDump(forward_ctx.graph_name, table)])
@@ -222,7 +215,7 @@ class TrainingBackend:
             return False
         raise ValueError(
             "split='backward' cannot be used with compiled autograd (torch._dynamo.config.compiled_autograd=True),"
-            " which compiles another backward than the one that hands buckets over; turn it off, or pass"
+            " which compiles another backward than the one that launches buckets; turn it off, or pass"
             " split='forward'"
         )
 
@@ -258,7 +251,7 @@ def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int
     }
 
 
-def _cache_key(ctx: BackwardContext, waits_inside: bool) -> str:
+def _cache_key(ctx: AotContext, waits_inside: bool) -> str:
     """A digest of everything but the graph itself that the edited graphs depend on."""
     buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
     numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
@@ -276,11 +269,6 @@ def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
         return True
     log.info("%s: not cut, since a DTensor in it has parts of different sizes", name)
     return False
-
-
-def _has_backward(gm: fx.GraphModule) -> bool:
-    """Whether a gradient can come back into the graph; not if it was made under ``no_grad``."""
-    return any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
 
 
 def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:

@@ -55,13 +55,8 @@ def _keep_results_together(graph: fx.Graph) -> None:
 
 def _cuts_around_operators(gm: fx.GraphModule) -> list[int]:
     """The positions at which runs of our operators, with the getitems of their results, begin and end."""
-    nodes = list(gm.graph.nodes)
-    ours = [_is_ours(node) for node in nodes]
-    return [i for i in range(1, len(nodes)) if ours[i] != ours[i - 1]]
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return node.target in OPERATORS or any(argument.target in OPERATORS for argument in node.all_input_nodes)
+    ours = [any(each.target in OPERATORS for each in (node, *node.all_input_nodes)) for node in gm.graph.nodes]
+    return [i for i in range(1, len(ours)) if ours[i] != ours[i - 1]]
 
 
 def _compile_pieces(

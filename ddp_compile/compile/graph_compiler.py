@@ -102,8 +102,6 @@ class GraphCompiler:
                 compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
                 assert compile_and_edit is not None, "asked to edit what `can_edit_backwards` denies"
                 return compile_and_edit(gm, inputs, edit)
-            if accept_failure is None:
-                return self.inner(gm, inputs)
             return torch_internals.compile_with_eager_backward(self.inner, gm, inputs, accept_failure)
 
     def _accept_failure(self, error: Exception, graph: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ddp_compile import torch_internals
 
 
@@ -34,8 +36,8 @@ class CompileSettings:
             raise ValueError(f"backend={backend!r} is neither a name nor a function; pass for example 'inductor'")
         if dynamic not in (None, True, False):
             raise ValueError(f"dynamic={dynamic!r} is not known; pass True, False or None")
-        if isinstance(backend, str) and backend not in torch_internals.known_backends():
-            known = ", ".join(torch_internals.known_backends())
+        if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(sorted(torch.compiler.list_backends(exclude_tags=())))
             raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
         if mode is not None and options is not None:
             raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")

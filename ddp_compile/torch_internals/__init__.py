@@ -44,7 +44,6 @@ from ddp_compile.torch_internals.dynamo import (
     inner_backend,
     is_request_to_dynamo,
     is_whole_frame,
-    known_backends,
     known_modes,
     loses_gradients_of_collectives,
     partition_tracing_context,

@@ -23,14 +23,14 @@ def compile_with_eager_backward(
     inner: InnerBackend,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    accept_failure: AcceptFailure,
+    accept_failure: AcceptFailure | None,
 ) -> Callable[..., Any]:
-    """Compile a graph; if inductor fails to compile its backward, the backward runs eagerly.
+    """Compile a graph; if inductor fails to compile its backward and the failure is accepted, that runs eagerly.
 
     AOTAutograd makes the backward graph with the forward one, and inductor compiles it in the first backward pass. By
     then the forward has saved the inputs of this backward graph, so no other one could run.
     """
-    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+    if accept_failure is None or not isinstance(inner, torch._TorchCompileInductorWrapper):
         return inner(gm, list(example_inputs))
     from torch._inductor.compile_fx import compile_fx
 

@@ -33,13 +33,10 @@ def right_cache_entries(gm: fx.GraphModule) -> AbstractContextManager[Any]:
     """
     import torch._functorch.config as functorch_config
 
-    if not _has_symbolic_float(gm) and not (_LOSES_SIZES_OF_VIEWS and _has_outputs_that_share_memory(gm)):
+    varies = any(_depends_on_a_float(value) for node in gm.graph.nodes for value in _values(node))
+    if not varies and not (_LOSES_SIZES_OF_VIEWS and _has_outputs_that_share_memory(gm)):
         return functorch_config.patch()
     return functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
-
-
-def _has_symbolic_float(gm: fx.GraphModule) -> bool:
-    return any(_depends_on_a_float(value) for node in gm.graph.nodes for value in _values(node))
 
 
 def _depends_on_a_float(value: Any) -> bool:

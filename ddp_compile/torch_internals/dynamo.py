@@ -43,13 +43,6 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
-def known_backends() -> list[str]:
-    """Names that ``backend=`` may have, experimental and debugging ones included."""
-    import torch._dynamo
-
-    return sorted(torch._dynamo.list_backends(exclude_tags=()))
-
-
 def inner_backend(
     backend: str | Callable[..., Any],
     mode: str | None,

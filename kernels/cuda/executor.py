@@ -11,7 +11,6 @@ from torch import Tensor
 from ddp_compile.kernels.cuda.arguments import (
     BLOCKS_PER_MULTIPROCESSOR,
     Arguments,
-    Pack,
     StatsArguments,
     packs_of,
 )
@@ -54,7 +53,8 @@ class CudaExecutor:
         self._device = kernel_device(flat.device) if device is None else device
         self._table = table_of(tensors, flat, offsets)
         self._packs = packs_of(self._table.numels, self._table.offsets)
-        self._num_blocks = [self._blocks_of(pack) for pack in self._packs]
+        most_blocks = BLOCKS_PER_MULTIPROCESSOR * self._device.num_multiprocessors
+        self._num_blocks = [min(pack.num_chunks, most_blocks) for pack in self._packs]
         self._codes = b""
         self._present: tuple[int, ...] = ()
         self._stats = Arguments(StatsArguments())
@@ -101,6 +101,3 @@ class CudaExecutor:
             arguments.stats = stats.data_ptr()
             arguments.num_partials = len(partials) // _PARTIAL_BYTES
             self._device.launch(STATS_KERNEL, 1, self._stats)
-
-    def _blocks_of(self, pack: Pack) -> int:
-        return min(pack.num_chunks, BLOCKS_PER_MULTIPROCESSOR * self._device.num_multiprocessors)

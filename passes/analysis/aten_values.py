@@ -14,16 +14,13 @@ from ddp_compile import torch_internals
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node shows: of a view its base, else the node itself."""
-    while (isinstance(node.target, OpOverload) and node.target.is_view) or _is_item_of_view(node):
-        source = node.args[0]
+    while True:
+        view = node.args[0] if node.target is operator.getitem else node
+        if not (isinstance(view, fx.Node) and isinstance(view.target, OpOverload) and view.target.is_view):
+            return node
+        source = view.args[0]
         assert isinstance(source, fx.Node)
         node = source
-    return node
-
-
-def _is_item_of_view(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and source.target.is_view
 
 
 def is_dense_tensor(output: Any) -> bool:
@@ -60,13 +57,14 @@ def value_to_hold(
             value = base_of(argument)
             if argument in depends_on:
                 depends_on[node] |= depends_on[argument]
-            elif position[value] <= position[last] and value not in not_these and _may_be_held(value):
+            elif (
+                position[value] <= position[last]
+                and value not in not_these
+                and value.op == "call_function"
+                and is_dense_tensor(value)
+            ):
                 depends_on[node] |= bits.setdefault(value, 1 << len(bits))
         for value, bit in bits.items():
             if depends_on[node] & bit:
                 num_dependents[value] = num_dependents.get(value, 0) + 1
     return sorted(bits, key=lambda value: (num_dependents[value], position[value]))[-1:]
-
-
-def _may_be_held(value: fx.Node) -> bool:
-    return value.op == "call_function" and is_dense_tensor(value)

@@ -1,19 +1,19 @@
 """The places at which a forward graph must not be cut.
 
 Note [Held cuts]
-A cut at position c makes everything before node c one partition and the rest another. Both go through AOTAutograd by
-themselves, which sees nothing but the values that cross. A cut is held, that is, refused, where
+A cut at position c makes all nodes before node c one partition and the rest another. AOTAutograd compiles each by
+itself and sees only the values that cross. A cut is held, that is, refused, if
 
-- a value would cross that a partition cannot take as an input or give as an output: a SymFloat (a varying float
-  argument, ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
-- a mode is switched that the next partition could not take up again: grad mode off, inference mode, functorch levels.
-  Autocast is not among them; `partition_graph` leaves and enters it again.
+- a value would cross that a partition cannot take as an input or return: a SymFloat (a varying float argument,
+  ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
+- a mode is on that the next partition could not enter again: grad mode off, inference mode, functorch levels. Autocast
+  is not among them; `partition_graph` leaves and enters it again.
 - a hook on an intermediate value's gradient would be separated from the value, and see only the part of the gradient
-  that comes from later partitions; or ``as_strided`` from the tensor into whose storage it reaches.
-- a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
-  one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
-  changed by the time it is used.
-- a value would cross that lies in the memory of another one and cannot be made again from it: see Note [Views across a
+  that comes from later partitions; or ``as_strided`` would be separated from the tensor whose storage it reads.
+- a write would be separated from its target: partitions get example inputs that share no memory, so a write to one of
+  two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have changed
+  by the time it is used.
+- a value would cross that shares the memory of another one and cannot be made again from it: see Note [Views across a
   cut] in `views`. A view that can be made again holds no cut.
 """
 
@@ -174,7 +174,7 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
         name = target_name(node)
         if node.op not in ("call_function", "call_method") or name not in ("register_hook", "as_strided"):
             continue
-        what = "is a hook on the gradient of" if name == "register_hook" else "looks at the storage of"
+        what = "is a hook on the gradient of" if name == "register_hook" else "reads the storage of"
         for value in node.all_input_nodes:
             if not is_input(value) and position[value] + 1 <= at:
                 held.append(HeldCuts(position[value] + 1, at, f"{node.name} {what} {value.name}"))
@@ -182,7 +182,7 @@ def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
 
 
 def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
-    """Values in the memory of an earlier one that are not views that could be made again."""
+    """Values that share the memory of an earlier one and cannot be made again as views of it."""
     position = positions(gm)
     regions = mode_regions(gm)
     trees = ViewTrees(gm, regions)
@@ -195,7 +195,7 @@ def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
         for first, second in itertools.combinations(roots, 2):
             if is_input(second):
                 continue
-            reason = f"{second.name} lies in the memory of {first.name} and is no view that could be made again"
+            reason = f"{second.name} shares the memory of {first.name} and cannot be made again as a view of it"
             made_again = is_only_view(second) and not is_grad_off(regions[second])
             held.append(HeldCuts(*_held_for_both(first, second, made_again, position, last_use), reason))
     return [interval for interval in held if interval.first <= interval.last]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,29 +15,10 @@ from ddp_compile.graph_ops import BUCKET_READY, HOLD_BACK, MOVE_BUCKET
 from ddp_compile.passes.analysis.aten_values import base_of, is_dense_tensor, value_to_hold
 from ddp_compile.passes.analysis.graph_nodes import is_expanded
 from ddp_compile.passes.backward.backward_order import bring_forward
-from ddp_compile.passes.pipeline import Declined, PassResult
+from ddp_compile.passes.pipeline import AotContext, Declined, PassResult
 from ddp_compile.plan.spec import BucketSpec
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardContext:
-    """What passes over backward graphs know beside the graph.
-
-    Args:
-        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
-        buckets: The buckets with gradients from this graph, in launch order.
-        reducer: Number by which the operator finds the reducer.
-        graph_name: Name of the graph, for logs.
-        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
-    """
-
-    parameter_of_input: Mapping[int, int]
-    buckets: tuple[BucketSpec, ...]
-    reducer: int
-    graph_name: str
-    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _ReadyBucket(NamedTuple):
@@ -47,7 +27,7 @@ class _ReadyBucket(NamedTuple):
     moves: bool  # whether the graph returns views of the flat buffer instead of them
 
 
-def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult:
+def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """Insert ``ddp_compile::bucket_ready`` after the last gradient of each bucket.
 
     Nodes that a bucket does not need are moved after it if that costs no memory; see `backward_order`.
@@ -67,7 +47,7 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
 
     ``held`` is the value that most of the following nodes depend on, which keeps compilers from computing them first.
 
-    If all gradients of a bucket may move (`BackwardContext.strides`), ``move_bucket`` and ``hold_back`` are inserted
+    If all gradients of a bucket may move (`AotContext.strides`), ``move_bucket`` and ``hold_back`` are inserted
     instead, and the graph returns the results of ``move_bucket``.
 
     A bucket is left to the hooks of its parameters if the graph does not compute all of its gradients, or if nothing is
@@ -113,7 +93,7 @@ def _computation_of(node: fx.Node) -> fx.Node:
 
 
 def _insert(
-    gm: fx.GraphModule, ctx: BackwardContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
+    gm: fx.GraphModule, ctx: AotContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
 ) -> None:
     order = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(order)}
@@ -136,7 +116,7 @@ def _insert(
 
 
 def _insert_move(
-    gm: fx.GraphModule, ctx: BackwardContext, entry: _ReadyBucket, nodes: Sequence[fx.Node], held: list[fx.Node]
+    gm: fx.GraphModule, ctx: AotContext, entry: _ReadyBucket, nodes: Sequence[fx.Node], held: list[fx.Node]
 ) -> None:
     param_indices = [gradient.index for gradient in entry.bucket.gradients]
     strides = [stride for index in param_indices for stride in ctx.strides[index]]
@@ -156,7 +136,7 @@ def _insert_move(
     gm.graph.output_node().update_arg(0, tuple(outputs))
 
 
-def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_ReadyBucket], list[Declined]]:
+def _find_buckets(gm: fx.GraphModule, ctx: AotContext) -> tuple[list[_ReadyBucket], list[Declined]]:
     """The buckets whose gradients the graph computes, in launch order, and why others are declined."""
     outputs = _outputs(gm)
     slot_of = {ctx.parameter_of_input[i]: i for i in _gradient_slots(gm) if i in ctx.parameter_of_input}

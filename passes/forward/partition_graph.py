@@ -51,14 +51,7 @@ def partition_graph(gm: fx.GraphModule, cuts: Sequence[int]) -> fx.GraphModule:
 
 
 class _Views:
-    """The values that one graph takes in, and the views that it makes of them.
-
-    Args:
-        trees: The views of the whole graph.
-        crossing: The result of `ViewTrees.crossing`.
-        used: The values of the whole graph that this one needs and does not compute.
-        regions: The `mode_regions` of the whole graph.
-    """
+    """The values that one graph takes in, and the views that it makes of them to get ``used``."""
 
     def __init__(
         self,

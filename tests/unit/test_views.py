@@ -141,7 +141,7 @@ def test_what_a_function_of_the_users_returns_of_its_argument_does_not_cross() -
     gm = build.output(build.call(torch.exp, own))
     (held,) = (h for h in find_held_cuts(gm) if "user_function" in h.reason)
     assert (held.first, held.last) == (find(gm, "user_function") + 1, find(gm, "exp"))
-    assert held.reason == "user_function lies in the memory of sin and is no view that could be made again"
+    assert held.reason == "user_function shares the memory of sin and cannot be made again as a view of it"
 
 
 def test_what_a_function_of_the_users_returns_of_its_argument_stays_with_it_if_the_caller_gets_it() -> None:
