@@ -3,10 +3,10 @@
     python benchmarks/bench_slow_rank.py [--model gpt-small] [--slower 3] [--rounds 10] [--output FILE.csv]
 
 The last rank sleeps in every step, so that it takes ``--slower`` times as long as the others. Each way has its own
-model on every rank, and takes a turn in each round, in which the slow rank takes fewer steps. "alone" is training
-without any communication. Printed are milliseconds of a step on rank 0, and the median over the rounds of its speed as
-a share of "alone". With two ranks on two cores, the thread that averages and gloo's threads take time from the cores
-that compute.
+model on every rank, and takes a turn in each round, in which the slow rank takes as many steps as it can. "alone" is
+training without any communication. Printed are milliseconds of a step on rank 0, and the median over the rounds of its
+speed as a share of "alone". With two ranks on two cores, the thread that averages and gloo's threads take time from the
+cores that compute.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 ImplementationName = Literal["native", "cuda", "reference"]
 
 #: Dtypes that "native" and "cuda" read and write; other floating dtypes are left to the reference.
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = tuple(native_library.DTYPE_CODES)
 
 OPS = ("flatten_scale", "unflatten", "minmax_u8_compress", "minmax_u8_decompress", "average_into")
 

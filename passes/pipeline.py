@@ -15,15 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class Declined(NamedTuple):
-    """Something a pass was asked to do and did not.
+    """Something a pass was asked to do and did not."""
 
-    Args:
-        node: Name of the node that it concerns.
-        reason: Why not, and what happens instead.
-    """
-
-    node: str
-    reason: str
+    node: str  #: name of the node that it concerns
+    reason: str  #: why not, and what happens instead
 
 
 class PassResult(NamedTuple):

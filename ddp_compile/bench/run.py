@@ -97,7 +97,7 @@ class BenchmarkRun:
         Raises:
             RankDiedError: A rank's process ended; the run is over.
         """
-        # In reverse, so that a user's own implementation fails before the bounds compile.
+        # In reverse, so that errors of a user's own implementation show before the bounds compile.
         for result in reversed(self.result.cases):
             self.progress(f"compiling {result.case}")
             with self._marking_failure(result):

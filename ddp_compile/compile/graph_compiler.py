@@ -18,15 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class CompileFailure(NamedTuple):
-    """A graph, or one direction of it, that runs eagerly because it could not be compiled.
+    """A graph, or one direction of it, that runs eagerly because it could not be compiled."""
 
-    Args:
-        graph: Name of the graph, with its parameters.
-        error: The compiler's error in one line. Not the exception, whose traceback would keep the graph alive.
-    """
-
-    graph: str
-    error: str
+    graph: str  #: its name, with its parameters
+    error: str  #: in one line; the exception's traceback would keep the graph alive
 
 
 class GraphCompiler:

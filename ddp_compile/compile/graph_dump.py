@@ -34,12 +34,7 @@ def format_graph(gm: fx.GraphModule) -> str:
 
 
 class GraphDump:
-    """An observer that writes the bucket table, each graph that a pass changed, and every partition.
-
-    Args:
-        graph_name: Name of the graph in the headings, for example ``"graph 0"``.
-        bucket_table: The result of `format_graph_buckets`.
-    """
+    """An observer that writes the table of buckets, each graph that a pass changed, and every partition."""
 
     def __init__(self, graph_name: str, bucket_table: str) -> None:
         self.graph_name = graph_name

@@ -29,15 +29,8 @@ _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 class GraphBreak(NamedTuple):
-    """A graph break.
-
-    Args:
-        reason: Dynamo's reason, in one line.
-        place: ``file:line`` of the innermost code that is neither torch's nor Python's own.
-    """
-
-    reason: str
-    place: str
+    reason: str  #: Dynamo's, in one line
+    place: str  #: ``file:line`` of the innermost code that is neither torch's nor Python's own
 
     def __str__(self) -> str:
         return f"{self.reason}, at {self.place}"

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from ddp_compile.kernels.native.library import DTYPE_CODES
+
 SOURCE_FOLDER = Path(__file__).parent / "source"
 
-# The numbers of native/library.py, and the names in source/device.cuh.
-FORMATS = {0: "Float32", 1: "BFloat16", 2: "Float16"}
+# The names in source/device.cuh.
 FORMAT_OF = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+FORMATS = {code: FORMAT_OF[dtype] for dtype, code in DTYPE_CODES.items()}
 
 # Numbers of tensors in one launch; longer arguments take longer to launch. The first is for small buckets, the second
 # fills the 4 KiB of arguments that every CUDA version takes, the third the 32764 bytes of CUDA 12.1 and newer.
@@ -24,19 +26,12 @@ PACK_SIZES = (32, 168, 1360)
 
 
 class Program(NamedTuple):
-    """One unit of compilation.
+    """One unit of compilation."""
 
-    Args:
-        name: For messages.
-        header: The file in source/ that has the templates.
-        instances: Macros of that file, with their arguments.
-        kernels: Names of the kernels that they define.
-    """
-
-    name: str
-    header: str
-    instances: tuple[str, ...]
-    kernels: tuple[str, ...]
+    name: str  #: for messages
+    header: str  #: the file in source/ that has the templates
+    instances: tuple[str, ...]  #: macros of that file, with their arguments
+    kernels: tuple[str, ...]  #: names of the kernels that they define
 
     def text(self) -> str:
         """The source, which includes `header`."""

@@ -93,10 +93,9 @@ def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 class _Memory:
-    """The memory, in bytes, that a graph's values take at once for an order of its nodes.
+    """Bytes that a graph's values take at once for an order of its nodes, without memory that is used inside a node.
 
-    A value lives from the node that computes it to the last node that uses it or a view of it; inputs live from the
-    start, outputs to the end. Memory that is used inside a node does not count.
+    A value lives from its node to the last user of it or of a view; inputs live from the start, outputs to the end.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
