@@ -18,7 +18,7 @@ class Declined(NamedTuple):
     """Something a pass was asked to do and did not.
 
     Args:
-        node: Name of the node at which it was to be done.
+        node: Name of the node that it concerns.
         reason: Why not, and what happens instead.
     """
 
@@ -27,11 +27,11 @@ class Declined(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """What a pass made of a graph.
+    """The result of a pass.
 
     Args:
         gm: The graph module to go on with; may be the one that was given, changed in place.
-        num_changed: Number of nodes moved, or of partitions made. 0: the graph is as it was.
+        num_changed: Number of nodes changed, or of partitions made; 0 if the graph is unchanged.
         declined: What was not done, and why.
     """
 
@@ -42,13 +42,13 @@ class PassResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassContext:
-    """What passes may know beside the graph.
+    """What passes over forward graphs know beside the graph.
 
     Args:
         parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
-        buckets: The buckets that meet this graph, in launch order.
+        buckets: The buckets with gradients from this graph, in launch order.
         graph_name: Name of the graph, for logs.
-        every_cut_or_none: Leave the graph whole unless it can be cut for every bucket; something else is better then.
+        every_cut_or_none: Leave the graph whole unless it can be cut for every bucket.
     """
 
     parameter_of: Mapping[str, int]
@@ -58,7 +58,7 @@ class PassContext:
 
 
 class NamesGraph(Protocol):
-    """A context of any kind of pass."""
+    """The context of any pass."""
 
     @property
     def graph_name(self) -> str: ...
@@ -70,7 +70,7 @@ Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 
 
 class Observer(Protocol):
-    """Sees every graph before and after the passes; must not change one."""
+    """Sees the graph before, between and after the passes; must not change it."""
 
     def before_pipeline(self, gm: fx.GraphModule) -> None: ...
 
@@ -85,10 +85,10 @@ def run_pipeline(
     passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
-    """Run ``passes`` one after the other; each result is linted and recompiled before the next one sees it.
+    """Run passes in order, with observers around them; lint and recompile after each that changed something.
 
     Returns:
-        The last graph, with the sum of what all passes changed and everything that any of them declined.
+        The last graph, the sum of all ``num_changed``, and all that was declined.
     """
     for observer in observers:
         observer.before_pipeline(gm)

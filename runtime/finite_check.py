@@ -18,8 +18,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ddp_compile.errors import NonFiniteGradientError
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import NonFiniteGradientError, shorten_names
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.flat_buffer import non_finite_flags
 from ddp_compile.runtime.buckets.local_tensors import local_tensors

@@ -1,4 +1,4 @@
-"""The arguments of ``torch.compile`` that one ``ddp_compile`` call was given."""
+"""The arguments of ``torch.compile`` in one ``ddp_compile`` call."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class CompileSettings:
     def compile(
         self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int | None = None
     ) -> Callable[..., Any]:
-        """``torch.compile`` of ``function`` with these settings, and ``backend`` in the place of the inner one.
+        """``torch.compile`` of ``function`` with these settings, and ``backend`` instead of the inner one.
 
         Args:
-            function: What is compiled.
+            function: The function to compile.
             backend: Called with each graph.
             num_modules: How many regions the function is called with; None for a module as a whole.
         """

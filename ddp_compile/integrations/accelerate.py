@@ -24,10 +24,9 @@ except ImportError as error:
 from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from ddp_compile.api import ddp_compile
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, this_rank, with_article
 from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module.mixin import ReplicatedModule, state_of
-from ddp_compile.plan.spec import with_article
 
 OLDEST = "1.0.0"
 

@@ -21,10 +21,9 @@ from torchmetrics import Metric, MetricCollection
 
 from ddp_compile.api import argument_names, ddp_compile
 from ddp_compile.config import refuse_unknown_arguments
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_article
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
-from ddp_compile.plan.spec import shorten_names, with_article
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 
 #: The oldest Lightning that this has been run with.

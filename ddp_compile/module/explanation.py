@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddp_compile.compile.backend import GraphReport
+from ddp_compile.errors import number_of
 from ddp_compile.module.replicate_state import ReplicateState
-from ddp_compile.plan.spec import BucketPlan, number_of
+from ddp_compile.plan.spec import BucketPlan
 
 
 def explain(state: ReplicateState, plan: BucketPlan) -> str:

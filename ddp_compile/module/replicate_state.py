@@ -85,7 +85,7 @@ class ReplicateState:
         reduced = {name: p for name, p in self.parameters.named.items() if id(p) not in delayed}
         parameters = list(reduced.values())
         self.device = parameters[0].device
-        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
+        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)

@@ -1,4 +1,4 @@
-"""Questions about the values of AOTAutograd's graphs: what shows whose memory, and what others depend on."""
+"""Questions about the values of AOTAutograd's graphs: whose memory they show, and which values depend on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_compile import torch_internals
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows; the node itself where it is no view."""
+    """The node whose memory a node shows: of a view its base, else the node itself."""
     while (isinstance(node.target, OpOverload) and node.target.is_view) or _is_item_of_view(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -27,7 +27,7 @@ def _is_item_of_view(node: fx.Node) -> bool:
 
 
 def is_dense_tensor(output: Any) -> bool:
-    """Whether an argument of a graph's output, or any node, is one plain tensor."""
+    """Whether a node, or an argument of a graph's output, is one plain tensor."""
     value = output.meta.get("val") if isinstance(output, fx.Node) else None
     return isinstance(value, Tensor) and torch_internals.is_plain_tensor(value)
 
@@ -35,21 +35,21 @@ def is_dense_tensor(output: Any) -> bool:
 def value_to_hold(
     following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, excluded: Iterable[fx.Node]
 ) -> list[fx.Node]:
-    """The computed value that most of some nodes depend on, among those that are there before them.
+    """Of the values computed up to ``last``, the one that most of the ``following`` nodes depend on.
 
-    An operator that is declared to write into it comes behind its computation, and before what depends on it.
+    An operator that is declared to write into it runs after its computation and before those nodes.
 
     Args:
-        following: The nodes, in order; none of those before the next operator of this kind is left out.
-        position: Of every node.
+        following: All nodes from ``last`` to the next operator of ours, in order.
+        position: Of every node of the graph.
         last: The node before them.
-        excluded: Values that will not do.
+        excluded: Values that must not be chosen.
 
     Returns:
-        One node; none if there is no such value.
+        A list of one node, or an empty one.
     """
     not_these = {base_of(node) for node in excluded}
-    bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
+    bits: dict[fx.Node, int] = {}  # of each value computed up to `last`
     depends_on: dict[fx.Node, int] = {}
     num_dependents: dict[fx.Node, int] = {}
     for node in following:

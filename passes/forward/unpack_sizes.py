@@ -1,4 +1,4 @@
-"""Takes the sizes of tensors apart, so that they can cross from one partition to the next."""
+"""Turns sizes of tensors into SymInts, which can cross from one partition to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_compile.passes.pipeline import PassContext, PassResult
 def unpack_sizes_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     """Replace each ``x.size()`` of symbolic shape by one ``x.size(i)`` for each symbolic dimension.
 
-    A tuple of SymInts cannot cross partitions; while it lives, nothing could be cut. SymInts can.
+    A tuple of SymInts cannot cross partitions, so it would hold every cut during its life; single SymInts can cross.
 
     before::
 

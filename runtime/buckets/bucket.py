@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.plan.spec import BucketSpec, shorten_names
+from ddp_compile.errors import shorten_names
+from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.bucket_iteration import BucketIteration, BucketState
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.errors import RanksDifferError, ReductionError, number_of
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketPlan, Layout, number_of
+from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ddp_compile.plan.spec import with_article
+from ddp_compile.errors import with_article
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
