@@ -121,7 +121,7 @@ class ReplicateState:
         self.uneven_inputs = UnevenInputs(
             process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
-        register_receiver(ordinal, self.reducer.receiver)
+        register_receiver(ordinal, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
 
