@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +23,12 @@ pytestmark = pytest.mark.usefixtures("each_split")
 Ranks = Callable[[int], RankPool]
 
 
-def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
+@pytest.mark.parametrize(
+    ("with_no_sync", "set_to_none", "as_view"),
+    only([(True, True, True), (False, False, True)], itertools.product([True, False], repeat=3)),
+)
+@on_ranks(2)
+def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool) -> None:
     num_micro_batches = 3
     torch.manual_seed(3)
     reference = Mlp(width=33, num_layers=4)
@@ -52,18 +57,11 @@ def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
         for optimizer in optimizers:
             optimizer.step()
     assert_buckets_launched_early(model)
-    return worst
+    assert worst == 0.0
 
 
-@pytest.mark.parametrize(
-    ("with_no_sync", "set_to_none", "as_view"),
-    only([(True, True, True), (False, False, True)], itertools.product([True, False], repeat=3)),
-)
-def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
-
-
-def accumulate_any_number() -> float:
+@on_ranks(2)
+def test_any_number_of_micro_batches_may_be_accumulated() -> None:
     """Every step has another number of micro-batches, the last of which is reduced."""
     torch.manual_seed(3)
     reference = Mlp(width=17, num_layers=3)
@@ -81,14 +79,11 @@ def accumulate_any_number() -> float:
                     loss_of(each(x)).backward()
         for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
             worst = max(worst, relative_difference(p.grad, q.grad))
-    return worst
+    assert worst == 0.0
 
 
-def test_any_number_of_micro_batches_may_be_accumulated(ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate_any_number) == [0.0, 0.0]
-
-
-def accumulate_by_the_attribute() -> tuple[float, bool]:
+@on_ranks(2)
+def test_loops_that_set_require_backward_grad_sync_accumulate_as_with_ddp() -> None:
     torch.manual_seed(3)
     reference = Mlp(width=17, num_layers=3)
     model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
@@ -108,14 +103,11 @@ def accumulate_by_the_attribute() -> tuple[float, bool]:
             are_local &= torch.equal(*gathered) == (i == 2)
             for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
                 worst = max(worst, relative_difference(p.grad, q.grad))
-    return worst, are_local
+    assert (worst, are_local) == (0.0, True)
 
 
-def test_loops_that_set_require_backward_grad_sync_accumulate_as_with_ddp(ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate_by_the_attribute) == [(0.0, True), (0.0, True)]
-
-
-def gradients_in_no_sync() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_gradients_stay_local_inside_no_sync() -> None:
     torch.manual_seed(5)
     model = ddp_compile(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)), backend="aot_eager")
     torch.manual_seed(dist.get_rank())
@@ -129,11 +121,7 @@ def gradients_in_no_sync() -> tuple[bool, bool]:
     same_as_alone = all(torch.allclose(a, p.grad) for a, p in zip(local, plain.parameters(), strict=True))
     gathered = [torch.empty_like(local[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local[0])
-    return same_as_alone, torch.equal(gathered[0], gathered[1])
-
-
-def test_gradients_stay_local_inside_no_sync(ranks: Ranks) -> None:
-    assert ranks(2).run(gradients_in_no_sync) == [(True, False), (True, False)]
+    assert (same_as_alone, torch.equal(gathered[0], gathered[1])) == (True, False)
 
 
 def differences_to_the_mean(run: Callable[[nn.Module, Tensor, Tensor], None]) -> tuple[float, float]:
@@ -162,7 +150,9 @@ def differences_to_the_mean(run: Callable[[nn.Module, Tensor, Tensor], None]) ->
     return worst[model], worst[with_ddp]
 
 
-def two_forwards(one_backward: bool) -> tuple[float, float]:
+@pytest.mark.parametrize("one_backward", only([False], [True, False]))
+@on_ranks(2)
+def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool) -> None:
     def run(model: nn.Module, first: Tensor, second: Tensor) -> None:
         losses = loss_of(model(first)), loss_of(model(second))
         if one_backward:
@@ -171,41 +161,30 @@ def two_forwards(one_backward: bool) -> tuple[float, float]:
             losses[0].backward()
             losses[1].backward()
 
-    return differences_to_the_mean(run)
+    ours, ddps = differences_to_the_mean(run)
+    assert ours < 1e-6
+    # DistributedDataParallel leaves what a second backward brings on its rank.
+    assert ddps < 1e-6 if one_backward else ddps > 0.1
 
 
-@pytest.mark.parametrize("one_backward", only([False], [True, False]))
-def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
-    for ours, ddps in ranks(2).run(two_forwards, one_backward):
-        assert ours < 1e-6
-        # DistributedDataParallel leaves what a second backward brings on its rank.
-        assert ddps < 1e-6 if one_backward else ddps > 0.1
-
-
-def backward_twice(donated_buffer: bool) -> tuple[float, float]:
+@pytest.mark.parametrize("donated_buffer", only([True], [True, False]))
+@on_ranks(2)
+def test_a_second_backward_through_a_kept_graph_is_averaged_as_well(donated_buffer: bool) -> None:
     def run(model: nn.Module, x: Tensor, _: Tensor) -> None:
         with torch._functorch.config.patch(donated_buffer=donated_buffer):
             loss = loss_of(model(x))
             loss.backward(retain_graph=True)
             loss.backward()
 
-    return differences_to_the_mean(run)
+    ours, ddps = differences_to_the_mean(run)
+    assert ours < 1e-6
+    assert ddps > 0.1  # what the second backward brings stays on its rank
 
 
-@pytest.mark.parametrize("donated_buffer", only([True], [True, False]))
-def test_a_second_backward_through_a_kept_graph_is_averaged_as_well(donated_buffer: bool, ranks: Ranks) -> None:
-    for ours, ddps in ranks(2).run(backward_twice, donated_buffer):
-        assert ours < 1e-6
-        assert ddps > 0.1  # what the second backward brings stays on its rank
-
-
-def keep_a_graph_later() -> None:
-    model = ddp_compile(Mlp(width=17, num_layers=3), backend="aot_eager")
-    loss_of(model(torch.randn(4, 17))).backward()
-    loss_of(model(torch.randn(4, 17))).backward(retain_graph=True)
-
-
-def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(keep_a_graph_later):
-        assert failure.kind == "RuntimeError"
-        assert "torch._functorch.config.donated_buffer=False" in failure.message
+@on_ranks(2)
+def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        model = ddp_compile(Mlp(width=17, num_layers=3), backend="aot_eager")
+        loss_of(model(torch.randn(4, 17))).backward()
+        loss_of(model(torch.randn(4, 17))).backward(retain_graph=True)
+    assert "torch._functorch.config.donated_buffer=False" in str(raised.value)

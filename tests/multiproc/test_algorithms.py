@@ -14,14 +14,14 @@ import torch.distributed as dist
 from halves import Halves, HalvesConfig
 from in_ci import only
 from models import CASES, Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_gradient_parity import train_three_ways
 from test_split_backward import train as train_backward_pattern
 from test_training_patterns import PATTERNS
 from test_training_patterns import train as train_pattern
 from torch import nn
 
-from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, GradientAllReduce, Traits, build_algorithm
 
 Ranks = Callable[[int], RankPool]
@@ -107,12 +107,15 @@ class ParameterAverageConfig(AlgorithmConfig):
         return ParameterAverage()
 
 
-def train_with_averaged_parameters(split: str, backend: str) -> tuple[float, float]:
-    """How far it is from the same done by hand, and how far the ranks' own gradients are from their mean."""
+@pytest.mark.parametrize("world_size", only([3], [2, 3]))
+@on_ranks()
+def test_an_algorithm_may_communicate_parameters(split: str, world_size: int) -> None:
     torch.manual_seed(0)
     module = Mlp(17, 4)
     by_hand = copy.deepcopy(module)
-    model = ddp_compile(module, algorithm=ParameterAverageConfig(), split=split, backend=backend, bucket_cap_mb=0.001)
+    model = ddp_compile(
+        module, algorithm=ParameterAverageConfig(), split=split, backend="aot_eager", bucket_cap_mb=0.001
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, by_hand)]
     torch.manual_seed(dist.get_rank())
     for step in range(4):
@@ -131,13 +134,8 @@ def train_with_averaged_parameters(split: str, backend: str) -> tuple[float, flo
     first = next(model.parameters()).grad
     mean = first.clone()
     dist.all_reduce(mean)
-    return far, relative_difference(first, mean / dist.get_world_size())
-
-
-@pytest.mark.parametrize("world_size", only([3], [2, 3]))
-def test_an_algorithm_may_communicate_parameters(split: str, world_size: int, ranks: Ranks) -> None:
-    for far, apart in ranks(world_size).run(train_with_averaged_parameters, split, "aot_eager"):
-        assert far == 0.0 and apart > 0.01
+    apart = relative_difference(first, mean / dist.get_world_size())
+    assert far == 0.0 and apart > 0.01
 
 
 class HalvesUntilAHook(Halves):
@@ -229,8 +227,8 @@ class NoAlgorithm(AlgorithmConfig):
         return "all-reduce"
 
 
-def refusals() -> list[str]:
-    """What each wrong ``algorithm`` is refused with."""
+@on_ranks(2)
+def test_what_is_no_algorithm_of_this_model_is_refused_by_name() -> None:
     said = []
     model = ddp_compile(nn.Linear(2, 2), algorithm=SharedHalves())
     for wrong in ("allreduce", GradientAllReduce, Halves(dist.group.WORLD), NoAlgorithm(), SharedHalves()):
@@ -239,18 +237,14 @@ def refusals() -> list[str]:
         said.append(str(refused.value))
     with pytest.raises(RuntimeError) as refused:
         model.register_comm_hook(None, lambda state, bucket: None)
-    return [*said, str(refused.value)]
-
-
-def test_what_is_no_algorithm_of_this_model_is_refused_by_name(ranks: Ranks) -> None:
-    for said in ranks(2).run(refusals):
-        text, a_class, live, none, shared, hook = said
-        assert "algorithm='allreduce' is not an AlgorithmConfig" in text
-        assert "did you mean GradientAllReduce()?" in a_class
-        assert "algorithm=Halves(...) is an algorithm at work" in live
-        assert "NoAlgorithm.build() returned 'all-reduce'" in none
-        assert "SharedHalves.build() returned the reduce-scatter and all-gather of another model" in shared
-        assert "given the comm hook refusals.<locals>.<lambda>, but the reduce-scatter and all-gather reduces" in hook
+    said = [*said, str(refused.value)]
+    text, a_class, live, none, shared, hook = said
+    assert "algorithm='allreduce' is not an AlgorithmConfig" in text
+    assert "did you mean GradientAllReduce()?" in a_class
+    assert "algorithm=Halves(...) is an algorithm at work" in live
+    assert "NoAlgorithm.build() returned 'all-reduce'" in none
+    assert "SharedHalves.build() returned the reduce-scatter and all-gather of another model" in shared
+    assert "<locals>.<lambda>, but the reduce-scatter and all-gather reduces" in hook
 
 
 @dataclass(frozen=True)
@@ -279,7 +273,8 @@ class MakesNameless(AlgorithmConfig):
         return Nameless()
 
 
-def odd_algorithms() -> list[str]:
+@on_ranks(2)
+def test_algorithms_are_told_apart_and_asked_for_what_they_need() -> None:
     models = [ddp_compile(nn.Linear(2, 2), algorithm=MakesEqualOnes()) for _ in range(2)]
     assert models[0]._ddp_compile_state.reducer.algorithm == models[1]._ddp_compile_state.reducer.algorithm
     said = []
@@ -291,17 +286,14 @@ def odd_algorithms() -> list[str]:
         with pytest.raises((TypeError, ReplicationError)) as refused:
             ddp_compile(module, algorithm=wrong)
         said.append(str(refused.value))
-    return said
-
-
-def test_algorithms_are_told_apart_and_asked_for_what_they_need(ranks: Ranks) -> None:
-    for rank, (nameless, a_class, sparse) in enumerate(ranks(2).run(odd_algorithms)):
-        assert nameless.startswith("Nameless has no name")
-        assert "did you mean" not in a_class
-        assert (
-            sparse.startswith(f"rank {rank}: the reduce-scatter and all-gather takes no sparse gradients")
-            and "weight" in sparse
-        )
+    rank = dist.get_rank()
+    (nameless, a_class, sparse) = said
+    assert nameless.startswith("Nameless has no name")
+    assert "did you mean" not in a_class
+    assert (
+        sparse.startswith(f"rank {rank}: the reduce-scatter and all-gather takes no sparse gradients")
+        and "weight" in sparse
+    )
 
 
 class TwoHeads(nn.Module):
@@ -313,7 +305,8 @@ class TwoHeads(nn.Module):
         return self.first(x), self.second(x)
 
 
-def backwards_as_the_rank_likes() -> float:
+@on_ranks(2)
+def test_ranks_may_wait_at_another_time() -> None:
     """Rank 0 does one backward over both outputs, rank 1 one for each; the largest difference to the mean."""
     torch.manual_seed(3)
     model = ddp_compile(TwoHeads(), bucket_cap_mb=1e-4, backend="eager", split="none", algorithm=HalvesConfig())
@@ -330,35 +323,25 @@ def backwards_as_the_rank_likes() -> float:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             dist.all_reduce(q.grad)
             worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
-    return worst
+    assert worst < 1e-6
 
 
-def test_ranks_may_wait_at_another_time(ranks: Ranks) -> None:
-    assert max(ranks(2).run(backwards_as_the_rank_likes)) < 1e-6
+@on_ranks(2)
+def test_ranks_have_to_be_given_the_same_algorithm() -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        algorithm = HalvesConfig() if dist.get_rank() else GradientAllReduce()
+        ddp_compile(nn.Linear(2, 2), algorithm=algorithm)
+    assert "algorithm=gradient all-reduce on rank 0 is algorithm=reduce-scatter and all-gather" in str(raised.value)
 
 
-def different_algorithms() -> None:
-    algorithm = HalvesConfig() if dist.get_rank() else GradientAllReduce()
-    ddp_compile(nn.Linear(2, 2), algorithm=algorithm)
-
-
-def test_ranks_have_to_be_given_the_same_algorithm(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(different_algorithms):
-        assert failure.kind == "RanksDifferError"
-        assert "algorithm=gradient all-reduce on rank 0 is algorithm=reduce-scatter and all-gather" in failure.message
-
-
-def nothing_is_launched_alone() -> int:
+@on_ranks(2)
+def test_at_world_size_1_it_is_not_asked() -> None:
     alone, _ = dist.new_subgroups(1)
     model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager", algorithm=HalvesConfig(), process_group=alone)
     launched: list[Any] = []
     model._ddp_compile_state.reducer.algorithm.launch = lambda *args: launched.append(args)
     loss_of(model(torch.randn(2, 8))).backward()
-    return len(launched)
-
-
-def test_at_world_size_1_it_is_not_asked(ranks: Ranks) -> None:
-    assert ranks(2).run(nothing_is_launched_alone) == [0, 0]
+    assert len(launched) == 0
 
 
 def test_settings_are_values() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of, needs_ddp_to_keep_buffers, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
@@ -42,8 +42,9 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def train_both(location: str, split: str) -> tuple[float, list[dict[str, Any]]]:
-    """The largest difference of a buffer or gradient to DistributedDataParallel's, and what both hooks have seen."""
+@pytest.mark.parametrize("location", ["PRE_FORWARD", pytest.param("POST_FORWARD", marks=needs_ddp_to_keep_buffers)])
+@on_ranks(2)
+def test_buffers_are_those_of_ddp_with_the_same_hook(location: str, split: str) -> None:
     model: Any = ddp_compile(make(), bucket_cap_mb=1e-4, backend="aot_eager", split=split)
     reference = DistributedDataParallel(make())
     states: list[dict[str, Any]] = [{"calls": 0, "waits": location == "PRE_FORWARD"} for _ in range(2)]
@@ -63,19 +64,14 @@ def train_both(location: str, split: str) -> tuple[float, list[dict[str, Any]]]:
             copy.deepcopy(reference.module).eval()(x)
             model.eval()(x)  # calls no hook, so that a rank may evaluate on its own
             model.train()
-    return worst, states
+    (ours, theirs) = states
+    assert worst < 1e-6
+    assert ours == theirs and ours["calls"] == 5
+    assert ours["names"] == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
 
 
-@pytest.mark.parametrize("location", ["PRE_FORWARD", pytest.param("POST_FORWARD", marks=needs_ddp_to_keep_buffers)])
-def test_buffers_are_those_of_ddp_with_the_same_hook(location: str, split: str, ranks: Ranks) -> None:
-    for worst, (ours, theirs) in ranks(2).run(train_both, location, split):
-        assert worst < 1e-6
-        assert ours == theirs and ours["calls"] == 5
-        assert ours["names"] == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
-
-
-def call_in_no_sync_and_join() -> list[int]:
-    """How often the hook was called in each, on a rank that has one batch fewer than the other one as well."""
+@on_ranks(2)
+def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers() -> None:
     counts = []
     for ignore in ([], ["1.running_mean", "1.running_var", "1.num_batches_tracked"]):
         model: Any = ddp_compile(make(), backend="eager", parameters_to_ignore=ignore)
@@ -88,15 +84,11 @@ def call_in_no_sync_and_join() -> list[int]:
             for _ in range(2 + dist.get_rank()):
                 loss_of(model(torch.randn(6, WIDTH))).backward()
         counts.append(state["calls"])
-    return counts
+    assert counts == [0, 3, 0, 0]
 
 
-def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers(ranks: Ranks) -> None:
-    assert ranks(2).run(call_in_no_sync_and_join) == [[0, 3, 0, 0]] * 2
-
-
-def forward_without_backward() -> int:
-    """How many of the futures of twenty forwards somebody still holds."""
+@on_ranks(2)
+def test_futures_of_forwards_without_backward_do_not_pile_up() -> None:
     futures: list[weakref.ReferenceType[Any]] = []
 
     def noted(state: dict[str, Any], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
@@ -109,11 +101,7 @@ def forward_without_backward() -> int:
     for _ in range(20):
         model(torch.randn(6, WIDTH))
         dist.barrier()
-    return sum(future() is not None for future in futures)
-
-
-def test_futures_of_forwards_without_backward_do_not_pile_up(ranks: Ranks) -> None:
-    assert max(ranks(2).run(forward_without_backward)) <= 4
+    assert sum(future() is not None for future in futures) <= 4
 
 
 @pytest.mark.parametrize(

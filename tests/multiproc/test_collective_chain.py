@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
+from ddp_compile import ReductionError, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, Bucket, ByteGrad, CollectiveChain, CommAlgorithm
 
 Ranks = Callable[[int], RankPool]
@@ -76,16 +76,15 @@ class Raising(AlgorithmConfig):
         return Raises(process_group, 2)
 
 
-def train_with_what_raises() -> None:
-    model = ddp_compile(Mlp(9, 3), algorithm=Raising(), bucket_cap_mb=0.0003, backend="eager", split="none")
-    loss_of(model(torch.randn(4, 9))).backward()
-
-
-def test_an_error_in_reduce_is_not_taken_for_one_of_another_rank(ranks: Ranks) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(train_with_what_raises)):
-        assert failure.kind == "ReductionError"
-        assert failure.message.startswith(f"rank {rank}: reduce() of the all-reduce of twice the half raised Value")
-        assert "bucket 0" in failure.message and "Another rank" not in failure.message
+@on_ranks(2)
+def test_an_error_in_reduce_is_not_taken_for_one_of_another_rank() -> None:
+    with pytest.raises(ReductionError) as raised:
+        model = ddp_compile(Mlp(9, 3), algorithm=Raising(), bucket_cap_mb=0.0003, backend="eager", split="none")
+        loss_of(model(torch.randn(4, 9))).backward()
+    rank = dist.get_rank()
+    message = str(raised.value)
+    assert message.startswith(f"rank {rank}: reduce() of the all-reduce of twice the half raised Value")
+    assert "bucket 0" in message and "Another rank" not in message
 
 
 class Uncounted(CollectiveChain):
@@ -117,8 +116,11 @@ class WithPenalty(nn.Module):
         return self.used(x)
 
 
-def two_modules(algorithm: AlgorithmConfig, width: int) -> float:
+@pytest.mark.parametrize("width", only([8], [8, 40]))
+@on_ranks(2)
+def test_two_modules_in_one_backward(width: int) -> None:
     """In one backward, in which the first gradient of the iteration is another module's on each rank."""
+    algorithm = ByteGrad()
     torch.manual_seed(3)
     plain = [WithPenalty(), nn.Linear(width, 8, bias=False)]
     models = [ddp_compile(copy.deepcopy(each), algorithm=algorithm, backend="eager", split="none") for each in plain]
@@ -137,12 +139,7 @@ def two_modules(algorithm: AlgorithmConfig, width: int) -> float:
             for p, q in zip(ours.parameters(), own.parameters(), strict=True):
                 dist.all_reduce(q.grad)
                 differences.append(relative_difference(p.grad, q.grad / dist.get_world_size()))
-    return largest(differences)
-
-
-@pytest.mark.parametrize("width", only([8], [8, 40]))
-def test_two_modules_in_one_backward(width: int, ranks: Ranks) -> None:
-    assert largest(ranks(2).run(two_modules, ByteGrad(), width)) < 0.05
+    assert largest(differences) < 0.05
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -167,7 +164,8 @@ class TwoOutputs(nn.Module):
         return SumOverRanks.apply(self.first(x)), self.second(x)
 
 
-def backwards_with_a_collective() -> float:
+@on_ranks(2)
+def test_collectives_of_the_backward_itself() -> None:
     """One for both outputs, or one for each; that of the first output has an all-reduce of its own."""
     torch.manual_seed(3)
     plain = TwoOutputs()
@@ -185,11 +183,7 @@ def backwards_with_a_collective() -> float:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             dist.all_reduce(q.grad)
             differences.append(relative_difference(p.grad, q.grad / dist.get_world_size()))
-    return largest(differences)
-
-
-def test_collectives_of_the_backward_itself(ranks: Ranks) -> None:
-    assert largest(ranks(2).run(backwards_with_a_collective)) < 0.05
+    assert largest(differences) < 0.05
 
 
 @pytest.mark.parametrize(("num_collectives", "yielded"), [(1, "more"), (3, "fewer")])

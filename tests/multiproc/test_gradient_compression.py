@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_training_patterns import PATTERNS
 from test_training_patterns import train as train_pattern
 from torch import Tensor, nn
@@ -197,8 +197,9 @@ class Branches(nn.Module):
         return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def train_branches() -> tuple[float, bool]:
+def test_parameters_may_be_unused() -> None:
     """Ranks take other branches, and nobody the last one: the largest difference, and whether that has no gradient."""
     torch.manual_seed(3)
     plain = Branches()
@@ -215,15 +216,14 @@ def train_branches() -> tuple[float, bool]:
             loss_of(each(x, branch)).backward()
         used = [(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True) if q.grad is not None]
         worst = largest([worst, *(relative_difference(p.grad, q.grad) for p, q in used)])
-    return worst, model.layers[3].weight.grad is None
+    is_none = model.layers[3].weight.grad is None
+    assert worst < 0.05 and is_none
 
 
-def test_parameters_may_be_unused(ranks: Ranks) -> None:
-    for worst, is_none in ranks(2).run(train_branches):
-        assert worst < 0.05 and is_none
-
-
-def train_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> float:
+@pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
+@pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
+@on_ranks(2)
+def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> None:
     """Rank 1 has more batches than rank 0: the largest difference to DistributedDataParallel's gradients."""
     torch.manual_seed(3)
     module = Mlp(33, 4)
@@ -237,18 +237,14 @@ def train_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool)
                 each.zero_grad()
                 loss_of(each(torch.randn(6, 33))).backward()
                 gradients += [p.grad.clone() for p in each.parameters()]
-    return largest([relative_difference(ours, theirs) for ours, theirs in zip(*seen, strict=True)])
+    assert largest([relative_difference(ours, theirs) for ours, theirs in zip(*seen, strict=True)]) < 0.05
 
 
-@pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
-@pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
-def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool, ranks: Ranks) -> None:
-    assert largest(ranks(2).run(train_uneven, algorithm, divide_by_initial_world_size)) < 0.05
-
-
+@pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, float]:
-    """Whether any gradient of the layer is finite, and the scale behind the step."""
+def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float) -> None:
     torch.manual_seed(3)
     model = ddp_compile(nn.Linear(5, 5), algorithm=algorithm, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,13 +255,7 @@ def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, 
     scaler.scale(model(x).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    return bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()
-
-
-@pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float, ranks: Ranks) -> None:
-    assert ranks(2).run(overflow_on_rank_1, algorithm, value) == [(False, 4.0)] * 2
+    assert (bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()) == (False, 4.0)
 
 
 def fit(algorithm: AlgorithmConfig, seed: int) -> float:
@@ -285,18 +275,16 @@ def fit(algorithm: AlgorithmConfig, seed: int) -> float:
     return (model(x) - teacher(x)).square().mean().item()
 
 
-def fit_with_all(seed: int) -> list[float]:
-    return [fit(algorithm, seed) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_losses_are_those_of_an_all_reduce(seed: int, ranks: Ranks) -> None:
-    for all_reduced, *others in ranks(2).run(fit_with_all, seed):
-        assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
+@on_ranks(2)
+def test_losses_are_those_of_an_all_reduce(seed: int) -> None:
+    all_reduced, *others = [fit(algorithm, seed) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
+    assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_it_does_not_take_is_refused_by_name() -> None:
     said = []
     for module in (nn.Linear(2, 2).double(), nn.Embedding(4, 2, sparse=True)):
         with pytest.raises(ReplicationError) as refused:
@@ -305,17 +293,14 @@ def refusals() -> list[str]:
     model = ddp_compile(nn.Linear(2, 2), algorithm=ByteGrad())
     with pytest.raises(RuntimeError) as already:
         model.register_comm_hook(None, lambda state, bucket: None)
-    return [*said, str(already.value)]
-
-
-def test_what_it_does_not_take_is_refused_by_name(ranks: Ranks) -> None:
-    for rank, (double, sparse, hook) in enumerate(ranks(2).run(refusals)):
-        assert double.startswith(
-            f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and of float64 are"
-            " weight, bias."
-        )
-        assert sparse.startswith(f"rank {rank}: the ByteGrad all-reduce takes no sparse gradients")
-        assert "but the ByteGrad all-reduce reduces" in hook
+    rank = dist.get_rank()
+    (double, sparse, hook) = [*said, str(already.value)]
+    assert double.startswith(
+        f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and of float64 are"
+        " weight, bias."
+    )
+    assert sparse.startswith(f"rank {rank}: the ByteGrad all-reduce takes no sparse gradients")
+    assert "but the ByteGrad all-reduce reduces" in hook
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "float16"])

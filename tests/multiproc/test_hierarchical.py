@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_gradient_compression import byte_grad_of
 from torch import Tensor
 
-from ddp_compile import ddp_compile
+from ddp_compile import RanksDifferError, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
 
 Ranks = Callable[[int], RankPool]
@@ -106,29 +106,23 @@ def test_byte_grad_compresses_the_sums_of_nodes(ranks: Ranks) -> None:
         assert torch.equal(reduced, expected)
 
 
-def build_without_a_place(value: str | None) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
+@pytest.mark.parametrize("value", [None, "first"])
+@on_ranks(2)
+def test_nodes_that_are_not_known_are_an_error_on_every_rank(value: str | None) -> None:
+    with pytest.raises(ValueError) as raised, pytest.MonkeyPatch.context() as monkeypatch:
         tell_nodes(monkeypatch, [2])
         if dist.get_rank() == 1:
             monkeypatch.setenv("LOCAL_RANK", value) if value else monkeypatch.delenv("LOCAL_RANK")
         ddp_compile(torch.nn.Linear(2, 2), algorithm=ALL_REDUCE)
+    rank = dist.get_rank()
+    message = str(raised.value)
+    assert message.startswith(f"rank {rank}: the hierarchical gradient all-reduce has to know")
+    assert "LOCAL_RANK is no number on rank 1." in message
 
 
-@pytest.mark.parametrize("value", [None, "first"])
-def test_nodes_that_are_not_known_are_an_error_on_every_rank(value: str | None, ranks: Ranks) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(build_without_a_place, value)):
-        assert failure.kind == "ValueError"
-        assert failure.message.startswith(f"rank {rank}: the hierarchical gradient all-reduce has to know")
-        assert "LOCAL_RANK is no number on rank 1." in failure.message
-
-
-def settings_that_differ() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
+@on_ranks(2)
+def test_ranks_have_to_agree_on_it() -> None:
+    with pytest.raises(RanksDifferError) as raised, pytest.MonkeyPatch.context() as monkeypatch:
         tell_nodes(monkeypatch, [2])
         ddp_compile(torch.nn.Linear(2, 2), algorithm=GradientAllReduce(hierarchical=dist.get_rank() == 0))
-
-
-def test_ranks_have_to_agree_on_it(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(settings_that_differ):
-        assert failure.kind == "RanksDifferError"
-        assert "hierarchical gradient all-reduce" in failure.message
+    assert "hierarchical gradient all-reduce" in str(raised.value)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -231,13 +231,10 @@ class CountsSteps(Joinable):
         return dist.group.WORLD
 
 
-def train_with_zero_both() -> float:
-    return worst_difference(train_with_zero(True), train_with_zero(False))
-
-
-def test_other_joinables_may_be_in_the_same_context(ranks: Ranks) -> None:
-    for difference in ranks(2).run(train_with_zero_both):
-        assert difference < 1e-6
+@on_ranks(2)
+def test_other_joinables_may_be_in_the_same_context() -> None:
+    difference = worst_difference(train_with_zero(True), train_with_zero(False))
+    assert difference < 1e-6
 
 
 class Branches(nn.Module):
@@ -250,9 +247,9 @@ class Branches(nn.Module):
         return self.branch(x) if takes_branch else x
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def shadow_with_something_unsent() -> list[float]:
-    """The differences to DistributedDataParallel, where a rank shadows before its own gradients are reduced."""
+def test_a_shadow_does_not_use_up_what_it_has_still_to_send() -> None:
     torch.manual_seed(0)
     module, x = Branches(), torch.ones(2, 5)
     reference = DistributedDataParallel(copy.deepcopy(module), find_unused_parameters=True)
@@ -267,12 +264,7 @@ def shadow_with_something_unsent() -> list[float]:
         each(x).sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         differences.append(relative_difference(ours.grad, theirs.grad))
-    return differences
-
-
-def test_a_shadow_does_not_use_up_what_it_has_still_to_send(ranks: Ranks) -> None:
-    for differences in ranks(2).run(shadow_with_something_unsent):
-        assert max(differences) < 1e-6, differences
+    assert max(differences) < 1e-6, differences
 
 
 class CountsCalls(CommAlgorithm):
@@ -299,14 +291,11 @@ class CountsCallsConfig(AlgorithmConfig):
         return CountsCalls(process_group)
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def count_calls() -> list[int]:
+def test_an_algorithm_is_told_the_same_on_every_rank() -> None:
     model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=CountsCallsConfig())
     with model.join():
         for _ in range(1 + 2 * dist.get_rank()):
             model(torch.ones(1, 2)).sum().backward()
-    return model._ddp_compile_state.reducer.algorithm.calls
-
-
-def test_an_algorithm_is_told_the_same_on_every_rank(ranks: Ranks) -> None:
-    assert ranks(2).run(count_calls) == [[3, 3]] * 2
+    assert model._ddp_compile_state.reducer.algorithm.calls == [3, 3]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_join import WIDTH, ManySteps, Model, batches
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -40,9 +40,9 @@ def test_all_ranks_stop_as_soon_as_one_has_no_input_left(ranks: Ranks) -> None:
     ]
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def do_nothing_of_it() -> list[Any]:
-    """What is refused, and what is left of a context that is not enabled, or over."""
+def test_nothing_is_left_of_a_context() -> None:
     model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
     assert isinstance(model, Joinable) and model.join_process_group is dist.group.WORLD
     for enable in (False, True):
@@ -51,12 +51,8 @@ def do_nothing_of_it() -> list[Any]:
         assert not model._join_config.enable
     before = set(vars(model))
     plain = model.unwrap()
-    return [sorted(before), hasattr(plain, "join_hook"), hasattr(plain, "_join_config")]
-
-
-def test_nothing_is_left_of_a_context(ranks: Ranks) -> None:
-    for attributes, *has in ranks(2).run(do_nothing_of_it):
-        assert "_join_config" not in attributes and has == [False, False]
+    attributes, *has = [sorted(before), hasattr(plain, "join_hook"), hasattr(plain, "_join_config")]
+    assert "_join_config" not in attributes and has == [False, False]
 
 
 class SendsParameters(CommAlgorithm):
@@ -69,8 +65,9 @@ class SendsParametersConfig(AlgorithmConfig):
         return SendsParameters()
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def what_is_refused() -> list[str]:
+def test_what_shadows_cannot_follow_is_refused_by_name() -> None:
     said = []
     one, other = (ddp_compile(nn.Linear(2, 2), backend="eager") for _ in range(2))
     with pytest.raises(ReplicationError) as refused, one.join(), other.join():
@@ -86,14 +83,11 @@ def what_is_refused() -> list[str]:
     exchanges = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=SendsParametersConfig())
     with pytest.raises(ReplicationError) as refused:
         exchanges.join()
-    return [*said, str(refused.value)]
-
-
-def test_what_shadows_cannot_follow_is_refused_by_name(ranks: Ranks) -> None:
-    for rank, (two, second, algorithm) in enumerate(ranks(2).run(what_is_refused)):
-        assert two.startswith(f"rank {rank}: Linear.join() inside Linear.join()") and "Join([first, second])" in two
-        assert "a second forward inside a Join before the backward of the first one" in second
-        assert "the parameter exchange communicates parameters" in algorithm
+    rank = dist.get_rank()
+    (two, second, algorithm) = [*said, str(refused.value)]
+    assert two.startswith(f"rank {rank}: Linear.join() inside Linear.join()") and "Join([first, second])" in two
+    assert "a second forward inside a Join before the backward of the first one" in second
+    assert "the parameter exchange communicates parameters" in algorithm
 
 
 @torch.compiler.set_stance("force_eager")
@@ -111,8 +105,9 @@ def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
     )
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def go_on_after_an_early_termination() -> list[float]:
+def test_nothing_is_left_of_a_context_that_an_error_has_ended() -> None:
     """A gradient inside another context that is not enabled, and one outside of any, beside DistributedDataParallel."""
     torch.manual_seed(0)
     module, x = nn.Linear(5, 5), torch.ones(2, 5) * (1 + dist.get_rank())
@@ -135,16 +130,12 @@ def go_on_after_an_early_termination() -> list[float]:
     one, other = model(x), model(2 * x)  # nothing is left that would refuse a second forward
     (one.sum() + other.sum()).backward()
     assert not model._join_config.enable
-    return [relative_difference(ours, theirs) for ours, theirs in zip(*gradients, strict=True)]
+    differences = [relative_difference(ours, theirs) for ours, theirs in zip(*gradients, strict=True)]
+    assert max(differences) < 1e-6, differences
 
 
-def test_nothing_is_left_of_a_context_that_an_error_has_ended(ranks: Ranks) -> None:
-    for differences in ranks(2).run(go_on_after_an_early_termination):
-        assert max(differences) < 1e-6, differences
-
-
-def raise_where_a_contribution_comes_late() -> list[str]:
-    """What each rank gets, and whether it can be trained afterwards."""
+@on_ranks(2)
+def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_on() -> None:
     torch.manual_seed(0)
     model = ddp_compile(ManySteps(), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
     model.register_comm_hook(None, allreduce_hook)
@@ -160,12 +151,8 @@ def raise_where_a_contribution_comes_late() -> list[str]:
         said.append(str(error))
     model.zero_grad()
     loss_of(model(torch.randn(5, WIDTH))).backward()
-    return said
-
-
-def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_on(ranks: Ranks) -> None:
-    for (said,) in ranks(2).run(raise_where_a_contribution_comes_late):
-        assert "layers.1.weight got another gradient" in said
+    (said,) = said
+    assert "layers.1.weight got another gradient" in said
 
 
 @torch.compiler.set_stance("force_eager")

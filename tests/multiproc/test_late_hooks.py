@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +27,11 @@ def method_of(model: nn.Module, x: Tensor) -> Tensor:
     return loss_of(torch.tanh(sum(p.sum() for p in model.parameters()) * x))
 
 
-def train(cap_mb: float, calls_module: bool) -> list[float]:
+@pytest.mark.parametrize(
+    ("cap_mb", "calls_module"), only([(1e-4, True), (5, False)], itertools.product([1e-4, 5], [True, False]))
+)
+@on_ranks(2)
+def test_hooks_registered_between_forward_and_backward(cap_mb: float, calls_module: bool) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -50,14 +53,4 @@ def train(cap_mb: float, calls_module: bool) -> list[float]:
                 hook.remove()
         pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
         worst.append(max(relative_difference(p.grad, q.grad) for p, q in pairs))
-    return worst
-
-
-@pytest.mark.parametrize(
-    ("cap_mb", "calls_module"), only([(1e-4, True), (5, False)], itertools.product([1e-4, 5], [True, False]))
-)
-def test_hooks_registered_between_forward_and_backward(
-    ranks: Callable[[int], RankPool], cap_mb: float, calls_module: bool
-) -> None:
-    for worst in ranks(2).run(train, cap_mb, calls_module):
-        assert max(worst) < 1e-5, worst
+    assert max(worst) < 1e-5, worst

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from in_ci import only
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_split_backward import train as train_backward_pattern
 from test_training_patterns import PATTERNS
 from test_training_patterns import train as train_pattern
@@ -30,16 +30,12 @@ def with_lazy_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(defaults, "lazy_bucket_allocation", True)
 
 
-def train_early() -> dict[str, float]:
+@on_ranks(2)
+def test_gradients_are_exact_where_buckets_leave_early() -> None:
     worst = {name: train_backward_pattern(name, "aot_eager").worst for name in EARLY}
     worst["moved"] = train_backward_pattern("plain", "aot_eager", static_graph=True).worst
     worst["copied back"] = train_backward_pattern("plain", "aot_eager", gradient_as_bucket_view=False).worst
-    return worst
-
-
-def test_gradients_are_exact_where_buckets_leave_early(ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_early):
-        assert max(worst.values()) < 1e-6, worst
+    assert max(worst.values()) < 1e-6, worst
 
 
 @pytest.mark.parametrize("pattern", only(["gradients_freed_in_between"], PATTERNS))
@@ -67,7 +63,8 @@ class BackToFront(nn.Module):
         return x
 
 
-def allocated_behind_forwards() -> list[int]:
+@on_ranks(2)
+def test_buckets_that_are_packed_anew_are_allocated_in_the_backward() -> None:
     model: Any = ddp_compile(BackToFront(), bucket_cap_mb=0.005)
     counts = []
     for _ in range(3):
@@ -77,9 +74,4 @@ def allocated_behind_forwards() -> list[int]:
         counts.append(sum(bucket._buffer._tensor is not None for bucket in buckets))
         loss.backward()
     assert model.bucket_plan.generation == 1
-    return counts
-
-
-def test_buckets_that_are_packed_anew_are_allocated_in_the_backward(ranks: Ranks) -> None:
-    for counts in ranks(2).run(allocated_behind_forwards):
-        assert counts == [0, 0, 0]
+    assert counts == [0, 0, 0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_parameter_averages import batch, check_invariants, flat_of, train_step
 from test_training_parameter_averages import make_model
 
@@ -19,8 +19,9 @@ from ddp_compile.errors import ReductionError
 Ranks = Callable[[int], RankPool]
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def step_before_a_neighbour() -> bool:
+def test_a_step_does_not_wait_for_the_neighbours() -> None:
     """Rank 1 begins its step when rank 0 has told it that its own is done, and its next forward and backward too."""
     model, optimizer = make_model(LowPrecisionDecentralized(), backend="eager", broadcast_buffers=False)
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -35,11 +36,7 @@ def step_before_a_neighbour() -> bool:
     for step in range(1, 4):
         train_step(model, optimizer, step)
     check_invariants(model.comm_algorithm)
-    return stepped
-
-
-def test_a_step_does_not_wait_for_the_neighbours(ranks: Ranks) -> None:
-    assert ranks(2).run(step_before_a_neighbour) == [True, True]
+    assert stepped
 
 
 @torch.compiler.set_stance("force_eager")
@@ -63,9 +60,9 @@ def test_messages_under_way_do_not_outlive_the_algorithm(how: str, ranks: Ranks)
     assert (mean - (first + second) / 2).abs().max() < 1e-6
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def load_other_parameters() -> float:
-    """How far parameters are from what was loaded, behind two steps that change nothing."""
+def test_what_is_loaded_is_not_rounded() -> None:
     model, _ = make_model(LowPrecisionDecentralized(), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train_step(model, optimizer, 0)
@@ -75,11 +72,7 @@ def load_other_parameters() -> float:
     for step in range(1, 3):
         train_step(model, optimizer, step)
     check_invariants(model.comm_algorithm)
-    return max((value - loaded[name]).abs().max().item() for name, value in model.state_dict().items())
-
-
-def test_what_is_loaded_is_not_rounded(ranks: Ranks) -> None:
-    assert max(ranks(2).run(load_other_parameters)) < 1e-6  # eight bits of such a change would be 0.01
+    assert max((value - loaded[name]).abs().max().item() for name, value in model.state_dict().items()) < 1e-6
 
 
 @torch.compiler.set_stance("force_eager")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -60,14 +60,13 @@ def average(model: nn.Module) -> None:
         parameter.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
 
 
-def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float) -> list[float]:
-    """The worst difference in each step.
-
-    Args:
-        kind: The hook on each parameter.
-        when: The step before which it is registered; None for before the model is wrapped.
-        cap_mb: Of a bucket, in MiB.
-    """
+@pytest.mark.parametrize("cap_mb", [1e-4, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", only([APPEARS_AT], [None, 0, APPEARS_AT]))
+@pytest.mark.parametrize("kind", only([write_behind, write_before_on_one_rank], KINDS))
+@on_ranks(2)
+def test_what_hooks_on_nodes_make_of_gradients_is_averaged(
+    kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float
+) -> None:
     models = []
     for _ in range(3):
         torch.manual_seed(5)
@@ -95,17 +94,7 @@ def train(kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float) 
         for reference in (alone, theirs) if when is None else (alone,):
             pairs = zip(mine.parameters(), reference.parameters(), strict=True)
             worst.append(max(relative_difference(p.grad, q.grad) for p, q in pairs))
-    return worst
-
-
-@pytest.mark.parametrize("cap_mb", [1e-4, pytest.param(5, marks=pytest.mark.long)])
-@pytest.mark.parametrize("when", only([APPEARS_AT], [None, 0, APPEARS_AT]))
-@pytest.mark.parametrize("kind", only([write_behind, write_before_on_one_rank], KINDS))
-def test_what_hooks_on_nodes_make_of_gradients_is_averaged(
-    ranks: Callable[[int], RankPool], kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float
-) -> None:
-    for worst in ranks(2).run(train, kind, when, cap_mb):
-        assert max(worst) < 1e-5, worst
+    assert max(worst) < 1e-5, worst
 
 
 def train_with_comm_hook() -> list[float] | str:
@@ -145,8 +134,8 @@ def test_with_a_comm_hook_what_changes_behind_a_bucket_is_an_error(
             assert not isinstance(came, str) and max(came) < 1e-5
 
 
-def train_without_accumulators_of_its_own() -> int:
-    """How often a hook runs whose node nobody holds but the reducer."""
+@on_ranks(2)
+def test_nodes_live_as_long_as_the_module() -> None:
     torch.manual_seed(5)
     model = ddp_compile(Mlp(7, 4), backend="aot_eager")
     count = []
@@ -154,15 +143,12 @@ def train_without_accumulators_of_its_own() -> int:
         get_gradient_edge(parameter).node.register_hook(lambda *_: count.append(1))
     for _ in range(3):
         loss_of(model(torch.randn(4, 7))).backward()
-    return len(count)
+    count = len(count)
+    assert count == 3 * len(list(Mlp(7, 4).parameters()))
 
 
-def test_nodes_live_as_long_as_the_module(ranks: Callable[[int], RankPool]) -> None:
-    for count in ranks(2).run(train_without_accumulators_of_its_own):
-        assert count == 3 * len(list(Mlp(7, 4).parameters()))
-
-
-def take_gradients_away() -> None:
+@on_ranks(2)
+def test_gradients_that_are_taken_away_are_an_error() -> None:
     """As optimizers do that step inside the backward."""
     torch.manual_seed(5)
     model = ddp_compile(Mlp(7, 4), backend="aot_eager", bucket_cap_mb=1e-4)
@@ -174,7 +160,3 @@ def take_gradients_away() -> None:
         get_gradient_edge(parameter).node.register_hook(lambda *_, p=parameter: take(p))
     with pytest.raises(GradientArrivalError, match=r"layers\.3\.\w+ was set to None before it was averaged"):
         loss_of(model(torch.randn(4, 7))).backward()
-
-
-def test_gradients_that_are_taken_away_are_an_error(ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(take_gradients_away)

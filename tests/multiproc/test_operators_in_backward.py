@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from beside_plain import CAP_MB, WIDTH, Step, train
 from models import Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor
 
 from ddp_compile import ReductionError, ddp_compile
@@ -76,15 +76,6 @@ def evaluate_on_rank_0(model: Any, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
 
 
-def train_with_collective(step_of: Step, comm_hook: bool, **settings: Any) -> list[float]:
-    def step(model: Any, x: Tensor, number: int) -> None:
-        if comm_hook and number == 0 and hasattr(model, "register_comm_hook"):
-            model.register_comm_hook(None, allreduce_hook)
-        step_of(model, x, number)
-
-    return train(lambda: WithCollective(WIDTH, 4), step, **settings)
-
-
 @pytest.mark.parametrize(
     ("step_of", "comm_hook", "settings"),
     [
@@ -94,10 +85,16 @@ def train_with_collective(step_of: Step, comm_hook: bool, **settings: Any) -> li
         (evaluate_on_rank_0, False, {}),
     ],
 )
+@on_ranks(2)
 def test_collectives_of_the_backward_itself_meet_those_of_other_ranks(
-    step_of: Step, comm_hook: bool, settings: dict[str, bool], ranks: Ranks
+    step_of: Step, comm_hook: bool, settings: dict[str, bool]
 ) -> None:
-    assert ranks(2).run(train_with_collective, step_of, comm_hook, **settings) == [[0.0] * 5] * 2
+    def step(model: Any, x: Tensor, number: int) -> None:
+        if comm_hook and number == 0 and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(None, allreduce_hook)
+        step_of(model, x, number)
+
+    assert train(lambda: WithCollective(WIDTH, 4), step, **settings) == [0.0] * 5
 
 
 class RaisesOnce(torch.autograd.Function):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -72,8 +72,9 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def train_both(way: str) -> tuple[float, list[bool]]:
-    """The largest difference of a parameter after any step, and which gradients are gone when a backward returns."""
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_parameters_are_those_of_ddp(way: str, split: str, each_split: str) -> None:
     modules = make(), make()
     replicated = [make_model(module) for make_model, module in zip(WAYS[way], modules, strict=True)]
     optimizers = [torch.optim.SGD(module[4].parameters(), lr=0.1) for module in modules]
@@ -92,14 +93,9 @@ def train_both(way: str) -> tuple[float, list[bool]]:
         pairs = zip(*(module.parameters() for module in modules), strict=True)
         worst = max([worst, *(relative_difference(p.detach(), q.detach()) for p, q in pairs)])
     assert gone == [gone[0]] * 10
-    return worst, gone[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_are_those_of_ddp(way: str, split: str, each_split: str, ranks: Ranks) -> None:
-    for worst, gone in ranks(2).run(train_both, way):
-        assert worst < 1e-6
-        assert gone == ([True] * 4 + [False] * 2 if way == "applied" else [False] * 6)
+    gone = gone[0]
+    assert worst < 1e-6
+    assert gone == ([True] * 4 + [False] * 2 if way == "applied" else [False] * 6)
 
 
 def test_parameters_of_another_module_are_refused(single_rank_group: None) -> None:

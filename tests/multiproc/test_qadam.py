@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_gradient_compression import SentBytes, byte_grad_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -211,8 +211,8 @@ def test_every_step_is_that_of_the_reference(world_size: int, split: str, ranks:
         assert result.sent_bytes == [0] * WARMUP_STEPS + [byte_grads] * (STEPS - WARMUP_STEPS)
 
 
-def resume() -> list[bool]:
-    """Whether what goes on from a checkpoint is the same in every bit: in warm-up, at its end, and behind it."""
+@on_ranks(2)
+def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
     torch.manual_seed(0)
     module = Mlp(17, 2)
     checkpoints = {}
@@ -234,11 +234,7 @@ def resume() -> list[bool]:
             train_step(resumed, resumed_optimizer, step)
         found = Before.of(resumed, resumed_optimizer)
         same.append(digest(found) == digest(expected) and resumed_optimizer.num_steps == STEPS)
-    return same
-
-
-def test_it_goes_on_from_a_checkpoint_bit_for_bit(ranks: Ranks) -> None:
-    assert ranks(2).run(resume) == [[True] * 3] * 2
+    assert same == [True] * 3
 
 
 class Branches(nn.Module):
@@ -250,7 +246,9 @@ class Branches(nn.Module):
         return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
 
 
-def train_branches(set_to_none: bool) -> tuple[list[float], bool, bool]:
+@pytest.mark.parametrize("set_to_none", only([True], [True, False]))
+@on_ranks(2)
+def test_parameters_may_be_unused(set_to_none: bool) -> None:
     """Beside Adam with an all-reduce: differences of momenta, whether what nobody uses is as it was, and has no state.
 
     Ranks take other branches, in some steps all of them the same one, and nobody the last one.
@@ -276,14 +274,10 @@ def train_branches(set_to_none: bool) -> tuple[list[float], bool, bool]:
         if q in adam.state
     ]
     unused = model.layers[3].weight
-    return worst, torch.equal(unused, plain.layers[3].weight), unused not in optimizer.state
-
-
-@pytest.mark.parametrize("set_to_none", only([True], [True, False]))
-def test_parameters_may_be_unused(set_to_none: bool, ranks: Ranks) -> None:
-    for worst, stays, has_no_state in ranks(2).run(train_branches, set_to_none):
-        assert len(worst) == 6 and max(worst) < 0.05, worst
-        assert stays and has_no_state
+    stays = torch.equal(unused, plain.layers[3].weight)
+    has_no_state = unused not in optimizer.state
+    assert len(worst) == 6 and max(worst) < 0.05, worst
+    assert stays and has_no_state
 
 
 def fit(compresses: bool, seed: int) -> float:
@@ -312,12 +306,10 @@ def fit(compresses: bool, seed: int) -> float:
     return (model(x) - teacher(x)).square().mean().item()
 
 
-def fit_both(seed: int) -> tuple[float, float]:
-    return fit(True, seed), fit(False, seed)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_loss_is_that_of_adam_with_an_all_reduce(seed: int, ranks: Ranks) -> None:
-    for ours, adams in ranks(2).run(fit_both, seed):
-        assert ours < 1.05 * adams, (ours, adams)
+@on_ranks(2)
+def test_the_loss_is_that_of_adam_with_an_all_reduce(seed: int) -> None:
+    ours = fit(True, seed)
+    adams = fit(False, seed)
+    assert ours < 1.05 * adams, (ours, adams)

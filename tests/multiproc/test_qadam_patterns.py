@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +91,8 @@ def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor) -> None:
 WAYS = [reduced_twice, regularised, closure, scaled, scaled_and_clipped]
 
 
-def train_in_ways() -> dict[str, float]:
+@on_ranks(2)
+def test_gradients_keep_their_meaning_after_warm_up() -> None:
     """Differences of momenta after steps in both phases."""
     worst = {}
     for way in WAYS:
@@ -102,12 +103,7 @@ def train_in_ways() -> dict[str, float]:
                 optimizer.zero_grad()
                 way(model, optimizer, batch(step))
         worst[way.__name__] = difference_of_momenta(pairs)
-    return worst
-
-
-def test_gradients_keep_their_meaning_after_warm_up(ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_in_ways):
-        assert all(each < 0.05 for each in worst.values()), worst  # what is forgotten, or counted twice, is off by more
+    assert all(each < 0.05 for each in worst.values()), worst  # what is forgotten, or counted twice, is off by more
 
 
 def train_uneven() -> float:
@@ -134,7 +130,8 @@ def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-def refusals() -> dict[str, str]:
+@on_ranks(2)
+def test_bad_input_is_refused_on_every_rank() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     both = QAdam([*first.parameters(), *second.parameters()])
     one = QAdam([first.weight])
@@ -172,23 +169,19 @@ def refusals() -> dict[str, str]:
         for group in again.param_groups:  # as of another checkpoint
             group["num_steps"] = 1
     said["another step"] = message_of(RanksDifferError, lambda: step(model, again))
-    return said
-
-
-def test_bad_input_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(2).run(refusals)):
-        more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
-        assert said["optimizer has more"].startswith(
-            f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
-        )
-        assert said["with a name"].startswith(f"{more}other. ")
-        missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, and these of the model are not"
-        assert said["model has more"].startswith(f"{missing} among them: bias. ")
-        assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
-        assert said["set later"].startswith(more)
-        assert "against the parameters=nothing on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
-        assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
-        assert said["unwrapped"].startswith(
-            f"rank {rank}: step 3 of QAdam(warmup_steps=1): of 2 ranks none exchanges the momentum"
-        )
-        assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]
+    rank = dist.get_rank()
+    more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
+    assert said["optimizer has more"].startswith(
+        f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
+    )
+    assert said["with a name"].startswith(f"{more}other. ")
+    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, and these of the model are not"
+    assert said["model has more"].startswith(f"{missing} among them: bias. ")
+    assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
+    assert said["set later"].startswith(more)
+    assert "against the parameters=nothing on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
+    assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
+    assert said["unwrapped"].startswith(
+        f"rank {rank}: step 3 of QAdam(warmup_steps=1): of 2 ranks none exchanges the momentum"
+    )
+    assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,8 +69,15 @@ def difference(ours: nn.Module, theirs: nn.Module) -> float:
     return worst
 
 
-def train(promise: str, branch_of: Callable[[int], int], set_to_none: bool) -> tuple[float, list[list[str]]]:
-    ours, theirs = pair(branch_of(dist.get_rank()), **{promise: True})
+def same_branch(rank: int) -> int:
+    return 1
+
+
+@pytest.mark.parametrize("promise", only(["find_unused_parameters"], ["find_unused_parameters", "static_graph"]))
+@pytest.mark.parametrize("set_to_none", only([True], [False, True]))
+@on_ranks(2)
+def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool) -> None:
+    ours, theirs = pair(same_branch(dist.get_rank()), **{promise: True})
     launched, sent, worst = count_launches(ours), [], 0.0
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs)]
     torch.manual_seed(100 + dist.get_rank())
@@ -87,23 +94,13 @@ def train(promise: str, branch_of: Callable[[int], int], set_to_none: bool) -> t
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
-    return worst, sent
+    assert worst < 1e-6
+    assert len(sent[0]) == 8  # nobody has heard of the others yet
+    assert sent[1:] == [["branches.1.bias", "branches.1.weight"]] * (NUM_STEPS - 1)
 
 
-def same_branch(rank: int) -> int:
-    return 1
-
-
-@pytest.mark.parametrize("promise", only(["find_unused_parameters"], ["find_unused_parameters", "static_graph"]))
-@pytest.mark.parametrize("set_to_none", only([True], [False, True]))
-def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool, ranks: Ranks) -> None:
-    for worst, sent in ranks(2).run(train, promise, same_branch, set_to_none):
-        assert worst < 1e-6
-        assert len(sent[0]) == 8  # nobody has heard of the others yet
-        assert sent[1:] == [["branches.1.bias", "branches.1.weight"]] * (NUM_STEPS - 1)
-
-
-def train_on_different_branches() -> tuple[float, int]:
+@on_ranks(2)
+def test_what_one_rank_uses_is_sent() -> None:
     """DistributedDataParallel's ranks would wait for each other for ever: the reference sends everything."""
     ours, theirs = pair(dist.get_rank(), skip_in_ddp=False, find_unused_parameters=True)
     launched, worst = count_launches(ours), 0.0
@@ -115,16 +112,13 @@ def train_on_different_branches() -> tuple[float, int]:
             each.zero_grad()
             each(x).square().sum().backward()
         worst = max(worst, difference(ours, theirs))
-    return worst, len(launched)
+    num_sent = len(launched)
+    assert worst < 1e-6
+    assert num_sent == 2 * (2 + 2)
 
 
-def test_what_one_rank_uses_is_sent(ranks: Ranks) -> None:
-    for worst, num_sent in ranks(2).run(train_on_different_branches):
-        assert worst < 1e-6
-        assert num_sent == 2 * (2 + 2)
-
-
-def break_the_promise() -> tuple[str, float]:
+@on_ranks(2)
+def test_what_is_used_after_all_is_named_on_every_rank() -> None:
     """In the third step one rank takes a branch that nobody has used."""
     rank = dist.get_rank()
     ours, theirs = pair(1, find_unused_parameters=True)
@@ -142,17 +136,14 @@ def break_the_promise() -> tuple[str, float]:
     theirs.zero_grad()
     for each in (ours, theirs):  # the ranks are in step
         each(x).square().sum().backward()
-    return message, difference(ours, theirs)
+    worst = difference(ours, theirs)
+    assert message.startswith(f"2: rank {rank}: branches.3.weight, branches.3.bias got a gradient, on this rank or")
+    assert "replicate the module again without it" in message
+    assert worst < 1e-6
 
 
-def test_what_is_used_after_all_is_named_on_every_rank(ranks: Ranks) -> None:
-    for rank, (message, worst) in enumerate(ranks(2).run(break_the_promise)):
-        assert message.startswith(f"2: rank {rank}: branches.3.weight, branches.3.bias got a gradient, on this rank or")
-        assert "replicate the module again without it" in message
-        assert worst < 1e-6
-
-
-def use_in_a_bucket_that_is_sent() -> list[float]:
+@on_ranks(2)
+def test_what_shares_a_bucket_that_is_sent_may_be_used_later() -> None:
     """The branches that rank 0 does not take are one bucket, of which the second step uses more than the first did."""
     ours, theirs = pair(dist.get_rank(), skip_in_ddp=False, find_unused_parameters=True, bucket_cap_mb=0.0025)
     worst = []
@@ -164,12 +155,7 @@ def use_in_a_bucket_that_is_sent() -> list[float]:
             each.zero_grad()
             each(x).square().sum().backward()
         worst.append(difference(ours, theirs))
-    return worst
-
-
-def test_what_shares_a_bucket_that_is_sent_may_be_used_later(ranks: Ranks) -> None:
-    for worst in ranks(2).run(use_in_a_bucket_that_is_sent):
-        assert max(worst) < 1e-6
+    assert max(worst) < 1e-6
 
 
 def test_without_anything_unused_it_is_said_to_have_no_effect(single_rank_group: None) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_hierarchical import tell_nodes
 from test_parameter_averages import batch, flat_of, train_step
 from test_training_parameter_averages import PAIRS, RING, make_model, of_all_ranks
@@ -29,7 +29,8 @@ from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationErro
 Ranks = Callable[[int], RankPool]
 
 
-def things_that_go_wrong() -> list[str]:
+@on_ranks(2)
+def test_what_goes_wrong_is_named() -> None:
     said = []
     model, _ = make_model(Decentralized(), backend="eager")
     loss = loss_of(model(batch(0, 0, 0)))
@@ -49,17 +50,14 @@ def things_that_go_wrong() -> list[str]:
         with pytest.raises((RuntimeError, ValueError, TypeError)) as wrong:
             attempt()
         said.append(str(wrong.value))
-    return said
-
-
-def test_what_goes_wrong_is_named(ranks: Ranks) -> None:
-    for rank, (written, hook, join, state, dtype, no_config) in enumerate(ranks(2).run(things_that_go_wrong)):
-        assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
-        assert "but the low-precision decentralized average (every 2) reduces the buckets" in hook
-        assert "communicates parameters, and cannot go on inside a Join" in join
-        assert "was given the state of another, and has that of" in state
-        assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
-        assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config
+    rank = dist.get_rank()
+    (written, hook, join, state, dtype, no_config) = said
+    assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
+    assert "but the low-precision decentralized average (every 2) reduces the buckets" in hook
+    assert "communicates parameters, and cannot go on inside a Join" in join
+    assert "was given the state of another, and has that of" in state
+    assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
+    assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,8 @@ def test_settings_out_of_range_are_refused(config: Any, setting: dict[str, Any])
         config(**setting)
 
 
-def odd_and_unknown() -> list[str]:
+@on_ranks(3)
+def test_odd_numbers_of_ranks_and_unknown_nodes_are_refused() -> None:
     said = []
     for config in (
         Decentralized(peer_selection="shift_one"),
@@ -95,37 +94,29 @@ def odd_and_unknown() -> list[str]:
         with pytest.raises(ValueError) as refused:
             model.set_comm_algorithm(LowPrecisionDecentralized(hierarchical=True))
         train_step(model, optimizer, 0)  # by the one before
-    return [*said, str(refused.value)]
+    rank = dist.get_rank()
+    (odd, unknown, ring, sizes) = [*said, str(refused.value)]
+    assert odd.startswith("Decentralized(peer_selection='shift_one') pairs all ranks, and there are 3;")
+    assert unknown.startswith(f"rank {rank}: the decentralized average (all, every 1, hierarchical) has to know which")
+    assert "LOCAL_RANK is no number on ranks 0-2" in ring
+    assert "takes nodes of one size" in sizes and "1, 2 ranks" in sizes
 
 
-def test_odd_numbers_of_ranks_and_unknown_nodes_are_refused(ranks: Ranks) -> None:
-    for rank, (odd, unknown, ring, sizes) in enumerate(ranks(3).run(odd_and_unknown)):
-        assert odd.startswith("Decentralized(peer_selection='shift_one') pairs all ranks, and there are 3;")
-        assert unknown.startswith(
-            f"rank {rank}: the decentralized average (all, every 1, hierarchical) has to know which"
-        )
-        assert "LOCAL_RANK is no number on ranks 0-2" in ring
-        assert "takes nodes of one size" in sizes and "1, 2 ranks" in sizes
-
-
-def states_of_others() -> str:
+@on_ranks(2)
+def test_the_state_of_another_rank_is_refused() -> None:
     model, _ = make_model(RING, backend="eager")
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, model.comm_algorithm.state_dict())
     with pytest.raises(ValueError) as refused:
         model.comm_algorithm.load_state_dict(states[1 - dist.get_rank()])
-    return str(refused.value)
+    rank = dist.get_rank()
+    said = str(refused.value)
+    assert said.startswith(f"rank {rank} of 2: the low-precision decentralized average (every 2) was given the state")
+    assert f"of rank {1 - rank} of 2, whose neighbours are others" in said
 
 
-def test_the_state_of_another_rank_is_refused(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(2).run(states_of_others)):
-        assert said.startswith(
-            f"rank {rank} of 2: the low-precision decentralized average (every 2) was given the state"
-        )
-        assert f"of rank {1 - rank} of 2, whose neighbours are others" in said
-
-
-def switches() -> bool:
+@on_ranks(2)
+def test_every_algorithm_may_follow_every_other() -> None:
     chain = [GradientAllReduce(), Decentralized(), RING, ByteGrad(), LocalSGD(period=3), PAIRS, AsyncModelAverage()]
     model, optimizer = make_model(chain[0], backend="aot_eager")
     for number, config in enumerate([*chain[1:], GradientAllReduce()]):
@@ -137,14 +128,10 @@ def switches() -> bool:
         model.set_comm_algorithm(config, [optimizer])
         everyone = of_all_ranks(flat_of(model))
         assert (everyone == everyone[0]).all(), config
-    return True
 
 
-def test_every_algorithm_may_follow_every_other(ranks: Ranks) -> None:
-    assert ranks(2).run(switches) == [True, True]
-
-
-def switches_with_counts_that_differ() -> bool:
+@on_ranks(2)
+def test_optimizers_whose_counts_differ_are_made_alike() -> None:
     """Adam's counts of steps become alike as well; and what cannot be made alike changes nothing."""
     model, optimizer = make_model(LocalSGD(period=2), backend="eager")
     for step in range(4):
@@ -163,25 +150,18 @@ def switches_with_counts_that_differ() -> bool:
     for step in range(5, 9):
         train_step(model, optimizer, step)
     everyone = of_all_ranks(flat_of(model))
-    return bool((everyone == everyone[0]).all())
+    assert bool((everyone == everyone[0]).all())
 
 
-def test_optimizers_whose_counts_differ_are_made_alike(ranks: Ranks) -> None:
-    assert ranks(2).run(switches_with_counts_that_differ) == [True, True]
-
-
-def a_forward_on_one_rank_before_the_end() -> bool:
+@on_ranks(2)
+def test_a_last_forward_on_one_rank_does_not_hold_up_the_end() -> None:
     model, optimizer = make_model(Decentralized(peer_selection="shift_one"), backend="eager")
     train_step(model, optimizer, 0)
     if dist.get_rank() == 0:
         model(batch(0, 1, 0))  # which has sent, and no other rank has
     model.unwrap()
     everyone = of_all_ranks(flat_of(model))
-    return bool((everyone == everyone[0]).all())
-
-
-def test_a_last_forward_on_one_rank_does_not_hold_up_the_end(ranks: Ranks) -> None:
-    assert ranks(2).run(a_forward_on_one_rank_before_the_end) == [True, True]
+    assert bool((everyone == everyone[0]).all())
 
 
 def out_of_step() -> str:

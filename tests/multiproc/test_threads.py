@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -129,10 +129,6 @@ WAYS = {
 }
 
 
-def both(way: str) -> tuple[Any, Any]:
-    return WAYS[way](False), WAYS[way](True)
-
-
 #: torch.compile of any two modules does.
 DYNAMO_CRASHES = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 crashes in two threads")
 
@@ -145,6 +141,8 @@ DYNAMO_CRASHES = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo o
         pytest.param("a loader's thread", marks=[DYNAMO_CRASHES, pytest.mark.long]),
     ],
 )
-def test_gradients_are_ddps(ranks: Ranks, way: str) -> None:
-    for ours, theirs in ranks(2).run(both, way):
-        assert ours == theirs
+@on_ranks(2)
+def test_gradients_are_ddps(way: str) -> None:
+    ours = WAYS[way](False)
+    theirs = WAYS[way](True)
+    assert ours == theirs

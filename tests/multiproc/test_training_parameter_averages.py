@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_hierarchical import tell_nodes
 from test_parameter_averages import batch, flat_of, make_adamw, train_step
 from torch import Tensor, nn
@@ -85,9 +85,10 @@ def test_nodes_of_any_size_count_by_their_ranks(sizes: tuple[int, ...], peers: A
         assert max(off) < 1e-5
 
 
+@on_ranks(4)
 @torch.compiler.set_stance("force_eager")
-def ring_over_nodes(sizes: Sequence[int]) -> tuple[bool, bool, float]:
-    """Whether each node is alike, whether the nodes are, and how far these are apart."""
+def test_a_ring_of_nodes() -> None:
+    sizes = (2, 2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         tell_nodes(monkeypatch, list(sizes))
         model, optimizer = make_model(LowPrecisionDecentralized(hierarchical=True), backend="eager")
@@ -95,21 +96,20 @@ def ring_over_nodes(sizes: Sequence[int]) -> tuple[bool, bool, float]:
         train_step(model, optimizer, step)
     everyone = of_all_ranks(flat_of(model))
     alike = all(torch.equal(everyone[i], everyone[i + 1]) for i in (0, 2))
-    return alike, torch.equal(everyone[0], everyone[2]), (everyone[0] - everyone[2]).abs().max().item()
-
-
-def test_a_ring_of_nodes(ranks: Ranks) -> None:
-    for alike_inside, alike_between, apart in ranks(4).run(ring_over_nodes, (2, 2)):
-        assert alike_inside and not alike_between
-        assert apart < 0.1
+    alike_inside = alike
+    alike_between = torch.equal(everyone[0], everyone[2])
+    apart = (everyone[0] - everyone[2]).abs().max().item()
+    assert alike_inside and not alike_between
+    assert apart < 0.1
 
 
 # Checkpoints.
 
 
+@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def resumes(name: str) -> bool:
-    """Whether 8 steps are 5 steps, a checkpoint in mid-cycle, and 3 steps, in every bit."""
+def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str) -> None:
     config = ALGORITHMS[name]
     whole, optimizer = make_model(config, backend="eager")
     for step in range(8):
@@ -121,20 +121,16 @@ def resumes(name: str) -> bool:
         part.load_state_dict(state)
     for step in range(5, 8):
         train_step(again, optimizer, step)
-    return torch.equal(flat_of(whole), flat_of(again))
-
-
-@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
-def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str, ranks: Ranks) -> None:
-    assert ranks(2).run(resumes, name) == [True, True]
+    assert torch.equal(flat_of(whole), flat_of(again))
 
 
 # A forward between a backward and its step.
 
 
+@pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def forwards_before_the_step(config: AlgorithmConfig) -> tuple[bool, list[str]]:
-    """Whether forwards that send nothing change a step, and what is said of those that would have sent too early."""
+def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: AlgorithmConfig) -> None:
     ends = []
     for looks_on in (False, True):
         model, optimizer = make_model(config, backend="eager")
@@ -159,22 +155,19 @@ def forwards_before_the_step(config: AlgorithmConfig) -> tuple[bool, list[str]]:
         said.append(str(refused.value))
     loss_of(model(batch(dist.get_rank(), 3, 0))).backward()
     optimizer.step()
-    return torch.equal(*ends), said
-
-
-@pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
-def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: AlgorithmConfig, ranks: Ranks) -> None:
-    for rank, (is_equal, said) in enumerate(ranks(2).run(forwards_before_the_step, config)):
-        assert is_equal
-        assert len(said) == 2
-        assert all(text.startswith(f"rank {rank}: an optimizer is about to step after the l") for text in said)
+    rank = dist.get_rank()
+    is_equal = torch.equal(*ends)
+    assert is_equal
+    assert len(said) == 2
+    assert all(text.startswith(f"rank {rank}: an optimizer is about to step after the l") for text in said)
 
 
 # Ways to train.
 
 
-def train_in_all_ways(name: str, split: str) -> float:
-    """Whether all goes well, and how far it is from the same on the eager model."""
+@pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
+@on_ranks(2)
+def test_a_skipped_step_a_raising_forward_and_clipping_keep_the_ranks_together(name: str, split: str) -> None:
     ends = []
     for backend in ("eager", "aot_eager"):
         model, optimizer = make_model(ALGORITHMS[name], backend=backend, split=split, find_unused_parameters=True)
@@ -199,18 +192,12 @@ def train_in_all_ways(name: str, split: str) -> float:
         model.unwrap()
         everyone = of_all_ranks(flat_of(model))
         assert (everyone == everyone[0]).all()
-    return ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+    off = ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+    assert off < (0.02 if name == "low precision" else 1e-5)
 
 
-@pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
-def test_a_skipped_step_a_raising_forward_and_clipping_keep_the_ranks_together(
-    name: str, split: str, ranks: Ranks
-) -> None:
-    for off in ranks(2).run(train_in_all_ways, name, split):
-        assert off < (0.02 if name == "low precision" else 1e-5)
-
-
-def compiled_and_fused_optimizers() -> list[float]:
+@on_ranks(2)
+def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard() -> None:
     off = []
     for settings in ({"fused": True}, {"foreach": True}):
         torch.manual_seed(0)
@@ -229,12 +216,7 @@ def compiled_and_fused_optimizers() -> list[float]:
             assert (everyone == everyone[0]).all()  # behind the step, not at the next forward
             expected = flat_of(model) if expected is None else expected
             off.append((flat_of(model) - expected).abs().max().item())
-    return off
-
-
-def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard(ranks: Ranks) -> None:
-    for off in ranks(2).run(compiled_and_fused_optimizers):
-        assert max(off) < 1e-4
+    assert max(off) < 1e-4
 
 
 class Many:
@@ -253,9 +235,9 @@ class Many:
             optimizer.step()
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def steps_of_all_kinds() -> list[bool]:
-    """Whether the ranks are alike behind each step: of a closure, of many optimizers, after one that was skipped."""
+def test_parameters_are_averaged_behind_steps_of_all_kinds_and_in_place() -> None:
     alike = []
     for make in (lambda p: torch.optim.SGD(p, lr=0.1), Many):
         torch.manual_seed(0)
@@ -281,16 +263,13 @@ def steps_of_all_kinds() -> list[bool]:
                 alike.append(bool((everyone == everyone[0]).all()))
         assert strides == [parameter.stride() for parameter in model.parameters()]
         assert storages == [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
-    return alike
+    assert all(alike) and len(alike) == 10
 
 
-def test_parameters_are_averaged_behind_steps_of_all_kinds_and_in_place(ranks: Ranks) -> None:
-    for alike in ranks(2).run(steps_of_all_kinds):
-        assert all(alike) and len(alike) == 10
-
-
+@pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def closures_called_again(config: AlgorithmConfig) -> str:
+def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
     model, _ = make_model(config, backend="eager")
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -302,13 +281,8 @@ def closures_called_again(config: AlgorithmConfig) -> str:
 
     with pytest.raises(ReplicationError) as refused:
         optimizer.step(closure)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
-def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig, ranks: Ranks) -> None:
-    for said in ranks(2).run(closures_called_again, config):
-        assert said.startswith("a step of LBFGS calls its closure again, which with the")
+    said = str(refused.value)
+    assert said.startswith("a step of LBFGS calls its closure again, which with the")
 
 
 # Bytes on the wire.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import assert_buckets_launched_early, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -150,7 +150,10 @@ def test_with_inductor(ranks: Ranks) -> None:
         assert never_used == [True, True]
 
 
-def gradients_from_before(as_view: bool) -> list[tuple[bool, float]]:
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
+@on_ranks()
+def test_a_gradient_that_nobody_adds_to_keeps_every_bit(world_size: int, as_view: bool) -> None:
     """A branch that is used once, and then by nobody: what it holds is not touched, in its memory or out of it."""
     ours, _ = pair(as_view=as_view)
     torch.manual_seed(100 + dist.get_rank())
@@ -161,19 +164,14 @@ def gradients_from_before(as_view: bool) -> list[tuple[bool, float]]:
     choose(0, ours)
     for _ in range(3):
         ours(torch.randn(4, WIDTH)).square().sum().backward()
-    return [
+    assert [
         (p.grad is old, (p.grad - value).abs().max().item())
         for p, old, value in zip(ours.branches[1].parameters(), kept, values, strict=True)
-    ]
+    ] == [(True, 0.0)] * 2
 
 
-@pytest.mark.parametrize("as_view", only([True], [True, False]))
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_a_gradient_that_nobody_adds_to_keeps_every_bit(ranks: Ranks, world_size: int, as_view: bool) -> None:
-    assert ranks(world_size).run(gradients_from_before, as_view) == [[(True, 0.0)] * 2] * world_size
-
-
-def used_in_no_sync_only() -> float:
+@on_ranks(2)
+def test_what_was_used_inside_no_sync_is_reduced() -> None:
     """Used by one rank, in a micro-batch that is not reduced: the iteration after it has to send it all the same."""
     ours, theirs = pair()
     worst = 0.0
@@ -188,14 +186,11 @@ def used_in_no_sync_only() -> float:
         worst = max(worst, difference(ours, theirs))
         for model in (ours, theirs):
             model.zero_grad(set_to_none=True)
-    return worst
+    assert worst < 1e-6
 
 
-def test_what_was_used_inside_no_sync_is_reduced(ranks: Ranks) -> None:
-    assert max(ranks(2).run(used_in_no_sync_only)) < 1e-6
-
-
-def ignored_outputs() -> tuple[float, float]:
+@on_ranks(2)
+def test_outputs_that_are_ignored_and_two_forwards_before_one_backward() -> None:
     """A forward whose outputs are thrown away marks nothing; of two forwards before a backward both count."""
     ours, theirs = pair()
     torch.manual_seed(100 + dist.get_rank())
@@ -219,15 +214,12 @@ def ignored_outputs() -> tuple[float, float]:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
-    return ignored, difference(ours, whole)
+    both = difference(ours, whole)
+    assert ignored < 1e-6 and both < 1e-6
 
 
-def test_outputs_that_are_ignored_and_two_forwards_before_one_backward(ranks: Ranks) -> None:
-    for ignored, both in ranks(2).run(ignored_outputs):
-        assert ignored < 1e-6 and both < 1e-6
-
-
-def unused_output() -> list[bool]:
+@on_ranks(2)
+def test_an_output_outside_of_the_loss_is_no_error() -> None:
     """An output that takes no part in the loss: its parameters were reached, and get nothing.
 
     Run eagerly: a compiled graph returns zeros for them.
@@ -236,11 +228,7 @@ def unused_output() -> list[bool]:
     outputs = ours(torch.randn(4, WIDTH))
     outputs["losses"][1][0].sum().backward()
     ours(torch.randn(4, WIDTH))
-    return [p.grad is None for p in ours.head.parameters()] + [ours.trunk.weight.grad is None]
-
-
-def test_an_output_outside_of_the_loss_is_no_error(ranks: Ranks) -> None:
-    assert ranks(2).run(unused_output) == [[True, True, False]] * 2
+    assert [p.grad is None for p in ours.head.parameters()] + [ours.trunk.weight.grad is None] == [True, True, False]
 
 
 class SparseBranch(nn.Module):
