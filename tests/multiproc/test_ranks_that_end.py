@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of
 from models import Mlp, loss_of
 from process_copies import run_in_copy
 from rank_pool import on_ranks
-from test_parameter_averages import batch, flat_of
+from test_parameter_averages import batch
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
