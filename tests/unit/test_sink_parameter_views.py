@@ -124,7 +124,7 @@ def test_a_view_of_a_parameter_that_is_written_stays(through_view: bool) -> None
     ],
     ids=["no_grad", "autocast"],
 )
-def test_a_view_does_not_move_into_a_region(enter: tuple[Any, ...], leave: Callable[[fx.Node], tuple[Any, ...]]) -> None:
+def test_a_view_does_not_move_into_a_region(enter: tuple[Any, ...], leave: Callable[..., tuple[Any, ...]]) -> None:
     build = GraphBuilder()
     x, weight = build.input("x"), build.parameter(0)
     view = build.call("t", weight)

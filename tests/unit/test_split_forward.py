@@ -150,5 +150,7 @@ def test_with_every_cut_or_none_a_graph_that_misses_one_stays_whole_and_says_why
 
 
 def test_every_cut_or_none_asks_for_none_within_an_operator() -> None:
-    result = split(lambda x, p0, p1, p2: torch.matmul(torch.addmm(p0, x, p1), p2), [2], [1], [0], every_cut_or_none=True)
-    assert partitions(result.gm) == [["addmm"], ["matmul"]]
+    def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
+        return torch.matmul(torch.addmm(p0, x, p1), p2)
+
+    assert partitions(split(function, [2], [1], [0], every_cut_or_none=True).gm) == [["addmm"], ["matmul"]]
