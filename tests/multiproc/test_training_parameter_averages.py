@@ -158,6 +158,10 @@ def forwards_before_the_step(config: AlgorithmConfig) -> tuple[bool, list[str]]:
         assert torch.equal(flat_of(model), before)
         said.append(str(refused.value))
     loss_of(model(batch(dist.get_rank(), 3, 0))).backward()
+    optimizer.zero_grad()  # the step is skipped, and so is the next backward
+    model(batch(0, 0, 0))
+    optimizer.step()  # without gradients, which changes nothing
+    loss_of(model(batch(dist.get_rank(), 4, 0))).backward()
     optimizer.step()
     return torch.equal(*ends), said
 
