@@ -128,6 +128,10 @@ def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: Algorith
         assert torch.equal(flat_of(model), before)
         said.append(str(refused.value))
     loss_of(model(batch(dist.get_rank(), 3, 0))).backward()
+    optimizer.zero_grad()  # the step is skipped, and so is the next backward
+    model(batch(0, 0, 0))
+    optimizer.step()  # without gradients, which changes nothing
+    loss_of(model(batch(dist.get_rank(), 4, 0))).backward()
     optimizer.step()
     rank = dist.get_rank()
     is_equal = torch.equal(*ends)

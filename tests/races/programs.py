@@ -231,10 +231,15 @@ def asynchronous(stage: Stage) -> None:
     for roles in stage.steps(4):
         with stage.on(roles.caller):
             optimizer.zero_grad()
+            # No backward follows this one, and the next one finds the trainer inside already.
+            stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
             stage.backward(stage.forward(model, batch(), roles), roles)
+            for other in ("other", "another"):
+                stage.wait_for(other)  # which may still read what is stepped
             optimizer.step()
             with torch.no_grad():
-                stage.forward(model, batch(), Roles("other", "", roles.caller))
+                for other in ("other", "another"):
+                    stage.forward(model, batch(), Roles(other, "", roles.caller), is_looked_at=False)
             stage.use_memory()
             stage.let_threads_come()
     with stage.on("default"):
