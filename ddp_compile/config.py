@@ -21,7 +21,7 @@ RegionClasses = Literal["auto"] | Sequence[type[Module]]
 _MIB = 1024 * 1024
 
 # Arguments of DistributedDataParallel, of torch 2.11 to 2.15, that have another name here, or none, and what to do
-# instead. docs/arguments.md lists all of them, and a test compares the two.
+# instead. docs/ddp_parity.md lists all of them, and a test compares the two.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
     "output_device": "the output stays on the module's device; drop output_device",

@@ -121,7 +121,7 @@ class ReplicateState:
         self.uneven_inputs = UnevenInputs(
             process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
         )
-        register_receiver(ordinal, self.reducer.receiver)
+        register_receiver(ordinal, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
 
@@ -336,6 +336,11 @@ class ReplicateState:
     def _num_graphs(self) -> int:
         return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
 
+    @property
+    def _blocks_have_graphs(self) -> bool:
+        # A reentrant checkpoint calls blocks without gradients first.
+        return self.regions.num_training_graphs > 0 or (self.regions.num_graphs > 0 and not self.backend.reports)
+
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
             return "evaluation forward"
@@ -360,7 +365,7 @@ class ReplicateState:
             return  # the caller of `prepare_for_backward_of` decides what is compiled
         elif not self._num_graphs:
             log.warning("%s", overlap_warnings.nothing_compiled(rank, self.breaks))
-        elif self.breaks and self.regions.num_training_graphs:
+        elif self.breaks and self._blocks_have_graphs:
             blocks = self.regions.explain(compiled_only=True)
             log.warning("%s", overlap_warnings.compiled_in_blocks(rank, blocks, self.breaks))
         # Each region's backward brings its gradients by itself, however many regions there are.
