@@ -65,7 +65,7 @@ class EarlyLaunch:
     """Learns which buckets may be launched early, watches them, and launches those again that were too early.
 
     Args:
-        bucket_set: The buckets; only this class sets their ``may_launch_early`` and ``was_launched_too_early``.
+        bucket_set: The buckets and their iteration.
         queue: Launches them.
         hooks: Tell of what AccumulateGrad stores.
         accumulators: The AccumulateGrad nodes of the parameters.
@@ -242,7 +242,7 @@ class EarlyLaunch:
             self._learn([bucket for bucket, more in zip(buckets, has_more, strict=True) if not more])
         too_early = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
         for bucket in too_early:
-            bucket.was_launched_too_early, bucket.may_launch_early = True, False
+            bucket.forbid_early_launch()
         names = [self._set.names[index] for index in late]
         if any(cannot[bucket.spec.index] for bucket in too_early):
             algorithm = self._queue.algorithm
@@ -278,7 +278,7 @@ class EarlyLaunch:
     def _learn(self, agreed: Sequence[Bucket]) -> None:
         """From now on launch these buckets early, which had one contributor on every rank."""
         for bucket in agreed:
-            bucket.may_launch_early = True
+            bucket.allow_early_launch()
         if agreed or not self._has_learnt:
             log.info(
                 "%s: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",
