@@ -42,7 +42,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,25 +61,11 @@ from ddp_compile.runtime.launch_queue import LaunchQueue
 log = logging.getLogger(__name__)
 
 
-class Verdict(NamedTuple):
-    """What the ranks have found about one iteration; the same on every rank.
-
-    Args:
-        late: Parameters that on some rank got another contribution after their bucket had been launched.
-        buckets: Their buckets, in launch order.
-        can_be_replayed: Whether every rank can launch those buckets again.
-    """
-
-    late: list[int]
-    buckets: list[Bucket]
-    can_be_replayed: bool
-
-
 class EarlyLaunch:
     """Learns which buckets may be launched early, watches them, and launches those again that were too early.
 
     Args:
-        bucket_set: The buckets; only this class sets their ``may_launch_early`` and ``was_launched_too_early``.
+        bucket_set: The buckets and their iteration.
         queue: Launches them.
         hooks: Tell of what AccumulateGrad stores.
         accumulators: The AccumulateGrad nodes of the parameters.
@@ -118,7 +103,7 @@ class EarlyLaunch:
         return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
 
     def ignore(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Leave these buckets to their hooks: a graph that computes them also runs for other parameters."""
+        """Leave these buckets to their hooks; see `Reducer.ignore_computed_buckets`."""
         self._ignored.update(buckets)
 
     # A compiled backward computes a bucket.
@@ -250,13 +235,20 @@ class EarlyLaunch:
             GradientArrivalError: On every rank, if a bucket cannot be launched again.
             ReductionError: A reduction failed or timed out.
         """
-        verdict = self._verdict(said)
-        names = [self._set.names[index] for index in verdict.late]
-        algorithm = self._queue.algorithm
-        if not verdict.can_be_replayed:
+        buckets, num_parameters = self._set.buckets, len(self._set.parameters)
+        late = [index for index in range(num_parameters) if said[index]]
+        cannot, has_more = said[num_parameters : -len(buckets)], said[-len(buckets) :]
+        if self.is_learning:
+            self._learn([bucket for bucket, more in zip(buckets, has_more, strict=True) if not more])
+        too_early = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
+        for bucket in too_early:
+            bucket.forbid_early_launch()
+        names = [self._set.names[index] for index in late]
+        if any(cannot[bucket.spec.index] for bucket in too_early):
+            algorithm = self._queue.algorithm
             name = None if algorithm.traits.replayable else algorithm.name
             raise error_messages.contributor_after_launch(names, name, self._has_moved)
-        for bucket in verdict.buckets:
+        for bucket in too_early:
             log.warning(
                 "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
                 " got more than one gradient. It is launched again, and is not launched early any more",
@@ -283,22 +275,10 @@ class EarlyLaunch:
             for computed, comparisons in of_device:
                 computed.read(itertools.islice(are_equal, len(comparisons)))
 
-    def _verdict(self, said: Sequence[int]) -> Verdict:
-        buckets = self._set.buckets
-        num_parameters = len(self._set.parameters)
-        late = [index for index in range(num_parameters) if said[index]]
-        cannot, has_more = said[num_parameters : -len(buckets)], said[-len(buckets) :]
-        if self.is_learning:
-            self._learn([bucket for bucket, more in zip(buckets, has_more, strict=True) if not more])
-        affected = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
-        for bucket in affected:
-            bucket.was_launched_too_early, bucket.may_launch_early = True, False
-        return Verdict(late, affected, not any(cannot[bucket.spec.index] for bucket in affected))
-
     def _learn(self, agreed: Sequence[Bucket]) -> None:
         """From now on launch these buckets early, which had one contributor on every rank."""
         for bucket in agreed:
-            bucket.may_launch_early = True
+            bucket.allow_early_launch()
         if agreed or not self._has_learnt:
             log.info(
                 "%s: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",

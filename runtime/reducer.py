@@ -173,15 +173,11 @@ class Reducer:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def search_unused_parameters(self, outputs: Any) -> None:
-        """After a synchronised forward, find the parameters that no backward from its outputs can reach.
-
-        Args:
-            outputs: What the forward returned.
-        """
+        """After a synchronised forward, find the parameters that no backward from its outputs can reach."""
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Let the end of the next iteration wait for these, of a buffer comm hook for example."""
+        """Let the end of the next iteration wait for futures, of a buffer comm hook for example."""
         self._end.await_also(futures)
 
     def _refuse_unfinalized(self) -> None:
@@ -283,11 +279,7 @@ class Reducer:
             self._queue.complete(buckets.pop(0))
 
     def _enter_backward(self, arriving: tuple[int, ...]) -> None:
-        """A backward has brought something; the first time in each, get ready for the rest.
-
-        Args:
-            arriving: The parameters whose gradients are there.
-        """
+        """A backward has brought the gradients of these parameters; the first time, get ready for the rest."""
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
             self._start_iteration(arriving)
@@ -302,11 +294,7 @@ class Reducer:
             self._queue.do_without(self._policy.absent_from_the_start(arriving))
 
     def _start_iteration(self, arriving: tuple[int, ...] = ()) -> None:
-        """The first gradient of a backward is there, or zeros in its place: enter, or enter again, an iteration.
-
-        Args:
-            arriving: The parameters whose gradients are there.
-        """
+        """Enter an iteration, or enter it again: a first gradient is there, or zeros in its place."""
         self.refuse_capture("a backward of a replicated module")
         before = self._lifecycle.phase.state
         # First of all: an exception from now on, even Ctrl-C in the middle of the agreement, must not pass unseen.
@@ -322,12 +310,9 @@ class Reducer:
             self._set.settings.on_plan_sealed(self._set.seal(self.algorithm.name))
 
     def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
-        """Have something called when the innermost pass that is under way ends, once for each pass.
+        """Once for each pass, have it call back when it ends; returns whether this is the first time in this pass.
 
         A backward is one pass, and one more for each reentrant checkpoint.
-
-        Returns:
-            Whether it is the first time in this pass.
         """
         task, passes = torch_internals.current_graph_task_id(), self._set.iteration.passes
         if task in passes:
@@ -378,20 +363,15 @@ class Reducer:
         return copies
 
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Leave these buckets to their hooks from now on, whatever graphs compute.
-
-        Args:
-            buckets: The parameters of each, in its order.
-        """
+        """Leave these buckets, given by their parameters, to their hooks: graphs also run for other parameters."""
         self._early.ignore(buckets)
 
     def _decide(self, param_indices: tuple[int, ...], moves: bool) -> tuple[Bucket | None, EarlyDecision]:
         """What becomes of a computed bucket: None if it waits, else the backward has begun."""
         wait, phase = (None, EarlyDecision.WAIT), self._lifecycle.phase
-        if self._is_removed or not self._queue.sends or phase.state in (State.LOCAL, State.FAILED):
+        is_alone = not self.buckets and not phase.after_forward  # see `BackwardsAlone`
+        if self._is_removed or not self._queue.sends or is_alone or phase.state in (State.LOCAL, State.FAILED):
             return wait
-        if not self.buckets and not phase.after_forward:
-            return wait  # see `BackwardsAlone`
         self.hooks_have_run()
         self._hooks.flush(param_indices[0])
         self.hooks_have_run()

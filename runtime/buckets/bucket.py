@@ -74,6 +74,14 @@ class Bucket:
         if self._lazy_allocation:
             self._buffer.drop()
 
+    def allow_early_launch(self) -> None:
+        """Let compiled backwards launch it from the next iteration on; all ranks have agreed on that."""
+        self.may_launch_early = True
+
+    def forbid_early_launch(self) -> None:
+        """It was launched too early on some rank: let its hooks launch it from now on."""
+        self.may_launch_early, self.was_launched_too_early = False, True
+
     # Gradients arrive.
 
     @property

@@ -155,6 +155,24 @@ def test_buckets_may_leave_early_from_a_later_iteration_on_but_not_once_they_wer
     assert train(LearnsLate, use_a_parameter_twice, num_steps=9) == [0.0] * 9
 
 
+def launches_with_a_late_contribution() -> list[int]:
+    """How often each bucket is launched in an iteration in which a second contribution comes to one."""
+    model = ddp_compile(Mlp(WIDTH, 3), bucket_cap_mb=CAP_MB, backend="aot_eager", split="backward")
+    for step in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            loss = loss_of(model(torch.randn(6, WIDTH)))
+            if step == 2:
+                loss = loss + model.layers[1].weight.square().sum()
+            loss.backward()
+        model.zero_grad()
+    names = [event.name for event in profiler.events()]
+    return [names.count(f"ddp_compile::bucket_{i}_launch") for i in range(len(model.bucket_plan.buckets))]
+
+
+def test_a_second_launch_goes_the_way_of_the_first(ranks: Ranks) -> None:
+    assert ranks(2).run(launches_with_a_late_contribution) == [[1, 2, 1]] * 2
+
+
 class Fused(nn.Module):
     """Gradients that are views of one tensor."""
 
