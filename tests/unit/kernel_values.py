@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 #: Beside ordinary numbers: subnormals of each format, values that overflow in half precision, ties, signed zeros.
-SPECIAL = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 65520.0, 3.39e38, -3.4e38, 1.00390625, 2.0**-25]
-SPECIAL += [float("inf"), -float("inf"), float("nan")]
+FINITE = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 1.00390625, 2.0**-25, -3e4]
+SPECIAL = [*FINITE, 65520.0, 3.39e38, -3.4e38, float("inf"), -float("inf"), float("nan")]
+LAYOUTS = ("contiguous", "transposed", "strided", "unaligned")
 
 
-def values_of(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers over many orders of magnitude, a fifth of them special."""
+def values_of(
+    numel: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    misaligned_by: int = 0,
+    special: Sequence[float] = SPECIAL,
+    exponents: tuple[int, int] = (-9, 9),
+) -> Tensor:
+    """Numbers over many orders of magnitude, a fifth of them special, ``misaligned_by`` elements into their memory."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-9, 9, (numel,), generator=generator)
-    special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (numel,), generator=generator)]
-    return torch.where(torch.rand(numel, generator=generator) < 0.2, special, values).to(dtype)
+    numel += misaligned_by
+    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(*exponents, (numel,), generator=generator)
+    chosen = torch.tensor(special)[torch.randint(len(special), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.2, chosen, values).to(dtype)[misaligned_by:]
+
+
+def tensor_of(shape: Sequence[int], layout: str, dtype: torch.dtype, seed: int) -> Tensor:
+    """Such values in one of `LAYOUTS`."""
+    values = values_of(torch.Size(shape).numel(), dtype, seed, misaligned_by=layout == "unaligned")
+    if layout == "transposed":
+        return values.reshape(shape[::-1]).permute(list(range(len(shape)))[::-1])
+    if layout == "strided":
+        return torch.stack([values.reshape(shape)] * 2, dim=-1)[..., 1]
+    return values.view(shape)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in every bit, signs of zeros included; any NaN equals any other."""
-    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}[a.dtype]
-    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())

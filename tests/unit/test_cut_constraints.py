@@ -69,67 +69,100 @@ def test_a_tuple_of_tensors_must_not_cross_but_its_elements_may() -> None:
     assert find_held_cuts(gm) == [HeldCuts(chunk + 1, chunk + 2, "chunk, a tuple, cannot cross partitions")]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sparse", torch.eye(4).to_sparse()),
-        ("conjugated", torch.ones(4, dtype=torch.complex64).conj()),
-        ("subclass", torch.ones(4).as_subclass(type("Sub", (torch.Tensor,), {}))),
-        ("opaque", object()),
-    ],
-)
-def test_what_a_partition_cannot_take_as_an_input_must_not_cross(name: str, value: object) -> None:
+def with_value(value: object) -> fx.GraphModule:
+    """A node with this example value, or none, is used after another call."""
     build = GraphBuilder()
     x = build.input("x")
-    special = build.graph.call_function(torch.sin, (x,))
-    special.meta["example_value"] = value
+    special = build.graph.call_function(torch.neg, (x,))
+    if value is not UNRECORDED:
+        special.meta["example_value"] = value
     build.call(torch.cos, x)
     total = build.graph.call_function(torch.add, (x, special))
     total.meta["example_value"] = torch.ones(WIDTH, WIDTH)
     build.graph.output((total,))
-    gm = fx.GraphModule({}, build.graph)
-    assert held_at(gm) == {2, 3}
+    return fx.GraphModule({}, build.graph)
+
+
+UNRECORDED = object()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(4).to_sparse(),
+        torch.ones(4, dtype=torch.complex64).conj(),
+        torch.ones(4).as_subclass(type("Sub", (torch.Tensor,), {})),
+        object(),
+        UNRECORDED,
+    ],
+    ids=["sparse", "conjugated", "subclass", "opaque", "unrecorded"],
+)
+def test_what_a_partition_cannot_take_as_an_input_must_not_cross(value: object) -> None:
+    assert held_at(with_value(value)) == {2, 3}
 
 
 @pytest.mark.parametrize("value", [3, 2.5, True, None, "name", torch.float32, torch.device("cpu")])
 def test_constants_may_cross(value: object) -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    constant = build.graph.call_method("size", (x, 0))
-    constant.meta["example_value"] = value
-    build.call(torch.cos, x)
-    total = build.graph.call_function(torch.add, (x, constant))
-    total.meta["example_value"] = torch.ones(WIDTH, WIDTH)
-    build.graph.output((total,))
-    assert find_held_cuts(fx.GraphModule({}, build.graph)) == []
-
-
-def test_a_value_that_dynamo_recorded_nothing_of_must_not_cross() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    unknown = build.graph.call_function(torch.nn.attention._backend_from_string, ("MATH",))
-    build.call(torch.cos, x)
-    total = build.graph.call_function(torch.add, (x, unknown))
-    total.meta["example_value"] = torch.ones(WIDTH, WIDTH)
-    build.graph.output((total,))
-    assert held_at(fx.GraphModule({}, build.graph)) == {2, 3}
+    assert find_held_cuts(with_value(value)) == []
 
 
 # Modes.
 
 
-def test_a_region_without_gradients_stays_whole() -> None:
-    def function(x: Tensor) -> Tensor:
+def without_gradients(x: Tensor) -> Tensor:
+    y = x.sin()
+    with torch.no_grad():
+        s = y.exp()
+        s = s.log()
+    return y.cos() * s
+
+
+def without_gradients_in_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         y = x.sin()
         with torch.no_grad():
             s = y.exp()
-            s = s.log()
-        return y.cos() * s
+        y = y.cos()
+    return y * s
 
-    gm, _ = capture(function, torch.ones(3, requires_grad=True))
-    off, on = find(gm, "_set_grad_enabled"), find(gm, "_set_grad_enabled", 1)
-    assert free_between(gm, off, on + 1) == [off, on + 1]
-    assert {held.reason for held in find_held_cuts(gm)} == {"the region opened by grad_off stays whole"}
+
+def inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode(False):
+        y = x.sin()
+    return y.cos()
+
+
+def transformed(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.sum() * 2)(x.sin()).cos()
+
+
+def chosen_attention(x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(x, x, x)
+        y = y.sin()
+    return y.cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "opened", "closed"),
+    [
+        (without_gradients, ("_set_grad_enabled", 0), ("_set_grad_enabled", 1)),
+        (without_gradients_in_autocast, ("_set_grad_enabled", 0), ("_set_grad_enabled", 1)),
+        (inference_mode, ("_enter_inference_mode", 0), ("_exit_inference_mode", 0)),
+        (transformed, ("_vmap_increment_nesting", 0), ("_vmap_decrement_nesting", 0)),
+        (chosen_attention, ("_sdpa_kernel", 0), ("_sdpa_kernel", 1)),
+    ],
+)
+def test_a_region_stays_whole(
+    function: Callable[[Tensor], Tensor], opened: tuple[str, int], closed: tuple[str, int]
+) -> None:
+    gm, _ = capture(function, torch.ones(1, 3, 4, requires_grad=function not in (transformed, chosen_attention)))
+    first, last = find(gm, *opened), find(gm, *closed)
+    assert set(range(first + 1, last + 1)) <= held_at(gm)
+    if function is not chosen_attention:  # which scaled_dot_product_attention itself holds up to its end
+        assert free_between(gm, first, last + 1) == [first, last + 1]
+    reasons = {held.reason for held in find_held_cuts(gm)}
+    assert function is not without_gradients or reasons == {"the region opened by grad_off stays whole"}
 
 
 def test_switching_gradients_on_inside_does_not_open_the_region_to_cuts_before_that() -> None:
@@ -147,17 +180,6 @@ def test_switching_gradients_on_inside_does_not_open_the_region_to_cuts_before_t
     assert {exp, log} <= held_at(gm) and sin not in held_at(gm)
 
 
-def test_inference_mode_stays_whole() -> None:
-    def function(x: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            y = x.sin()
-        return y.cos()
-
-    gm, _ = capture(function, torch.ones(3))
-    enter, leave = find(gm, "_enter_inference_mode"), find(gm, "_exit_inference_mode")
-    assert free_between(gm, enter, leave + 1) == [enter, leave + 1]
-
-
 def test_autocast_may_be_cut_anywhere() -> None:
     def function(x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -170,26 +192,6 @@ def test_autocast_may_be_cut_anywhere() -> None:
     assert find_held_cuts(gm) == []
     sin, cos = list(gm.graph.nodes)[find(gm, "sin")], list(gm.graph.nodes)[find(gm, "cos")]
     assert [len(mode_regions(gm)[node]) for node in (sin, cos)] == [1, 2]
-
-
-def test_a_region_without_gradients_inside_autocast_stays_whole() -> None:
-    def function(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = x.sin()
-            with torch.no_grad():
-                s = y.exp()
-            y = y.cos()
-        return y * s
-
-    gm, _ = capture(function, torch.ones(3, requires_grad=True))
-    exp = find(gm, "exp")
-    assert free_between(gm, exp - 1, exp + 2) == [exp - 1, exp + 2]
-
-
-def test_a_function_transform_stays_whole() -> None:
-    gm, _ = capture(lambda x: torch.vmap(lambda row: row.sum() * 2)(x.sin()).cos(), torch.ones(3, 4))
-    opened, closed = find(gm, "_vmap_increment_nesting"), find(gm, "_vmap_decrement_nesting")
-    assert free_between(gm, opened, closed + 1) == [opened, closed + 1]
 
 
 # Writes.
@@ -305,17 +307,6 @@ def written_by(function: Callable[..., object], *args: object, **kwargs: object)
         ("requires_grad_", ("a",), {}, []),
         (operator.add, ("a", "b"), {}, []),
         (operator.getitem, ("a", 0), {}, []),
-    ],
-)
-def test_writes_are_known_by_name_flag_keyword_or_schema(
-    function: object, args: tuple, kwargs: dict, written: list[str]
-) -> None:
-    assert written_by(function, *args, **kwargs) == written  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "kwargs", "written"),
-    [
         (F.relu, (), {"input": "a", "inplace": True}, ["a"]),
         (torch.relu_, (), {"input": "a"}, ["a"]),
         ("__iadd__", ("a", "b"), {}, ["a"]),
@@ -325,7 +316,7 @@ def test_writes_are_known_by_name_flag_keyword_or_schema(
         (torch.ops.aten.relu_, (), {"self": "a"}, ["a"]),
     ],
 )
-def test_rarely_written_forms_of_a_write_are_known_too(
+def test_writes_are_known_by_name_flag_keyword_or_schema(
     function: object, args: tuple, kwargs: dict, written: list[str]
 ) -> None:
     assert written_by(function, *args, **kwargs) == written  # type: ignore[arg-type]
@@ -361,15 +352,3 @@ def test_a_tensor_and_a_hook_on_its_gradient_stay_together() -> None:
         pytest.skip(f"Dynamo of torch {torch.__version__} makes the hook a function of its own, which may be cut off")
     sin, hook = find(gm, "sin"), find(gm, "register_hook")
     assert set(range(sin + 1, hook + 1)) <= held_at(gm)
-
-
-def test_the_choice_of_attention_kernels_stays_whole() -> None:
-    def function(x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(x, x, x)
-            y = y.sin()
-        return y.cos()
-
-    gm, _ = capture(function, torch.ones(1, 3, 4))
-    opened, closed = find(gm, "_sdpa_kernel"), find(gm, "_sdpa_kernel", 1)
-    assert set(range(opened + 1, closed + 1)) <= held_at(gm)
