@@ -124,6 +124,10 @@ class RankPool:
             return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
+#: The fixture ``ranks``: ``ranks(2)`` is a pool of two.
+Ranks = Callable[[int], RankPool]
+
+
 def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function returns on ranks that have never had another mesh.
 

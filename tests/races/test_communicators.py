@@ -6,16 +6,12 @@ start them in different orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from in_ci import only
 from programs import PROGRAMS
-from rank_pool import RankPool
+from rank_pool import Ranks
 from simulated_group import Launch
 from stage import DISTINCT, perform
-
-Ranks = Callable[[int], RankPool]
 
 SEEDS = (1, 2, 3)
 

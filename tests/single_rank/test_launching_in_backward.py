@@ -25,6 +25,8 @@ from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.runtime.buckets import computed_bucket
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
 
 def replicated(split: str = "backward", make: Callable[[], nn.Module] = ResidualLayers, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
@@ -67,7 +69,7 @@ def counting_inner_compile(seen: list[str]) -> Callable[..., Any]:
         aot_autograd(fw_compiler=boxed_nop),
     ],
 )
-def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any, single_rank_group: None) -> None:
+def test_backends_on_aot_autograd_launch_inside_the_backward(backend: Any) -> None:
     assert num_launched_early(replicated(backend=backend), MANY_ROWS) == 5
 
 
@@ -103,7 +105,7 @@ class Normed(ResidualLayers):
         return x + self.last
 
 
-def test_pieces_pass_tensors_on_also_where_one_node_has_several_results(single_rank_group: None) -> None:
+def test_pieces_pass_tensors_on_also_where_one_node_has_several_results() -> None:
     compiler = PlainCompiler(is_boxed=True)
     torch.manual_seed(0)
     expected = Normed()
@@ -124,7 +126,7 @@ def test_pieces_pass_tensors_on_also_where_one_node_has_several_results(single_r
 
 @pytest.mark.parametrize("is_boxed", [True, False])
 def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
-    is_boxed: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture
+    is_boxed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = PlainCompiler(is_boxed)
     model = replicated(backend=aot_autograd(fw_compiler=boxed_nop, bw_compiler=compiler))
@@ -143,7 +145,7 @@ def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_compiler_that_fails_at_a_piece_as_well_raises_its_error(single_rank_group: None) -> None:
+def test_a_compiler_that_fails_at_a_piece_as_well_raises_its_error() -> None:
     def compile_nothing(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         raise NotImplementedError("a compiler to come")
 
@@ -158,7 +160,7 @@ def products() -> nn.Module:
 
 
 @pytest.mark.inductor
-def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_group: None) -> None:
+def test_an_inner_compile_of_the_users_is_called_with_every_graph() -> None:
     seen: list[str] = []
     backend = functools.partial(inductor.compile_fx, inner_compile=counting_inner_compile(seen))
     with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -166,7 +168,7 @@ def test_an_inner_compile_of_the_users_is_called_with_every_graph(single_rank_gr
     assert seen == ["forward", "backward"]
 
 
-def test_an_inner_compile_that_is_not_callable_is_refused_by_name(single_rank_group: None) -> None:
+def test_an_inner_compile_that_is_not_callable_is_refused_by_name() -> None:
     module = ResidualLayers()
     with pytest.raises(ValueError, match="inner_compile=5, which is not callable"):
         ddp_compile(module, split="backward", backend=functools.partial(inductor.compile_fx, inner_compile=5))
@@ -179,7 +181,7 @@ def by_hand(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("backend", "name"), [("eager", "eager"), (by_hand, "by_hand")])
 def test_without_aot_autograd_graphs_are_cut_in_the_forward_and_a_warning_says_so(
-    backend: Any, name: str, single_rank_group: None, caplog: pytest.LogCaptureFixture
+    backend: Any, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="ddp_compile.compile.backend"):
         model = replicated(backend=backend)
@@ -190,7 +192,7 @@ def test_without_aot_autograd_graphs_are_cut_in_the_forward_and_a_warning_says_s
     assert report.num_partitions == 6 and not report.launches_in_backward
 
 
-def test_compiled_autograd_is_refused_by_name(single_rank_group: None) -> None:
+def test_compiled_autograd_is_refused_by_name() -> None:
     model = replicated(backend="aot_eager")
     with (
         torch._dynamo.config.patch(compiled_autograd=True),
@@ -212,9 +214,7 @@ class CheckpointedInPart(ResidualLayers):
         return self.layers[5](torch.tanh(self.layers[4](x)))
 
 
-def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(
-    single_rank_group: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     for module, num_partitions in ((ResidualLayers(), 6), (CheckpointedWhole(), 1), (CheckpointedInPart(), 1)):
         model = ddp_compile(module, bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
         with caplog.at_level(logging.INFO, logger="ddp_compile.compile.backend"):
@@ -236,9 +236,7 @@ class ScaledByRows(ResidualLayers):
         return x
 
 
-def test_a_graph_that_is_compiled_later_launches_early_from_the_next_iteration_that_teaches_on(
-    single_rank_group: None,
-) -> None:
+def test_a_graph_that_is_compiled_later_launches_early_from_the_next_iteration_that_teaches_on() -> None:
     model = ddp_compile(ScaledByRows(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
     model.register_comm_hook(None, allreduce_hook)
     num_early = [num_launched_early(model, rows) for rows in (3, 4, 5, 6, 7)]
@@ -264,7 +262,7 @@ class SparseInTheMiddle(nn.Module):
 
 
 @pytest.mark.inductor
-def test_the_memory_of_a_sparse_gradient_is_not_used_again(single_rank_group: None) -> None:
+def test_the_memory_of_a_sparse_gradient_is_not_used_again() -> None:
     torch.manual_seed(0)
     plain = SparseInTheMiddle().double()
     model = ddp_compile(copy.deepcopy(plain), bucket_cap_mb=1e-4, split="backward", backend="inductor")
@@ -276,9 +274,7 @@ def test_the_memory_of_a_sparse_gradient_is_not_used_again(single_rank_group: No
         torch.testing.assert_close(parameter.grad.to_dense(), expected.grad.to_dense())
 
 
-def test_values_are_compared_only_after_somebody_has_registered_a_hook(
-    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_compared_only_after_somebody_has_registered_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     made = computed_bucket.ComputedBucket.__init__
 
@@ -320,9 +316,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
-def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(
-    single_rank_group: None, split: str
-) -> None:
+def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(split: str) -> None:
     model = ddp_compile(
         Experts(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", split=split, find_unused_parameters=True
     )
@@ -343,7 +337,7 @@ def test_buckets_of_experts_that_no_graph_shows_are_launched_by_their_hooks(
 
 
 def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
-    single_rank_group: None, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager")
     with (
@@ -356,7 +350,7 @@ def test_auto_cuts_nothing_and_launches_nothing_inside_under_compiled_autograd(
     assert "graph 0: not launched inside its backward, since compiled autograd compiles another one" in caplog.messages
 
 
-def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group: None) -> None:
+def test_graphs_that_no_gradient_comes_through_are_left_alone() -> None:
     model = replicated(backend="aot_eager")
     with torch.no_grad():
         expected = model(torch.ones(3, WIDTH))
@@ -365,7 +359,7 @@ def test_graphs_that_no_gradient_comes_through_are_left_alone(single_rank_group:
     assert model._ddp_compile_state.backend.reports == []
 
 
-def test_a_backward_after_unwrap_is_this_ranks_own(single_rank_group: None) -> None:
+def test_a_backward_after_unwrap_is_this_ranks_own() -> None:
     sent = []
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -388,7 +382,7 @@ def test_a_backward_after_unwrap_is_this_ranks_own(single_rank_group: None) -> N
     assert all(map(torch.equal, gradients, (p.grad for p in model.parameters())))
 
 
-def test_saved_tensor_hooks_see_what_they_see_without_us(single_rank_group: None) -> None:
+def test_saved_tensor_hooks_see_what_they_see_without_us() -> None:
     packed: dict[str, int] = {}
     for split in ("none", "backward"):
         model = replicated(split, backend="aot_eager")
@@ -431,9 +425,7 @@ def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
         pytest.param("inductor", MANY_ROWS, marks=[pytest.mark.inductor, pytest.mark.long]),
     ],
 )
-def test_peak_memory_is_that_of_a_backward_without_launches(
-    backend: str, rows: int, single_rank_group: None, tmp_path: Path
-) -> None:
+def test_peak_memory_is_that_of_a_backward_without_launches(backend: str, rows: int, tmp_path: Path) -> None:
     whole = peak_bytes(replicated("none", backend=backend), tmp_path / "none.json", rows)
     inside = peak_bytes(replicated("backward", backend=backend), tmp_path / "backward.json", rows)
     assert inside <= 1.02 * whole

@@ -110,8 +110,8 @@ def kept(x: Any, unused: Any) -> Any:
     return torch.exp(h), result
 
 
-def with_sizes(x: Any) -> Any:
-    size, dtype = x.size(0), x.dtype
+def with_sizes(call: Any, x: Any) -> Any:
+    size, dtype = x.size(0), call(getattr, x, "dtype")
     return size, torch.mul(torch.sin(x), size).to(dtype=dtype)
 
 
