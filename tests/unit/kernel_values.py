@@ -1,11 +1,15 @@
-"""Values for the tests of the kernels, and how to compare what comes out."""
+"""What the tests of the kernels run on, their values, and how to compare what comes out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ddp_compile import kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,3 +49,39 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in every bit, signs of zeros included; any NaN equals any other."""
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
     return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+#: Names that `NativeLibrary.instruction_sets` has on x86 processors.
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
+#: What is built elsewhere: the macro that makes any compiler build the same here, and the only instruction set then.
+OTHER_BUILDS = {
+    "other processors": ("DDP_COMPILE_NO_INTRINSICS", "baseline"),
+    "other compilers": ("DDP_COMPILE_PLAIN_LOOPS", "plain"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The kernels with one ``implementation``, as a caller would ask for it."""
+
+    implementation: str | None
+
+    def flatten_scale(self, tensors: Sequence[Tensor], flat: Tensor, scale: float, **options: Any) -> Any:
+        return kernels.flatten_scale(tensors, flat, scale, implementation=self.implementation, **options)
+
+    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0, **options: Any) -> Any:
+        return kernels.unflatten(flat, tensors, scale, implementation=self.implementation, **options)
+
+    def plan(
+        self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None
+    ) -> kernels.FlattenPlan:
+        return kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation=self.implementation)
+
+    def compress(self, values: Tensor, num_chunks: int = 1, skip_chunk: int | None = None) -> Tensor:
+        return kernels.minmax_u8_compress(values, num_chunks, skip_chunk=skip_chunk, implementation=self.implementation)
+
+    def decompress(self, compressed: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        kernels.minmax_u8_decompress(compressed, out, accumulate=accumulate, implementation=self.implementation)
+
+    def average_into(self, x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+        kernels.average_into(x, total, copy, count, implementation=self.implementation)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_choice import Asked
-from kernel_values import DTYPES
+from kernel_values import DTYPES, Asked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

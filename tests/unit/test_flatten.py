@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_choice import Asked
-from kernel_values import DTYPES
+from kernel_values import DTYPES, Asked
 from torch import Tensor
 
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_choice import OTHER_BUILDS
-from kernel_values import DTYPES, same_bits, values_of
+from kernel_values import DTYPES, OTHER_BUILDS, same_bits, values_of
 from torch import Tensor
 
 from ddp_compile import kernels

@@ -8,7 +8,7 @@ from typing import overload
 
 import pytest
 import torch
-from kernel_choice import Asked
+from kernel_values import Asked
 from torch import Tensor
 
 # Beyond the size from which the C++ library writes past the caches.

@@ -17,7 +17,7 @@ from process_copies import run_in_copy
 
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.packing import plan_buckets
-from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec, number_of, with_article
 
 MIB = 2**20
 
@@ -298,3 +298,18 @@ def test_a_plan_whose_buckets_contradict_each_other_is_an_error() -> None:
         BucketPlan((first, BucketSpec(1, first.gradients, 100)))
     with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
         BucketPlan((second, first))
+
+
+# Words of messages.
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 buckets"), (1, "1 bucket"), (2, "2 buckets")])
+def test_one_has_no_plural(count: int, said: str) -> None:
+    assert number_of(count, "bucket") == said
+
+
+@pytest.mark.parametrize(
+    "said", ["a Linear", "an OptimizedModule", "an FSDPModule", "an MLP", "a DDP", "a UNet", "an int", "a list", "a X"]
+)
+def test_the_article_is_the_one_that_is_spoken(said: str) -> None:
+    assert with_article(said.split()[1]) == said
