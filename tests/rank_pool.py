@@ -173,14 +173,7 @@ on_one_stack(_serve)
 
 
 def _call(
-    rank: int,
-    world_size: int,
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    store: str,
-    timeout_s: float,
-    groups: list[Any],
+    rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float, groups: list[Any]
 ) -> Any:
     """The function's result on this rank; ``groups`` keeps the process groups that it has made."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)

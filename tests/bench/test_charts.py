@@ -180,12 +180,7 @@ def test_failures_are_told_apart_by_as_little_as_possible(tmp_path: Path) -> Non
         summary_row("none", "functional", 1),
     ]
     found = failures(read_run(write_summary(tmp_path, rows)).summary)
-    assert found == [
-        (OURS, ["not shaped"]),
-        (USERS, []),
-        (EAGER, ["not shaped 1 MiB"]),
-        (PEER, ["25 MiB"]),
-    ]
+    assert found == [(OURS, ["not shaped"]), (USERS, []), (EAGER, ["not shaped 1 MiB"]), (PEER, ["25 MiB"])]
 
 
 def test_cases_are_chosen_on_one_link_and_next_to_25_mib_where_no_step_was_measured() -> None:

@@ -91,13 +91,7 @@ def losses_of(output: Any) -> list[Tensor]:
 
 
 class Training:
-    """One way to train the recipe's modules.
-
-    Args:
-        recipe: Modules and settings.
-        wrap: Makes a data-parallel module of a plain one, perhaps the module itself.
-        group: The ranks.
-    """
+    """One way to train the recipe's modules; ``wrap`` makes each of them data-parallel."""
 
     def __init__(
         self, recipe: Recipe, wrap: Callable[[nn.Module, Recipe, dist.ProcessGroup], Any], group: dist.ProcessGroup

@@ -48,15 +48,10 @@ DOCUMENTED_REFUSALS: dict[str, str] = {
 
 
 class Verdict(NamedTuple):
-    """What came of one case.
+    """The result of one case."""
 
-    Args:
-        outcome: One of `OUTCOMES`.
-        detail: The first difference on the worst rank, with that rank.
-    """
-
-    outcome: str
-    detail: str
+    outcome: str  # one of `OUTCOMES`
+    detail: str  # the first difference on the worst rank, with that rank
 
     def symptom(self) -> tuple[str, ...]:
         """What has to stay the same while a case is made smaller: the outcome, and the errors or the kind of value."""

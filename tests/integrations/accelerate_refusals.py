@@ -76,10 +76,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: use(used(), bucket_cap_mb=1), r"use\(\) was called twice"),
     (prepared_before_use, r"has prepared Sequential already; call use\(\) before"),
     (lambda: use(new_model()), "TypeError: .*an accelerate.Accelerator or a Trainer, not a Sequential"),
-    (
-        lambda: use(new_accelerator(), process_group=torch.distributed.group.WORLD),
-        "TypeError: .*drop process_group",
-    ),
+    (lambda: use(new_accelerator(), process_group=torch.distributed.group.WORLD), "TypeError: .*drop process_group"),
     (
         lambda: used().prepare(replicated()),
         r"replicated this Sequential before accelerator.prepare\(\); leave that call out",

@@ -192,14 +192,7 @@ class RaceDetector:
             self._block_of(tensor).used_by.add(stream)
 
     def operator(self, name: str, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """An operator has been started on a stream.
-
-        Args:
-            name: For reports.
-            stream: The stream.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes; it has allocated those that are new.
-        """
+        """An operator has been started on a stream; it has allocated those that it writes and are new."""
         with self._lock:
             self._number += 1
             self._clocks.update_seq_num(stream, self._number)

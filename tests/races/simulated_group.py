@@ -33,10 +33,8 @@ class Launch(NamedTuple):
 class Device:
     """What the groups of one process share.
 
-    Args:
-        streams: The streams.
-        delay: Called before each launch and each wait, to let ranks and threads come in another order.
-        blocks_host: Whether ``Work.wait()`` returns when a transfer is over.
+    ``delay`` is called before each launch and wait, so that ranks and threads come in another order; with
+    ``blocks_host``, ``Work.wait()`` returns when a transfer is over.
     """
 
     def __init__(self, streams: SimulatedStreams, delay: Callable[[], None], blocks_host: bool) -> None:

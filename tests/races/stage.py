@@ -59,13 +59,7 @@ class Outcome:
 
 
 class Stage:
-    """One rank's streams, and a process group on them.
-
-    Args:
-        streams: The streams.
-        group: The ranks.
-        roles: For each step in turn.
-    """
+    """One rank's streams and a process group on them; ``roles`` has the streams of each step in turn."""
 
     def __init__(self, streams: SimulatedStreams, group: dist.ProcessGroup, roles: list[Roles]) -> None:
         self.group = group
@@ -217,11 +211,7 @@ def perform_without_streams(program: Program, roles: list[Roles]) -> Outcome:
 def perform(program: Program, roles: list[Roles], ignored: Site | None = None, delays: int | None = None) -> Outcome:
     """Run a program on this rank of the default group, with streams.
 
-    Args:
-        program: Trains on a `Stage`.
-        roles: For its steps.
-        ignored: A place in the sources that does nothing.
-        delays: Seed of random pauses before launches and waits; none if None.
+    The waits and records at the place ``ignored`` do nothing. ``delays`` seeds random pauses before launches and waits.
     """
     detector = RaceDetector()
     streams = SimulatedStreams(detector, ignored)

@@ -22,8 +22,7 @@ def launches_with_pauses(name: str, seed: int) -> list[Launch]:
 
 @pytest.mark.parametrize("seed", only([1], SEEDS))
 @pytest.mark.parametrize(
-    "name",
-    only(["backward split", "ByteGrad", "hierarchical, two nodes", "asynchronous average", "sharded"], PROGRAMS),
+    "name", only(["backward split", "ByteGrad", "hierarchical, two nodes", "asynchronous average", "sharded"], PROGRAMS)
 )
 def test_collectives_are_started_in_one_order_on_all_ranks(ranks: Ranks, name: str, seed: int) -> None:
     first, second = ranks(2).run(launches_with_pauses, name, seed)

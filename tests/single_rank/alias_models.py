@@ -109,31 +109,21 @@ OPERATIONS = {**VIEWS, **OTHERS}
 
 
 class Step(NamedTuple):
-    """One thing that is done between two layers.
+    """One thing that is done between two layers."""
 
-    Args:
-        kind: ``make`` another value, ``make_no_grad``, or ``use`` one.
-        operation: Name in `OPERATIONS`; unused for ``use``.
-        source: Position of a value among those there are.
-    """
-
-    kind: str
-    operation: str
-    source: int
+    kind: str  # "make" another value, "make_no_grad", or "use" one
+    operation: str  # in `OPERATIONS`; empty for "use"
+    source: int  # position of a value among those there are
 
 
 class Recipe(NamedTuple):
     """What a model computes.
 
-    Args:
-        steps: What follows each layer; values are the input, the parameter, the buffer, then all made in order, the
-            layer's own result first.
-        returned: Positions of the values that are returned beside the last layer's result.
-        input_requires_grad: Whether the input does.
+    Values are the input, the parameter, the buffer, then all that are made, in order, a layer's own result first.
     """
 
-    steps: tuple[tuple[Step, ...], ...]
-    returned: tuple[int, ...]
+    steps: tuple[tuple[Step, ...], ...]  # after each layer
+    returned: tuple[int, ...]  # positions of values, beside the last layer's result
     input_requires_grad: bool
 
 

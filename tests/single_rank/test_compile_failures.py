@@ -26,8 +26,11 @@ from ddp_compile.comm_hooks import allreduce_hook
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
+Warnings = Callable[[], list[str]]
+
+
 @pytest.fixture(autouse=True)
-def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> Warnings:
     caplog.set_level(logging.WARNING, logger="ddp_compile")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
 
@@ -80,7 +83,7 @@ class Raises:
         return gm.forward
 
 
-def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Warnings) -> None:
     backend = Raises(ValueError("no kernel for this\nand much more"), numbers=(1,))
     model = replicated(backend=backend)
     assert_trains_as_the_plain_module(model)
@@ -96,7 +99,7 @@ def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Callab
     )
 
 
-def test_every_failure_is_named_and_the_ways_out_only_once(warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_every_failure_is_named_and_the_ways_out_only_once(warnings_of_ours: Warnings) -> None:
     assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError(), numbers=(0, 1, 2))))
     first, *others = warnings_of_ours()
     assert first.startswith("rank 0: partition_0 of graph 0 (0.weight, 0.bias) did not compile")
@@ -115,14 +118,14 @@ def test_the_whole_error_is_logged_for_those_who_ask(caplog: pytest.LogCaptureFi
     assert str(whole.exc_info[1]) == "first\nsecond"
 
 
-def test_a_graph_that_is_not_split_runs_eagerly_too(warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_a_graph_that_is_not_split_runs_eagerly_too(warnings_of_ours: Warnings) -> None:
     assert_trains_as_the_plain_module(replicated(backend=Raises(ValueError("no"), numbers=(0,)), split="none"))
     (warning,) = warnings_of_ours()
     assert "graph 0 (0.weight, 0.bias, ..., 4.bias) did not compile and runs eagerly: ValueError: no" in warning
 
 
 @pytest.mark.parametrize("under_no_grad", [True, False])
-def test_a_graph_of_evaluation_runs_eagerly_too(under_no_grad: bool, warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_a_graph_of_evaluation_runs_eagerly_too(under_no_grad: bool, warnings_of_ours: Warnings) -> None:
     model = replicated(backend=Raises(ValueError("no"), numbers=(0,))).eval()
     x = torch.randn(4, 8)
     with torch.set_grad_enabled(not under_no_grad):
@@ -131,7 +134,7 @@ def test_a_graph_of_evaluation_runs_eagerly_too(under_no_grad: bool, warnings_of
     assert "evaluation graph 0 did not compile and runs eagerly: ValueError: no" in warning
 
 
-def test_under_fullgraph_the_compilers_error_is_raised(warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_under_fullgraph_the_compilers_error_is_raised(warnings_of_ours: Warnings) -> None:
     model = replicated(backend=Raises(ValueError("no kernel for this"), numbers=(1,)), fullgraph=True)
     with pytest.raises(BackendCompilerFailed, match="no kernel for this"):
         model(torch.randn(4, 8))
@@ -152,7 +155,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
     ],
 )
 def test_what_is_no_fault_of_the_graph_is_raised_and_the_next_forward_compiles(
-    error: BaseException, raised: type[BaseException], warnings_of_ours: Callable[[], list[str]]
+    error: BaseException, raised: type[BaseException], warnings_of_ours: Warnings
 ) -> None:
     model = replicated(backend=Raises(error, numbers=(1,)))
     with pytest.raises(raised):
@@ -161,7 +164,7 @@ def test_what_is_no_fault_of_the_graph_is_raised_and_the_next_forward_compiles(
     assert warnings_of_ours() == []
 
 
-def test_a_compiler_may_ask_dynamo_to_trace_again(warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_a_compiler_may_ask_dynamo_to_trace_again(warnings_of_ours: Warnings) -> None:
     backend = Raises(TensorifyScalarRestartAnalysis(), numbers=(1,))
     assert_trains_as_the_plain_module(replicated(backend=backend))
     assert backend.num_calls == 2 + 3
@@ -189,7 +192,7 @@ def raise_in_backward(graph: fx.Graph) -> None:
 
 
 @pytest.mark.inductor
-def test_a_forward_that_inductor_fails_at_runs_as_dynamo_made_it(warnings_of_ours: Callable[[], list[str]]) -> None:
+def test_a_forward_that_inductor_fails_at_runs_as_dynamo_made_it(warnings_of_ours: Warnings) -> None:
     model = replicated(options={"pre_grad_custom_pass": rewrite_and_raise})
     assert_trains_as_the_plain_module(model, num_steps=1)
     assert len(warnings_of_ours()) == 3
@@ -199,7 +202,7 @@ def test_a_forward_that_inductor_fails_at_runs_as_dynamo_made_it(warnings_of_our
 
 @pytest.mark.inductor
 def test_a_backward_that_inductor_fails_at_runs_eagerly_in_the_same_step(
-    warnings_of_ours: Callable[[], list[str]],
+    warnings_of_ours: Warnings,
 ) -> None:
     counters.clear()
     model = replicated(linear_model, options={"post_grad_custom_post_pass": raise_in_backward})
@@ -213,7 +216,7 @@ def test_a_backward_that_inductor_fails_at_runs_eagerly_in_the_same_step(
 
 @pytest.mark.inductor
 def test_a_backward_that_hands_buckets_over_does_so_when_it_runs_eagerly(
-    warnings_of_ours: Callable[[], list[str]],
+    warnings_of_ours: Warnings,
 ) -> None:
     model = replicated(linear_model, split="backward", options={"post_grad_custom_post_pass": raise_in_backward})
     model.register_comm_hook(None, allreduce_hook)  # with a hook, buckets are sent on a single rank as well

@@ -122,12 +122,7 @@ def test_no_tensors_write_nothing(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("tensors", "flat", "offsets", "message"),
     [
-        (
-            [torch.ones(2)],
-            torch.ones(2, 2),
-            None,
-            r"flat has shape \(2, 2\).* strides \(2, 1\); pass a contiguous 1-d",
-        ),
+        ([torch.ones(2)], torch.ones(2, 2), None, r"flat has shape \(2, 2\).* strides \(2, 1\); pass a contiguous 1-d"),
         ([torch.ones(2)], torch.ones(8)[::2], None, r"flat has shape \(4,\).* strides \(2,\)"),
         ([torch.ones(2)], torch.ones(2), [0, 2], "2 offsets were given for 1 tensors; give one for each"),
         (

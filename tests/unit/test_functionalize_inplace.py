@@ -92,14 +92,7 @@ def without_history(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "function",
-    [
-        on_an_input,
-        with_a_view_that_looks_on,
-        with_another_dtype,
-        on_integers,
-        on_other_strides,
-        without_history,
-    ],
+    [on_an_input, with_a_view_that_looks_on, with_another_dtype, on_integers, on_other_strides, without_history],
 )
 def test_what_others_could_see_stays_in_place(function: Callable[[Tensor], Tensor]) -> None:
     gm, _ = capture(function, torch.rand(3))
