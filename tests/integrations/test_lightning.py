@@ -43,16 +43,14 @@ def test_training_is_that_of_ddp_and_compiled(settings: dict[str, Any], ranks: R
         assert found["is plain"]
 
 
-def test_training_in_bf16_is_that_of_ddp(ranks: Ranks) -> None:
-    settings = {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
-    for found in ranks(2).run(call, "lightning_ranks.differences", "Net", {}, {}, **settings):
-        assert max(found["differences"].values()) < 1e-5, found
+BF16 = {"precision": "bf16-mixed", "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
 
 
-def test_copies_of_metrics_and_of_the_module_are_copies(ranks: Ranks) -> None:
-    for found in ranks(2).run(call, "lightning_ranks.differences", "Copies", {}, {}):
-        assert max(found["differences"].values()) < 1e-5, found
-        assert found["is plain"]
+# With "Copies", copies of metrics and of the module are copies.
+@pytest.mark.parametrize(("make", "settings"), [("Net", BF16), ("Copies", {})], ids=["bf16", "copies"])
+def test_eager_training_is_that_of_ddp(make: str, settings: dict[str, Any], ranks: Ranks) -> None:
+    for found in ranks(2).run(call, "lightning_ranks.differences", make, {}, {}, **settings):
+        assert max(found["differences"].values()) < 1e-5 and found["is plain"], found
 
 
 def test_manual_optimization_is_that_of_ddp(ranks: Ranks) -> None:

@@ -133,25 +133,6 @@ def test_more_random_models(seed: int, split: str) -> None:
     assert_as_right_as_torch_compile(random_recipe(seed), split, "aot_eager")
 
 
-class StopGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.view_of(torch.tanh(self.a(x)))
-        target = y.detach()
-        return self.c(torch.tanh(self.b(y))) * target, target
-
-    def view_of(self, h: Tensor) -> Tensor:
-        return h.t()
-
-
-class StopGradientOfReshaped(StopGradient):
-    def view_of(self, h: Tensor) -> Tensor:
-        return h.view(WIDTH // 2, 2, WIDTH).transpose(0, 1).reshape(WIDTH, WIDTH)
-
-
 class StopGradientOfProducts(nn.Module):
     """Products alone, for which inductor needs no C++ compiler."""
 
@@ -166,12 +147,9 @@ class StopGradientOfProducts(nn.Module):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "model", only([StopGradientOfProducts], [StopGradient, StopGradientOfReshaped, StopGradientOfProducts])
-)
-def test_a_stop_gradient_target_under_inductor_with_warm_caches_too(model: type[nn.Module]) -> None:
+def test_a_stop_gradient_target_under_inductor_with_warm_caches_too() -> None:
     torch.manual_seed(0)
-    module = model()
+    module = StopGradientOfProducts()
     eager = copy.deepcopy(module)
     expected = observe(eager, eager, input_requires_grad=False)
     for split in ("forward", "auto"):  # the second reads what the first has written

@@ -113,22 +113,17 @@ def test_compress_refuses_to_skip_what_is_not_there(asked: Asked, skip_chunk: in
         asked.compress(torch.ones(4), 2, skip_chunk)
 
 
+ROWS = torch.zeros(1, 16, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("rows", "out", "message"),
     [
         (torch.zeros(1, 16), torch.ones(4), "compressed is of torch.float32"),
-        (torch.zeros(16, dtype=torch.uint8), torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
-        (
-            torch.zeros(1, 16, dtype=torch.uint8),
-            torch.ones(9),
-            "1 rows of 16 bytes, but out with 9 elements needs.* 32",
-        ),
-        (torch.zeros(1, 16, dtype=torch.uint8), torch.ones(2, 2), "out has shape"),
-        (
-            torch.zeros(1, 16, dtype=torch.uint8, device="meta"),
-            torch.ones(2),
-            "compressed is on meta but out is on cpu",
-        ),
+        (ROWS[0], torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
+        (ROWS, torch.ones(9), "1 rows of 16 bytes, but out with 9 elements needs.* 32"),
+        (ROWS, torch.ones(2, 2), "out has shape"),
+        (ROWS.to("meta"), torch.ones(2), "compressed is on meta but out is on cpu"),
     ],
 )
 def test_decompress_refuses(asked: Asked, rows: Tensor, out: Tensor, message: str) -> None:
