@@ -93,14 +93,12 @@ def test_drawing_does_not_touch_pyplot_or_the_settings_of_matplotlib(
 
 
 @pytest.mark.parametrize("name", CHARTS)
-def test_titles_say_what_was_measured(figures: dict[str, Figure], name: str) -> None:
+def test_titles_say_what_was_measured_axes_have_units_and_all_text_lies_on_the_page(
+    figures: dict[str, Figure], name: str
+) -> None:
     shown = texts(figures[name])
     for word in ("gpt-medium", "23.1 M parameters", "2 ranks", "cpu", "torch 2.13.0"):
         assert word in shown
-
-
-@pytest.mark.parametrize("name", CHARTS)
-def test_axes_have_units_and_all_text_lies_on_the_page(figures: dict[str, Figure], name: str) -> None:
     figure = figures[name]
     figure.draw_without_rendering()
     labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label]

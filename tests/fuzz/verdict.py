@@ -62,36 +62,24 @@ class Verdict(NamedTuple):
 
 
 def with_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
-    return _with_comm_hook(
-        DistributedDataParallel(
-            net,
-            process_group=group,
-            bucket_cap_mb=recipe.cap_mib,
-            # Its views cannot be detached, ours can.
-            gradient_as_bucket_view=recipe.view and "detach_grads" not in recipe.program,
-            find_unused_parameters=recipe.find_unused,
-            static_graph=recipe.static_graph,
-        ),
-        recipe,
-        group,
-    )
+    # Its views cannot be detached, ours can.
+    settings = _settings(recipe, group, recipe.view and "detach_grads" not in recipe.program)
+    return _with_comm_hook(DistributedDataParallel(net, **settings), recipe, group)
 
 
 def with_ours(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
-    return _with_comm_hook(
-        ddp_compile(
-            net,
-            process_group=group,
-            bucket_cap_mb=recipe.cap_mib,
-            gradient_as_bucket_view=recipe.view,
-            find_unused_parameters=recipe.find_unused,
-            static_graph=recipe.static_graph,
-            split=recipe.split,
-            backend=recipe.backend,
-        ),
-        recipe,
-        group,
-    )
+    settings = _settings(recipe, group, recipe.view)
+    return _with_comm_hook(ddp_compile(net, split=recipe.split, backend=recipe.backend, **settings), recipe, group)
+
+
+def _settings(recipe: Recipe, group: dist.ProcessGroup, view: bool) -> dict[str, Any]:
+    return {
+        "process_group": group,
+        "bucket_cap_mb": recipe.cap_mib,
+        "gradient_as_bucket_view": view,
+        "find_unused_parameters": recipe.find_unused,
+        "static_graph": recipe.static_graph,
+    }
 
 
 def with_compiled_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:

@@ -8,7 +8,6 @@ import inspect
 import io
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -142,16 +141,12 @@ def test_a_whole_training_step_may_be_compiled() -> None:
     assert len(model._ddp_compile_state.backend.reports) == 1
 
 
-@pytest.mark.parametrize(
-    "compile_again",
-    [lambda model: torch.compile(model, backend="eager"), lambda model: model.compile() or model],
-    ids=["torch.compile", "compile"],
-)
-def test_compiling_the_module_again_changes_nothing(compile_again: Callable[[nn.Module], nn.Module]) -> None:
-    model = replicated()
-    backward(compile_again(model))
-    assert len(model._ddp_compile_state.backend.reports) == 1
-    assert model._ddp_compile_state.builder.sealed is not None
+def test_compiling_the_module_again_changes_nothing() -> None:
+    for compile_again in (lambda model: torch.compile(model, backend="eager"), lambda model: model.compile() or model):
+        model = replicated()
+        backward(compile_again(model))
+        assert len(model._ddp_compile_state.backend.reports) == 1
+        assert model._ddp_compile_state.builder.sealed is not None
 
 
 def test_hooks_on_the_module_run_once_a_call() -> None:
@@ -163,13 +158,6 @@ def test_hooks_on_the_module_run_once_a_call() -> None:
     for _ in range(2):
         backward(model)
     assert calls == ["pre", "post"] * 2
-
-
-def test_a_model_inside_another_module_is_called_through_its_own_reducer() -> None:
-    model = replicated()
-    holder = nn.Sequential(nn.Linear(6, 6), model)
-    backward(holder)
-    assert model._ddp_compile_state.builder.sealed is not None
 
 
 def test_fullgraph_holds_with_buffers_to_broadcast() -> None:
@@ -187,19 +175,17 @@ def test_compile_settings_reach_the_inner_backend() -> None:
     assert seen == [{"options": {"level": 3}}]
 
 
-def collected(make_dead: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("unwraps", [False, True])
+def test_a_model_that_is_let_go_or_unwrapped_frees_its_reducer(unwraps: bool) -> None:
     model = replicated(bucket_cap_mb=1e-5)
     backward(model)
-    references = [weakref.ref(model._ddp_compile_state), weakref.ref(model._ddp_compile_state.reducer)]
-    kept = make_dead(model)
-    references += [] if kept is not None else [weakref.ref(model), weakref.ref(model.first.weight)]
-    del model
+    state = model._ddp_compile_state
+    gone = [weakref.ref(state), weakref.ref(state.reducer)]
+    kept = model.unwrap() if unwraps else None
+    gone += [] if unwraps else [weakref.ref(model), weakref.ref(model.first.weight)]
+    del model, state
     gc.collect()
-    assert [reference() for reference in references] == [None] * len(references)
-
-
-def test_a_model_that_is_let_go_is_freed_with_its_reducer() -> None:
-    collected(lambda model: None)
+    assert [reference() for reference in gone] == [None] * len(gone) and (kept is not None) == unwraps
 
 
 def _num_fake_tensors() -> int:
@@ -216,10 +202,6 @@ def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str) -> None
         left_after.append(_num_fake_tensors())
     # torch keeps what belongs to the latest one, more or less; each one that is kept would be 50 and more.
     assert left_after[4] - left_after[0] < 50
-
-
-def test_unwrap_frees_the_reducer() -> None:
-    collected(lambda model: model.unwrap())
 
 
 class WithCall(Net):
@@ -267,7 +249,8 @@ def test_a_registry_of_subclasses_does_not_hear_of_ours() -> None:
     assert Registered.registry == {"child": Child}
 
 
-def test_a_method_that_calls_forward_itself_is_reduced() -> None:
-    model = replicated()
-    model.forward(torch.randn(4, 6)).sum().backward()
-    assert model._ddp_compile_state.builder.sealed is not None
+def test_a_method_or_a_module_around_it_that_calls_forward_is_reduced() -> None:
+    for call in (lambda model, x: model.forward(x), lambda model, x: nn.Sequential(nn.Linear(6, 6), model)(x)):
+        model = replicated()
+        call(model, torch.randn(4, 6)).sum().backward()
+        assert model._ddp_compile_state.builder.sealed is not None
