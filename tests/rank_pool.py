@@ -37,7 +37,7 @@ PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is go
 
 
 class RankFailure(NamedTuple):
-    """What a rank raised in place of a result."""
+    """The error that a rank raised."""
 
     kind: str
     message: str

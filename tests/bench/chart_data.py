@@ -1,6 +1,6 @@
 """A made-up benchmark run, as data files, for the tests of the charts that are drawn from such files.
 
-Whoever imports this is skipped where matplotlib, which is optional, is missing.
+Tests that import this are skipped without matplotlib, which is optional.
 """
 
 from __future__ import annotations

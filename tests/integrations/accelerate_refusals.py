@@ -1,4 +1,4 @@
-"""What an accelerator or a model cannot be used with, on a rank of a pool, and what has to be said of it."""
+"""Accelerators and models that are refused on a rank of a pool, each with its error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_process() -> None:
 
 
 def with_state(**state: Any) -> Callable[[], None]:
-    """Use an accelerator with what plugins would set, which need GPUs."""
+    """Use an accelerator in a state that plugins would set, which need GPUs."""
 
     def use_it() -> None:
         accelerator = new_accelerator()
@@ -103,7 +103,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
 
 
 def refused_otherwise() -> list[tuple[str, str]]:
-    """What is expected, and what is raised, of the cases in which that differs on this rank."""
+    """Expected and raised error of each case whose errors differ on this rank."""
     errors = [(expected, error_of(case)) for case, expected in CASES]
     return [(expected, error) for expected, error in errors if not re.search(expected, error, re.DOTALL)]
 

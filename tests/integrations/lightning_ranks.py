@@ -31,7 +31,7 @@ SMALL = {"backend": "eager", "bucket_cap_mb": 0.001}
 
 
 class Net(LightningModule):
-    """Notes what its training comes to."""
+    """Records its losses, norms of gradients and graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ REFUSED: list[tuple[type[DDPStrategy], Callable[[], Any], str]] = [
 
 
 def refused_otherwise() -> list[tuple[str, str]]:
-    """What is expected, and what is raised, of the modules of which that differs on this rank."""
+    """Expected and raised error of each module of `REFUSED` whose errors differ on this rank."""
     wrong = []
     for strategy, make, expected in REFUSED:
         error = "nothing"
@@ -331,7 +331,7 @@ def refused_otherwise() -> list[tuple[str, str]]:
 
 
 def errors_of_strategies() -> list[str]:
-    """What is said about arguments that are not taken, and about a Lightning that is too old."""
+    """Errors about arguments that are not taken, and about a Lightning that is too old."""
     errors = []
     for settings in ({"find_unused_parameter": True}, {"mixed_precision": torch.bfloat16}):
         try:

@@ -45,7 +45,7 @@ class Replicated(nn.Module, Joinable):
     """``ddp_compile(module)`` with DistributedDataParallel's spelling: see docs/ddp_parity.md.
 
     There, the module is wrapped, so that names begin with "module."; here, it stays the user's own. Nothing of what
-    DistributedDataParallel has inside is imitated: a test that looks there fails for want of an attribute.
+    DistributedDataParallel has inside is imitated: a test that looks there fails with an AttributeError.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the end of a test comes to, with regard to the list of those that do not apply."""
+"""The verdict on a test that has ended, given the list of those that do not apply."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _DEPTH = 40
 
 @dataclass(frozen=True)
 class Stack:
-    """Where something was called from, innermost call first."""
+    """A call stack, innermost call first."""
 
     frames: tuple[tuple[CodeType, int], ...]
 
@@ -109,7 +109,7 @@ class _Block:
 
 
 class RaceDetector:
-    """What the streams of one process have done so far."""
+    """The accesses and waits of the streams of one process."""
 
     def __init__(self) -> None:
         self.races: list[Race | str] = []
@@ -148,7 +148,7 @@ class RaceDetector:
             self.wait(stream, self.record(other))
 
     def host_waits(self, stream: int) -> None:
-        """The host waits: whatever it starts from now on comes after what the stream has done."""
+        """The host waits: all that it starts later comes after the stream's work so far."""
         with self._lock:
             self._clocks.all_streams_wait_for_stream(stream)
 

@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
 
 class Device:
-    """What the groups of one process share.
+    """State that the groups of one process share.
 
     ``delay`` is called before each launch and wait, so that ranks and threads come in another order; with
     ``blocks_host``, ``Work.wait()`` returns when a transfer is over.
@@ -246,7 +246,7 @@ class _Work(dist.Work):
         return True
 
     def bring(self) -> None:
-        """Let the outputs be what the ranks have sent."""
+        """Put what the ranks have sent into the outputs."""
         with self._lock, _disable_current_modes():
             work, self._work = self._work, None
             if work is not None:

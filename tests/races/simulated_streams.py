@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 @dataclass
 class _Backward:
-    """What the engine does in one thread; None of it is code of ours."""
+    """The engine's state in one thread."""
 
     forward: int
     accumulate: Callable[[Parameter], int]

@@ -48,7 +48,7 @@ def all_roles(accumulate: str) -> list[Roles]:
 
 @dataclass
 class Outcome:
-    """What one rank has seen."""
+    """Observations of one rank."""
 
     races: list[str] = field(default_factory=list)
     sites: dict[Site, int] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Stage:
         return loss
 
     def watch(self, module: nn.Module) -> None:
-        """Let the allocator know, as the engine does, that AccumulateGrad's stream reads what comes to it."""
+        """Tell the allocator, as the engine does, that AccumulateGrad's stream reads the gradients."""
         for place, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
             self._places[id(parameter)] = place
             node = torch_internals.accumulator_of(parameter)

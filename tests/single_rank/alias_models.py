@@ -161,7 +161,7 @@ SOURCES = {"input": 0, "parameter": 1, "buffer": 2, "layer": 3, "view": 4, "deta
 
 
 def all_views(source: str, kind: str, operations: Sequence[str], returned: bool) -> Recipe:
-    """Views of one value made behind the first of three layers, all used behind the second and the third."""
+    """Views of one value are made after the first of three layers and used after the second and the third."""
     prepared = (Step("make", "transpose", 3), Step("make", "detach", 4))
     made = tuple(Step(kind, operation, SOURCES[source]) for operation in operations)
     first = 3 + 1 + len(prepared)
@@ -171,7 +171,7 @@ def all_views(source: str, kind: str, operations: Sequence[str], returned: bool)
 
 
 def random_recipe(seed: int) -> Recipe:
-    """Up to three things made and two used behind each of four layers, and up to four values returned."""
+    """Four layers; after each, up to three values are made and two used; up to four are returned."""
     rng = random.Random(seed)
     num_values = 3
     layers = []

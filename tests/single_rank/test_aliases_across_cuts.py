@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 class Observed(NamedTuple):
-    """All that a caller can see of a step: tensors by what they are, and facts."""
+    """All that a caller can see of a step: tensors and facts, by name."""
 
     tensors: dict[str, Tensor | None]
     facts: dict[str, Any]

@@ -69,7 +69,7 @@ def assert_trains_as_the_plain_module(
 
 
 class Raises:
-    """A backend that raises at the graphs whose number is listed, and runs the others as they are."""
+    """A backend that raises for the graphs with these numbers and runs the others as they are."""
 
     def __init__(self, error: BaseException, numbers: tuple[int, ...]) -> None:
         self.error = error
@@ -177,7 +177,7 @@ def test_a_compiler_may_ask_dynamo_to_trace_again_or_to_leave_the_frame_alone(
 
 
 def rewrite_and_raise(graph: fx.Graph) -> None:
-    """A pass of inductor's that stops half way: what it has made of the graph so far must not be run."""
+    """A pass of inductor that stops half way: the half-edited graph must not run."""
     for node in list(graph.nodes):
         if node.op == "call_function":
             node.replace_all_uses_with(next(iter(graph.nodes)))
@@ -329,7 +329,7 @@ def test_gradients_that_this_torch_loses_are_an_error(way: str, monkeypatch: pyt
 
 
 def test_collectives_have_gradients_where_graphs_break_at_them() -> None:
-    """The way out with torch 2.11, and what later versions do by themselves."""
+    """The workaround for torch 2.11, which later versions do not need."""
 
     class Disabled(AllReduced):
         forward = torch.compiler.disable(AllReduced.forward)

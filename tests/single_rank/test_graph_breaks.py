@@ -72,7 +72,7 @@ class Logging(Loop):
 
 
 class UntilDone(nn.Module):
-    """Calls modules of torch in a loop that ends by what it computes."""
+    """Calls modules of torch in a loop whose end depends on data."""
 
     def __init__(self) -> None:
         super().__init__()

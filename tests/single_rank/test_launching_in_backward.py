@@ -379,7 +379,7 @@ def test_saved_tensor_hooks_see_what_they_see_without_us() -> None:
 
 
 def peak_bytes(model: nn.Module, path: Path, rows: int) -> int:
-    """Most bytes live at once in a step: parameters, buckets, and what allocator events show above them."""
+    """Peak bytes of a step: parameters, buckets, and the allocator's events above them."""
     for _ in range(2):
         step(model, rows)
     model.zero_grad()

@@ -19,7 +19,7 @@ from ddp_compile.kernels.cuda.programs import STATS_KERNEL
 
 
 class FakeDriver:
-    """What the driver underneath has seen in this thread."""
+    """The state of the stand-in driver in this thread."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)

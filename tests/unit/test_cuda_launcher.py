@@ -164,7 +164,7 @@ def test_what_the_kernels_cannot_move_is_named_and_left_alone(device: EmulatedDe
     executor.move(flat, True, 2.0, stats)
     assert flat.tolist() == [2.0] * 6 + [POISON] * 10 + [2.0] * 5
     assert stats_values(stats) == (44.0, False)
-    # The next step may bring what fits again.
+    # The next step may bring tensors that fit again.
     assert list(executor.read(tensors[:2] + given[2:], flat, written=False)) == [2]
     executor.move(flat, True, 3.0, None)
     assert flat.tolist() == [3.0] * 12 + [POISON] * 4 + [3.0] * 5

@@ -27,7 +27,7 @@ NO_DEVICE = "torch sees no CUDA device|was built without CUDA"
 
 
 class CountingDriver:
-    """Loads and launches nothing, and remembers what it was asked for."""
+    """Loads and launches nothing, and records the requests."""
 
     def __init__(self, *_: Any) -> None:
         self.loaded: list[bytes] = []
@@ -64,7 +64,7 @@ class CountingApi:
 
 
 class FakeCompiler:
-    """Stands in for NVRTC; its binaries say what they are of."""
+    """Stands in for NVRTC; a binary is the name of its program and target."""
 
     version = "13.0"
     architectures = (80, 90, 100)

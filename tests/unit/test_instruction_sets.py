@@ -88,7 +88,7 @@ def test_every_half_precision_value_and_every_tie_between_two(loops: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_nan_becomes_the_same_one_wherever_it_stands(loops: str, dtype: torch.dtype) -> None:
-    """Where a thread's part begins must not show in any bit."""
+    """No bit may depend on where a thread's part begins."""
     nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
     for nan in nans:
         flat = torch.empty(67, dtype=dtype)
@@ -123,7 +123,7 @@ def test_statistics_of_what_is_scaled_in_its_place(loops: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codec_and_averaging(loops: str, dtype: torch.dtype) -> None:
-    """Values of few bits, as bfloat16 has, often lie halfway between two codes, where one rounding too many shows."""
+    """bfloat16 values often lie halfway between two codes, so that one rounding too many shows."""
     for seed, numel in enumerate([*SIZES, 70_001]):
         generator = torch.Generator().manual_seed(numel)
         values = torch.randn(numel, generator=generator).to(dtype)

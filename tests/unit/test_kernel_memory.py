@@ -49,7 +49,7 @@ def test_a_destination_whose_elements_overlap_is_refused(asked: Asked, overlappi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 def test_a_destination_of_other_strides_that_meets_another_one(asked: Asked, dtype: torch.dtype) -> None:
-    """Whatever moves the one and the other, no pair goes unseen, and a plan that has found none looks again."""
+    """Every pair is checked, by whichever implementation moves it, and checked again in each call."""
     plan = asked.plan([torch.zeros(3), torch.zeros(2, 3), torch.zeros(0), torch.zeros(2)], torch.arange(11.0))
     memory = torch.zeros(96, dtype=torch.uint8)
 

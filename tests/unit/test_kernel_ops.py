@@ -120,7 +120,7 @@ def test_a_library_that_does_not_load_is_named(no_library: None, tmp_path: Path)
 
 @pytest.fixture
 def another_tree(no_library: None, tmp_path: Path) -> Path:
-    """The library as it was built here, beside a copy of its sources."""
+    """The library built here, next to a copy of its sources."""
     shutil.copy(LIBRARY, tmp_path)
     return Path(shutil.copytree(SOURCES, tmp_path / "csrc"))
 

@@ -66,7 +66,7 @@ def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed:
 
 
 class PlansEachFrameAnew(PlanBuilder):
-    """Makes the whole plan for each frame, and looks through all of it: what `add_frame` is to be equal to."""
+    """Makes the whole plan anew for each frame: the reference for `add_frame`."""
 
     def __init__(self, specs: Sequence[GradientSpec], caps_bytes: Sequence[int]) -> None:
         super().__init__(specs, caps_bytes)
