@@ -13,8 +13,10 @@ from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
 from ddp_compile.algorithms import Decentralized, LocalSGD
 from ddp_compile.features.algorithm_switch import refuse_settings
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
-def test_one_rank_alone_is_checked_though_nothing_is_sent(single_rank_group: None) -> None:
+
+def test_one_rank_alone_is_checked_though_nothing_is_sent() -> None:
     model = replicated(check_finite_gradients=True)
     backward(model)
     model.zero_grad()
@@ -24,14 +26,14 @@ def test_one_rank_alone_is_checked_though_nothing_is_sent(single_rank_group: Non
     backward(model)
 
 
-def test_what_is_not_finite_is_let_through_unless_that_is_asked_for(single_rank_group: None) -> None:
+def test_what_is_not_finite_is_let_through_unless_that_is_asked_for() -> None:
     (replicated()(torch.randn(4, 6)) * float("inf")).sum().backward()
 
 
 DELAYED = r"delay_all_reduce_named_params.*\. Leave it out, and pass error_if_nonfinite=True to clip_grad_norm_"
 
 
-def test_gradients_that_do_not_pass_through_buckets_are_refused(single_rank_group: None) -> None:
+def test_gradients_that_do_not_pass_through_buckets_are_refused() -> None:
     settings: dict[str, Any] = {"check_finite_gradients": True, "backend": "eager"}
     with pytest.raises(ReplicationError, match=r"True .* the local SGD.*, which communicates parameters"):
         ddp_compile(Net(), algorithm=LocalSGD(period=2), **settings)
@@ -58,7 +60,7 @@ class OneOfTwo(nn.Module):
         return self.used(x)
 
 
-def test_parameters_without_a_gradient_are_passed_over(single_rank_group: None) -> None:
+def test_parameters_without_a_gradient_are_passed_over() -> None:
     model = ddp_compile(OneOfTwo(), check_finite_gradients=True, find_unused_parameters=True, backend="eager")
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     model(x).sum().backward()
