@@ -1,4 +1,4 @@
-"""Places where a bucket that is launched inside the compiled backward could go wrong, beside ways to train."""
+"""Places where a bucket launched inside the compiled backward could go wrong, and operators of the backward's own."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside_plain import CAP_MB, WIDTH, train
+from beside import Step, beside_plain, train_beside
 from in_ci import only
 from models import Mlp, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
-from ddp_compile import MissingGradientError, ddp_compile
+from ddp_compile import MissingGradientError, ReductionError, ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
+WIDTH = 33
+CAP_MB = 0.003  # less than a layer
 
 
 @pytest.fixture(scope="module")
 def split() -> str:
     """Under "forward" no bucket is launched before all its gradients have been accumulated."""
     return "backward"
+
+
+def train(make: Callable[[], nn.Module], step_of: Step, num_steps: int = 5, **settings: Any) -> list[float]:
+    """For each step the largest relative difference of a gradient to the mean of the plain module's."""
+    models = beside_plain(make, bucket_cap_mb=CAP_MB, **settings)
+    differences = train_beside(models, step_of, num_steps, width=WIDTH, rows=6)
+    assert models[0]._ddp_compile_state.compiler.failures == []
+    return differences
 
 
 class TwoParts(nn.Module):
@@ -112,8 +121,7 @@ def skip_and_look(model: Any, x: Tensor, step: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_sent_zeros_can_send_them_again() -> None:
-    differences = train(Skips, skip_and_look, find_unused_parameters=True)
-    assert max(differences) < 1e-6
+    assert max(train(Skips, skip_and_look, find_unused_parameters=True)) < 1e-6
 
 
 class LearnsLate(nn.Module):
@@ -209,8 +217,7 @@ def test_one_graph_of_several_modules_computes_nothing_in_another_ones_name(with
             model.register_comm_hook(None, allreduce_hook)
         use_more_blocks(model, x, step)
 
-    differences = train(SharesOneFrame, step_of, find_unused_parameters=True)
-    assert max(differences) < 1e-6
+    assert max(train(SharesOneFrame, step_of, find_unused_parameters=True)) < 1e-6
 
 
 class KeepsLoss(nn.Module):
@@ -241,8 +248,7 @@ def use_kept_loss(model: Any, x: Tensor, step: int) -> None:
 
 @on_ranks(2)
 def test_a_bucket_that_no_output_leads_to_is_not_sent_without_what_is_computed() -> None:
-    differences = train(KeepsLoss, use_kept_loss, find_unused_parameters=True)
-    assert max(differences) < 1e-6
+    assert max(train(KeepsLoss, use_kept_loss, find_unused_parameters=True)) < 1e-6
 
 
 class UsesPart(Mlp):
@@ -270,10 +276,8 @@ def fail_in_the_first_iteration_and_accumulate(model: Any, x: Tensor, step: int)
 @pytest.mark.parametrize("as_view", [True, pytest.param(False, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_a_first_iteration_that_ended_in_an_error_is_learnt_from_again(as_view: bool) -> None:
-    assert (
-        train(lambda: UsesPart(WIDTH, 4), fail_in_the_first_iteration_and_accumulate, gradient_as_bucket_view=as_view)
-        == [0.0] * 5
-    )
+    step_of = fail_in_the_first_iteration_and_accumulate
+    assert train(lambda: UsesPart(WIDTH, 4), step_of, gradient_as_bucket_view=as_view) == [0.0] * 5
 
 
 def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:
@@ -286,3 +290,124 @@ def register_hook_and_accumulate(model: Any, x: Tensor, step: int) -> None:
 
 def test_a_single_rank_that_begins_to_send_later_keeps_what_was_accumulated(single_rank_group: None) -> None:
     assert train(lambda: Mlp(WIDTH, 4), register_hook_and_accumulate) == [0.0] * 5
+
+
+# Backwards with operators of their own.
+
+LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
+
+
+class AllReducesInBackward(torch.autograd.Function):
+    """Stands for layers that communicate over the group of the gradients, as a synchronised BatchNorm does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.ddp_compile_tests.all_reduce(gradient)
+
+
+def all_reduced(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+LIBRARY.define("all_reduce(Tensor x) -> Tensor")
+LIBRARY.impl("all_reduce", all_reduced, "CompositeExplicitAutograd")
+torch.library.register_fake("ddp_compile_tests::all_reduce", torch.empty_like, lib=LIBRARY)
+
+
+class WithCollective(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                x = AllReducesInBackward.apply(x)
+        return x
+
+
+def look_on_rank_0(model: Any, x: Tensor, step: int) -> None:
+    if step == 2 and dist.get_rank() == 0:
+        list(model.parameters())[-1].register_hook(lambda gradient: None)
+    loss_of(model(x)).backward()
+
+
+def evaluate_on_rank_0(model: Any, x: Tensor, step: int) -> None:
+    if step >= 2 and dist.get_rank() == 0:
+        model.eval()
+        model(x)
+        model.train()
+    loss_of(model(x)).backward()
+
+
+@pytest.mark.parametrize(
+    ("step_of", "comm_hook", "settings"),
+    [
+        pytest.param(look_on_rank_0, False, {}, marks=pytest.mark.long),
+        pytest.param(look_on_rank_0, True, {}, marks=pytest.mark.long),
+        pytest.param(look_on_rank_0, False, {"static_graph": True}, marks=pytest.mark.long),
+        (evaluate_on_rank_0, False, {}),
+    ],
+)
+@on_ranks(2)
+def test_collectives_of_the_backward_itself_meet_those_of_other_ranks(
+    step_of: Step, comm_hook: bool, settings: dict[str, bool]
+) -> None:
+    def step(model: Any, x: Tensor, number: int) -> None:
+        if comm_hook and number == 0 and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(None, allreduce_hook)
+        step_of(model, x, number)
+
+    assert train(lambda: WithCollective(WIDTH, 4), step, **settings) == [0.0] * 5
+
+
+class RaisesOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.ddp_compile_tests.raise_if_asked(gradient)
+
+
+asked_to_raise = False
+
+
+def raise_if_asked(x: Tensor) -> Tensor:
+    if asked_to_raise:
+        raise ValueError("user error")
+    return x.clone()
+
+
+LIBRARY.define("raise_if_asked(Tensor x) -> Tensor")
+LIBRARY.impl("raise_if_asked", raise_if_asked, "CompositeExplicitAutograd")
+torch.library.register_fake("ddp_compile_tests::raise_if_asked", torch.empty_like, lib=LIBRARY)
+
+
+class MayRaise(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                x = RaisesOnce.apply(x)
+        return x
+
+
+@on_ranks(2)
+def test_after_an_exception_past_the_first_launch_the_next_forward_is_refused() -> None:
+    global asked_to_raise
+    model = ddp_compile(MayRaise(WIDTH, 4), bucket_cap_mb=CAP_MB, backend="aot_eager")
+    x = torch.ones(6, WIDTH)
+    with model.no_sync():
+        loss_of(model(x)).backward()
+    loss = loss_of(model(x))
+    asked_to_raise = True
+    with pytest.raises(ValueError, match="user error"):
+        loss.backward()
+    asked_to_raise = False
+    with pytest.raises(ReductionError, match="the last backward raised after its reduction had started"):
+        model(x)
