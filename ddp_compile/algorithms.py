@@ -1,4 +1,4 @@
-"""Ways to reduce gradients, for ``ddp_compile(model, algorithm=...)``, and what a way of your own derives from."""
+"""Algorithms for ``ddp_compile(model, algorithm=...)``, and the base classes for your own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _in_use: weakref.WeakValueDictionary[int, CommAlgorithm] = weakref.WeakValueDict
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Raise a TypeError unless this is what ``ddp_compile(model, algorithm=...)`` takes."""
+    """Raise a TypeError unless this is an `AlgorithmConfig`."""
     if isinstance(algorithm, CommAlgorithm):
         raise TypeError(
             f"algorithm={type(algorithm).__name__}(...) is an algorithm at work, which belongs to one model; pass its"
@@ -58,12 +58,11 @@ def check_algorithm(algorithm: object) -> None:
 
 
 def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -> CommAlgorithm:
-    """The algorithm of one module.
+    """Build the algorithm of one module, and check it.
 
     Raises:
-        TypeError: What ``config.build`` returned is none, lacks a name or `launch` or `sends_gradients`, or contradicts
-            itself.
-        ReplicationError: Another module has it already.
+        TypeError: ``config.build`` returned something else, or an algorithm that is incomplete or contradicts itself.
+        ReplicationError: Another module has the algorithm already.
     """
     algorithm = config.build(process_group)
     if not isinstance(algorithm, CommAlgorithm):
@@ -101,14 +100,8 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     return algorithm
 
 
-def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec], rank: int) -> None:
-    """Raise a ReplicationError where an algorithm is to reduce gradients of a kind that it does not take.
-
-    Args:
-        algorithm: The algorithm.
-        gradients: All that are reduced; those are sparse whose layers announce it.
-        rank: This rank.
-    """
+def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]) -> None:
+    """Raise a ReplicationError if an algorithm does not take one of the gradients that are to be reduced."""
     sparse = [each.fqn for each in gradients if each.is_sparse]
     if sparse and not algorithm.traits.takes_sparse:
         raise ReplicationError(

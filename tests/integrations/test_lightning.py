@@ -103,7 +103,7 @@ SAID = {
     "replicated inside": "body is replicated already; leave ddp_compile(...) out",
     "compiled": "the Trainer was given torch.compile(module); give it the module itself",
     "sharded": "head.weight are DTensors, of which a checkpoint of this strategy would hold rank 0's part alone",
-    "sharded optimizer": "configure_optimizers has called shard_optimizer",
+    "sharded optimizer": "DDPCompileStrategy cannot be used with the sharded optimizer: Lightning clips",
     "replicated, in ddp": "DistributedDataParallel, which takes 7 of its 7 parameters",
     "replicated inside, in ddp": "integrations.lightning.DDPCompileStrategy()",
 }

@@ -90,7 +90,10 @@ def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
         "param_to_hook_all_reduce": net.first.weight,
     }
     model: Any = ddp_compile(net, backend="eager", **delayed)
-    with pytest.raises(ReplicationError, match=r"rank 0: delayed gradients of table inside a Join.*drop delay_all"):
+    with pytest.raises(
+        ReplicationError,
+        match=r"rank 0: Join cannot be used with delay_all_reduce_named_params \(table\).*drop delay_all",
+    ):
         model.join_hook()
     plain: Any = model.unwrap()
     with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
@@ -198,6 +201,6 @@ def refusals() -> list[str]:
 def test_what_would_not_be_averaged_is_refused_on_every_rank(ranks: Ranks) -> None:
     for shape, stepped, checkpointed, replaced in ranks(2).run(refusals):
         assert "parameter table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]" in shape
-        assert "_apply_optimizer_in_backward would step table with this rank's own gradients" in stepped
+        assert "_apply_optimizer_in_backward of table: such a step would take this rank's own gradients" in stepped
         assert "has come in a backward inside another one, of a reentrant checkpoint" in checkpointed
         assert "replaced by another Parameter: table" in replaced
