@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -128,18 +128,9 @@ class ReplicateConfig:
             raise ValueError(f"compile_evaluation={self.compile_evaluation!r} is not known; pass True, False or 'auto'")
         if self.regions is not None:
             _check_regions(self.regions)
-        for name in (
-            "broadcast_buffers",
-            "init_sync",
-            "gradient_as_bucket_view",
-            "lazy_bucket_allocation",
-            "find_unused_parameters",
-            "skip_all_reduce_unused_params",
-            "static_graph",
-            "check_finite_gradients",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False; pass one of them")
+        for each in fields(self):
+            if each.type == "bool" and not isinstance(value := getattr(self, each.name), bool):
+                raise ValueError(f"{each.name}={value!r} is neither True nor False; pass one of them")
 
 
 def _check_regions(regions: RegionClasses) -> None:

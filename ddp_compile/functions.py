@@ -64,7 +64,8 @@ def unwrap(model: ModuleT) -> ModuleT:
     """Undo ``ddp_compile``; parameters and gradients keep their values.
 
     Nothing is reduced or compiled any more. If the algorithm lets parameters differ between the ranks, all ranks have
-    to unwrap together, and parameters become the mean over the ranks.
+    to unwrap together, and parameters become the mean over the ranks; states of optimizers stay each rank's own. After
+    a backward that raised in the middle of an iteration, gradients become None, since only some had been averaged.
 
     Args:
         model: A module that ``ddp_compile`` has returned.

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
-from torch.nn import Parameter
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.compatibility import Feature, Replica, in_force, refuse_beside, refuse_pairs
+from ddp_compile.features.compatibility import Feature, in_force, refuse_beside, refuse_pairs
 from ddp_compile.features.optimizer_states import average_optimizer_states, compare_optimizers
-from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
-from ddp_compile.runtime.reducer import Reducer
 
 
-class Switchable(Replica, Protocol):
-    """What the functions here need: a `ReplicateState`."""
-
-    reducer: Reducer
-    builder: PlanBuilder
-    reduced: Mapping[str, Parameter]
-
-
-def register_comm_hook(state: Switchable, hook: CommHook) -> None:
+def register_comm_hook(state: Replica, hook: CommHook) -> None:
     """See ``ReplicatedModule.register_comm_hook``."""
     present = state.reducer.algorithm
     if not present.gives_way_to_comm_hook:
@@ -36,7 +25,7 @@ def register_comm_hook(state: Switchable, hook: CommHook) -> None:
 
 
 def set_comm_algorithm(
-    state: Switchable, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
+    state: Replica, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
 ) -> None:
     """See ``ReplicatedModule.set_comm_algorithm``."""
     check_algorithm(algorithm_config)

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import torch.distributed as dist
+from typing import NamedTuple
 
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.optimizer_in_backward import OptimizersInBackward, with_steps
+from ddp_compile.features.optimizer_in_backward import with_steps
+from ddp_compile.features.replica import Replica
 from ddp_compile.plan.spec import shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
-
-if TYPE_CHECKING:
-    from ddp_compile.config import ReplicateConfig
-    from ddp_compile.features.replicated_buffers import ReplicatedBuffers
-    from ddp_compile.features.sharded_submodules import ShardedSubmodules
-    from ddp_compile.features.uneven_inputs import UnevenInputs
 
 
 class Feature(Enum):
@@ -72,104 +65,73 @@ class Exclusion(NamedTuple):
     way_out: str
 
 
+# fmt: off
 EXCLUSIONS = (
     Exclusion(
-        Feature.SPLIT,
-        (Feature.REGIONS,),
+        Feature.SPLIT, (Feature.REGIONS,),
         "all regions of a class share the code compiled for one of them, so it is never cut, and buckets are launched"
         " after the backward of each region",
-        "Drop split, or regions",
-    ),
-    Exclusion(Feature.MODE, (Feature.OPTIONS,), "a mode stands for options of its own", "Pass one of them"),
+        "Drop split, or regions"),
     Exclusion(
-        Feature.PROCESS_GROUP, (Feature.DEVICE_MESH,), "each names the ranks to average over", "Pass one of them"
-    ),
+        Feature.MODE, (Feature.OPTIONS,),
+        "a mode stands for options of its own",
+        "Pass one of them"),
     Exclusion(
-        Feature.ASYNC,
-        (
-            Feature.FIND_UNUSED,
-            Feature.STATIC_GRAPH,
-            Feature.SKIP_UNUSED,
-            Feature.FULLY_SHARD,
-            Feature.DELAYED,
-            Feature.BUFFERS,
-        ),
+        Feature.PROCESS_GROUP, (Feature.DEVICE_MESH,),
+        "each names the ranks to average over",
+        "Pass one of them"),
+    Exclusion(
+        Feature.ASYNC, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.FULLY_SHARD,
+                        Feature.DELAYED, Feature.BUFFERS),
         "with such an algorithm no rank waits for another in a step, and this would make them wait",
-        "Leave it out, or pass another algorithm",
-    ),
+        "Leave it out, or pass another algorithm"),
     Exclusion(
-        Feature.CHECK_FINITE,
-        (Feature.AVERAGES, Feature.FULLY_SHARD, Feature.DELAYED),
+        Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.FULLY_SHARD, Feature.DELAYED),
         "gradients are checked in the buckets, and here some are reduced elsewhere, or not at all",
-        "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead",
-    ),
+        "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"),
     Exclusion(
-        Feature.COMM_HOOK,
-        (Feature.ALGORITHM, Feature.COMM_HOOK),
+        Feature.COMM_HOOK, (Feature.ALGORITHM, Feature.COMM_HOOK),
         "a hook can only replace the default all-reduce",
-        "Keep one of the two; to change it, replicate the module again: ddp_compile(model.unwrap(), ...)",
-    ),
+        "Keep one of the two; to change it, replicate the module again: ddp_compile(model.unwrap(), ...)"),
     Exclusion(
-        Feature.SHARDED_OPTIMIZER,
-        (
-            Feature.ALGORITHM,
-            Feature.COMM_HOOK,
-            Feature.DELAYED,
-            Feature.FULLY_SHARD,
-            Feature.STEPS_IN_BACKWARD,
-        ),
+        Feature.SHARDED_OPTIMIZER, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.DELAYED, Feature.FULLY_SHARD,
+                                    Feature.STEPS_IN_BACKWARD),
         "a sharded optimizer reduces all gradients to shards by itself, and is the first to step",
-        "Leave out one or the other",
-    ),
+        "Leave out one or the other"),
     Exclusion(
-        Feature.SHARDED_OPTIMIZER,
-        (Feature.SHARDED_OPTIMIZER,),
+        Feature.SHARDED_OPTIMIZER, (Feature.SHARDED_OPTIMIZER,),
         "one optimizer steps all parameters of a model",
-        "Put these into groups of one optimizer",
-    ),
+        "Put these into groups of one optimizer"),
     Exclusion(
-        Feature.DELAYED,
-        (Feature.DELAYED_STEPS,),
+        Feature.DELAYED, (Feature.DELAYED_STEPS,),
         "such a step would take this rank's own gradients, before they are averaged",
-        "Step them after the backward, or do not delay them",
-    ),
+        "Step them after the backward, or do not delay them"),
     Exclusion(
-        Feature.JOIN,
-        (Feature.AVERAGES, Feature.NO_SHADOWS, Feature.SHARDED_OPTIMIZER),
+        Feature.JOIN, (Feature.AVERAGES, Feature.NO_SHADOWS, Feature.SHARDED_OPTIMIZER),
         "a rank that has no input left contributes zeros as gradients, and has no parameters or shards to contribute",
-        "Train on as many batches on every rank, or with GradientAllReduce() and an optimizer that is not sharded",
-    ),
+        "Train on as many batches on every rank, or with GradientAllReduce() and an optimizer that is not sharded"),
     Exclusion(
-        Feature.JOIN,
-        (Feature.DELAYED,),
+        Feature.JOIN, (Feature.DELAYED,),
         "a rank that has no input left cannot know when those gradients come",
-        "Train on as many batches on every rank, or drop delay_all_reduce_named_params",
-    ),
+        "Train on as many batches on every rank, or drop delay_all_reduce_named_params"),
     Exclusion(
-        Feature.JOIN,
-        (Feature.FULLY_SHARD,),
+        Feature.JOIN, (Feature.FULLY_SHARD,),
         "a rank that has no input left takes no part in the collectives of FSDP2",
-        "Give every rank as many batches",
-    ),
+        "Give every rank as many batches"),
     Exclusion(
-        Feature.JOIN,
-        (Feature.JOIN,),
+        Feature.JOIN, (Feature.JOIN,),
         "a rank that has no input left could shadow one of the two only",
-        "Write one torch.distributed.algorithms.Join([first, second]) around both",
-    ),
+        "Write one torch.distributed.algorithms.Join([first, second]) around both"),
     Exclusion(
-        Feature.ACCELERATE,
-        (Feature.AVERAGES, Feature.KEEPS_STATE),
+        Feature.ACCELERATE, (Feature.AVERAGES, Feature.KEEPS_STATE),
         "each rank has parameters or states of its own, and a checkpoint of Accelerate or Trainer holds those of one",
-        "Drop algorithm=, or call ddp_compile(model, algorithm=...) in a training loop of your own",
-    ),
+        "Drop algorithm=, or call ddp_compile(model, algorithm=...) in a training loop of your own"),
     Exclusion(
-        Feature.LIGHTNING,
-        (Feature.SHARDED_OPTIMIZER,),
+        Feature.LIGHTNING, (Feature.SHARDED_OPTIMIZER,),
         "Lightning clips, logs and saves whole gradients and states",
-        "Leave shard_optimizer out",
-    ),
+        "Leave shard_optimizer out"),
 )
+# fmt: on
 
 _FLAGS = {
     Feature.FIND_UNUSED: "find_unused_parameters",
@@ -177,17 +139,6 @@ _FLAGS = {
     Feature.STATIC_GRAPH: "static_graph",
     Feature.CHECK_FINITE: "check_finite_gradients",
 }
-
-
-class Replica(Protocol):
-    """What `in_force` looks at: a `ReplicateState`."""
-
-    config: ReplicateConfig
-    process_group: dist.ProcessGroup
-    buffers: ReplicatedBuffers
-    sharded: ShardedSubmodules
-    optimizers: OptimizersInBackward
-    uneven_inputs: UnevenInputs
 
 
 def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
 from ddp_compile.errors import this_rank
+from ddp_compile.features.replica import Replica
 from ddp_compile.plan.spec import number_of, shorten_names
 
 #: Called with each graph and its example inputs.
@@ -32,15 +33,6 @@ Backend = Callable[..., Callable[..., Any]]
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: Containers that are never called.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-
-
-class KnowsForwards(Protocol):
-    """Knows in which forward a region is called: a `ReplicateState`."""
-
-    @property
-    def evaluates_eagerly(self) -> bool: ...
-
-    def region_begins(self) -> None: ...
 
 
 def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, nn.Module]:
@@ -141,7 +133,7 @@ class CompiledRegions:
     def __init__(
         self,
         regions: Mapping[str, nn.Module],
-        state: KnowsForwards,
+        state: Replica,
         compiler: GraphCompiler,
         settings: CompileSettings,
     ) -> None:
@@ -218,7 +210,7 @@ class _CompiledCalls:
     def __init__(
         self,
         backends: tuple[Backend, Backend],
-        state: weakref.ref[KnowsForwards],
+        state: weakref.ref[Replica],
         settings: CompileSettings,
         num_modules: int | None,
     ) -> None:

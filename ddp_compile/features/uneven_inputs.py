@@ -12,7 +12,7 @@ intention.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,24 +21,10 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp_compile import torch_internals
 from ddp_compile.features.compatibility import Feature, refuse_beside
+from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
-from ddp_compile.runtime.reducer import Reducer
 
 _inside: list[Any] = []  # the modules whose `JoinOne` this process is in
-
-
-class Shadowing(Protocol):
-    """What `UnevenInputs` needs: a `ReplicateState`."""
-
-    process_group: dist.ProcessGroup
-    device: torch.device
-    reducer: Reducer
-
-    def shadow_buffers(self, source: int) -> None:
-        """Take part in what the others do with buffers; ``source`` is the rank in the group that they come from."""
-
-    def broadcast_model(self, source: int) -> None:
-        """Give every rank the parameters and buffers of this rank in the group."""
 
 
 class UnevenInputs:
@@ -47,7 +33,7 @@ class UnevenInputs:
     Source: ``_DDPJoinHook`` of torch 2.13, nn/parallel/distributed.py.
     """
 
-    def __init__(self, state: Shadowing) -> None:
+    def __init__(self, state: Replica) -> None:
         self.config: Any = torch_internals.disabled_join_config()
         self._state = state
         self._divides_by_initial_world_size = True

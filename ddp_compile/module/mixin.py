@@ -47,10 +47,7 @@ class ReplicatedModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: backwards of forwards made inside are not reduced.
-
-        The first backward of a forward made outside reduces everything accumulated until then.
-        """
+        """See `ddp_compile.no_sync`."""
         state = state_of(self)
         before, state.requires_sync = state.requires_sync, False
         try:
@@ -304,17 +301,11 @@ class ReplicatedModule(nn.Module):
         return builder.sealed or builder.propose()
 
     def explain(self) -> str:
-        """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
+        """See `ddp_compile.explain`."""
         return explain(state_of(self), self.bucket_plan)
 
     def unwrap(self) -> nn.Module:
-        """Undo ``ddp_compile``, and return the module.
-
-        Parameters and gradients keep their values; nothing is reduced or compiled any more. If the algorithm lets
-        parameters differ between the ranks, all ranks have to unwrap together, and parameters become the mean over the
-        ranks; states of optimizers stay each rank's own. After a backward that raised in the middle of an iteration,
-        gradients become None, since only some of them had been averaged.
-        """
+        """See `ddp_compile.unwrap`."""
         state = state_of(self)
         state.reducer.remove_hooks()
         state.delayed.remove_hook()

@@ -78,12 +78,7 @@ class ReplicateState:
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
-        self.parameters = ReplicatedParameters(module, not_reduced)
-        delayed = {id(parameter) for parameter in config.delayed.named.values()}
-        self.reduced: Mapping[str, nn.Parameter] = {
-            name: p for name, p in self.parameters.named.items() if id(p) not in delayed
-        }
-        self.device = next(iter(self.reduced.values())).device
+        self._select_parameters(module, not_reduced)
         self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
@@ -98,7 +93,6 @@ class ReplicateState:
         gradients = describe_gradients(module, self.reduced)
         refuse_gradients(algorithm, gradients)
         refuse_pairs(in_force(self, algorithm))
-        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
         algorithm.attach(list(self.reduced.values()))
@@ -111,6 +105,15 @@ class ReplicateState:
         register_receiver(self.backend.reducer, self.reducer.receiver)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
+
+    def _select_parameters(self, module: nn.Module, not_reduced: Container[str]) -> None:
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
+        self.parameters = ReplicatedParameters(module, not_reduced)
+        delayed = {id(parameter) for parameter in self.config.delayed.named.values()}
+        self.reduced: Mapping[str, nn.Parameter] = {
+            name: p for name, p in self.parameters.named.items() if id(p) not in delayed
+        }
+        self.device = next(iter(self.reduced.values())).device
 
     def _agree(
         self,
@@ -165,10 +168,8 @@ class ReplicateState:
         )
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.breaks = GraphBreaks()
-        state = weakref.ref(self)
-        call = torch_internals.traced_call_of(
-            type(module), _await_parameters_of(state), None if by_regions else _compile_inside_of(state)
-        )
+        inside = None if by_regions else _while_alive(self.compile_inside)
+        call = torch_internals.traced_call_of(type(module), _while_alive(self.await_parameters), inside)
         self.backend.root = call
         self._call_eagerly = self._call_training = self._call_evaluation = call
         if by_regions:
@@ -371,21 +372,15 @@ class ReplicateState:
             log.warning("%s", warning)
 
 
-def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
-    # Dynamo keeps the function that calls this for good.
-    def await_parameters() -> None:
-        if (alive := state()) is not None:
-            alive.await_parameters()
+def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """The same for Dynamo, which would keep a bound method, and its object, for good."""
+    reference = weakref.WeakMethod(method)
 
-    return await_parameters
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
 
-
-def _compile_inside_of(state: weakref.ref[ReplicateState]) -> Callable[[nn.Module], None]:
-    def compile_inside(module: nn.Module) -> None:
-        if (alive := state()) is not None:
-            alive.compile_inside(module)
-
-    return compile_inside
+    return call
 
 
 def _nothing() -> None:

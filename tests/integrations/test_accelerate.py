@@ -109,7 +109,7 @@ REFUSED = {
     "prepared by Accelerate alone": r"is called by a DistributedDataParallel.*accelerate.use\(accelerator\) before",
     "a contradiction": "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; give it once",
     "dim": "TypeError: .*does not take dim=1; drop dim",
-    "ranks that differ": "rank .: with the local SGD.*drop algorithm=",
+    "ranks that differ": r"rank .: use\(\) cannot be used with the local SGD.*Drop algorithm=",
 }
 
 
