@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AlgorithmConfig, AsyncModelAverage, CommAlgorithm, LocalSGD, Traits
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.features.compatibility import EXCLUSIONS, Feature
@@ -257,6 +257,12 @@ def test_pairs_work_or_are_refused(first: Feature, ranks: Ranks) -> None:
 @pytest.mark.parametrize("first", FIRST, ids=lambda first: first.name)
 def test_compiled_pairs_work_or_are_refused(first: Feature, ranks: Ranks) -> None:
     assert_table_holds(first, ranks(2).run(try_pairs, first, "aot_eager"))
+
+
+def test_fused_steps_are_refused_beside_a_sharded_optimizer(single_rank_group: None) -> None:
+    model, _ = make((Feature.SHARDED_OPTIMIZER,), "eager")
+    with pytest.raises(ReplicationError, match="_register_fused_optim cannot be used with the sharded optimizer: "):
+        model._register_fused_optim(torch.optim.SGD, LR)
 
 
 def test_every_feature_is_tried() -> None:

@@ -76,6 +76,7 @@ def what_is_refused() -> list[str]:
     with pytest.raises(ReplicationError) as refused, one.join(), other.join():
         pass
     said.append(str(refused.value))
+    assert not other._join_config.enable
     for context in (nullcontext, other.no_sync):
         with pytest.raises(ReplicationError) as refused, other.join(divide_by_initial_world_size=False):
             loss = other(torch.ones(1, 2)).sum()
