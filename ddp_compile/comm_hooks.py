@@ -33,7 +33,8 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     """
     group = _group_of(process_group)
     buffer = bucket.buffer().div_(group.size())
-    return _future_of(dist.all_reduce(buffer, group=group, async_op=True))
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future()
 
 
 @starts_at_once
@@ -85,7 +86,8 @@ def _average_in(
         unflatten(future.value()[0], [buffer])
         return buffer
 
-    return _future_of(dist.all_reduce(compressed, group=group, async_op=True)).then(decompress)
+    work: Any = dist.all_reduce(compressed, group=group, async_op=True)
+    return work.get_future().then(decompress)
 
 
 def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -96,7 +98,3 @@ def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             " torch.distributed.init_process_group() first, or pass a process group as the hook's state"
         )
     return group
-
-
-def _future_of(work: Any) -> torch.futures.Future[Any]:
-    return work.get_future()
