@@ -190,7 +190,7 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> Non
 
 
 def _refuse_model(model: nn.Module, state: Any, rank: int) -> None:
-    state.refuse_beside(Feature.SHARDED_OPTIMIZER, "a sharded optimizer")
+    state.refuse_if_excluded(Feature.SHARDED_OPTIMIZER, "a sharded optimizer")
     if objection := _objection_to_moving(model):
         raise ReplicationError(f"{this_rank()}: {objection}")
     if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:

@@ -1,4 +1,4 @@
-"""Put another algorithm in the place of the one that a module was replicated with, between two steps."""
+"""Replace the algorithm of a module between two steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.compatibility import Feature, in_force, refuse_beside, refuse_pairs
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.optimizer_states import average_optimizer_states, compare_optimizers
 from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
@@ -18,7 +18,7 @@ def register_comm_hook(state: Replica, hook: CommHook) -> None:
     """See ``ReplicatedModule.register_comm_hook``."""
     present = state.reducer.algorithm
     if not present.gives_way_to_comm_hook:
-        refuse_beside(Feature.COMM_HOOK, f"the {hook.name}", in_force(state, present))
+        refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}", in_force(state, present))
     state.reducer.agree_on_algorithm(hook)
     present.detach(together=True)
     state.reducer.set_algorithm(hook)

@@ -182,8 +182,8 @@ def _features_of(algorithm: CommAlgorithm, num_ranks: int) -> dict[Feature, str]
     return {feature: said for feature, holds in is_so.items() if holds}
 
 
-def refuse_beside(feature: Feature, said: str, present: Mapping[Feature, str]) -> None:
-    """Refuse to switch a feature on beside those that are in force.
+def refuse_if_excluded(feature: Feature, said: str, present: Mapping[Feature, str]) -> None:
+    """Refuse to switch a feature on if one that is in force excludes it.
 
     Args:
         feature: The one that is wanted.
@@ -201,12 +201,11 @@ def refuse_beside(feature: Feature, said: str, present: Mapping[Feature, str]) -
 
 
 def refuse_pairs(features: Mapping[Feature, str]) -> None:
-    """Refuse features that exclude each other, as `refuse_beside` does."""
+    """Refuse features that exclude each other, as `refuse_if_excluded` does."""
     for exclusion in EXCLUSIONS:
         if exclusion.feature in features:
-            others = [features[other] for other in exclusion.others if other in features]
-            if exclusion.feature not in exclusion.others:
-                _refuse(exclusion, features[exclusion.feature], others)
+            others = [other for other in exclusion.others if other in features and other is not exclusion.feature]
+            _refuse(exclusion, features[exclusion.feature], [features[other] for other in others])
 
 
 def _refuse(exclusion: Exclusion, said: str, others: list[str]) -> None:

@@ -109,7 +109,7 @@ class DelayedAllReduce:
             raise ReplicationError(
                 f"{self._who}: the gradient of param_to_hook_all_reduce has come in a backward inside another one, of a"
                 " reentrant checkpoint for example, after which more gradients may come. Use use_reentrant=False, or"
-                " give a parameter that is used outside of it"
+                " give a parameter that is used outside it"
             )
         torch_internals.queue_backward_callback(self._all_reduce)
 

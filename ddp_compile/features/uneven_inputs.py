@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp_compile import torch_internals
-from ddp_compile.features.compatibility import Feature, refuse_beside
+from ddp_compile.features.compatibility import Feature, refuse_if_excluded
 from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
@@ -58,7 +58,7 @@ class UnevenInputs:
             synchronizes: Whether the backward is to be reduced.
 
         Returns:
-            The rank in the group to broadcast buffers from; 0 outside of ``Join``.
+            The rank in the group to broadcast buffers from; 0 outside ``Join``.
 
         Raises:
             RuntimeError: ``throw_on_early_termination`` is set, and a rank has no input left.
@@ -132,7 +132,7 @@ class JoinOne(Join):
             if _inside:
                 self._inputs.configure(torch_internals.disabled_join_config())  # ``__exit__`` will not run
                 around = {Feature.JOIN: f"{type(_inside[-1]).__name__}.join() around it"}
-                refuse_beside(Feature.JOIN, f"{type(module).__name__}.join()", around)
+                refuse_if_excluded(Feature.JOIN, f"{type(module).__name__}.join()", around)
             _inside.append(module)
 
     def __exit__(self, *raised: Any) -> None:

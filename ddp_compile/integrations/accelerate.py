@@ -25,7 +25,7 @@ from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.features.compatibility import Feature, in_force, refuse_beside
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.plan.spec import with_article
@@ -194,7 +194,7 @@ def _refuse_states_of_ranks(model: Any) -> None:
     if algorithm.state_dict():
         present[Feature.KEEPS_STATE] = f"the {algorithm.name}"
     try:
-        refuse_beside(Feature.ACCELERATE, "use()", present)
+        refuse_if_excluded(Feature.ACCELERATE, "use()", present)
     except ReplicationError:
         unwrap(model)
         raise

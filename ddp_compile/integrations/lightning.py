@@ -114,7 +114,7 @@ class DDPCompileStrategy(DDPStrategy):
         """Let the LightningModule make its optimizers. Raises a ReplicationError if one of them is sharded."""
         super().setup_optimizers(trainer)
         if isinstance(self.model, _Steps):
-            state_of(self.model).refuse_beside(Feature.LIGHTNING, "DDPCompileStrategy")
+            state_of(self.model).refuse_if_excluded(Feature.LIGHTNING, "DDPCompileStrategy")
 
     def _refuse(self, module: LightningModule) -> None:
         for name, submodule in module.named_modules():

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
 from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
-from ddp_compile.features.compatibility import Feature, in_force, refuse_beside
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.features.uneven_inputs import JoinOne
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
@@ -94,7 +94,7 @@ class ReplicatedModule(nn.Module):
         state = state_of(self)
         present = in_force(state, state.reducer.algorithm)
         present.pop(Feature.JOIN, None)  # left by a context that was constructed and not entered
-        refuse_beside(Feature.JOIN, "Join", present)
+        refuse_if_excluded(Feature.JOIN, "Join", present)
         return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -291,7 +291,7 @@ class ReplicatedModule(nn.Module):
             ValueError: torch has no functional form of it, or the module does not reduce one of the parameters.
             ReplicationError: The module has a sharded optimizer.
         """
-        state_of(self).refuse_beside(Feature.STEPS_IN_BACKWARD, "_register_fused_optim")
+        state_of(self).refuse_if_excluded(Feature.STEPS_IN_BACKWARD, "_register_fused_optim")
         state_of(self).optimizers.register(optim, optim_params, args, kwargs)
 
     @property
@@ -326,7 +326,7 @@ class ReplicatedModule(nn.Module):
         """
         if kwargs.get("assign", False) or True in args[1:2]:
             raise ValueError(
-                "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
+                "load_state_dict(assign=True) would replace the parameters that ddp_compile reduces with new ones;"
                 " load before ddp_compile(module), or with assign=False"
             )
         state_of(self).reducer.algorithm.before_load()

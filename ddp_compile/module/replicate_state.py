@@ -20,7 +20,7 @@ from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
 from ddp_compile.features.algorithm_switch import refuse_objection
-from ddp_compile.features.compatibility import Feature, in_force, refuse_beside, refuse_pairs
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
@@ -179,9 +179,9 @@ class ReplicateState:
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
 
-    def refuse_beside(self, feature: Feature, said: str) -> None:
+    def refuse_if_excluded(self, feature: Feature, said: str) -> None:
         """Refuse a feature that is to be switched on, if one that is in force excludes it; ``said`` names it."""
-        refuse_beside(feature, said, in_force(self, self.reducer.algorithm))
+        refuse_if_excluded(feature, said, in_force(self, self.reducer.algorithm))
 
     def compile_inside(self, module: nn.Module) -> None:
         """After a graph break has left the module's own code to Python: compile the blocks that it calls by themselves.
