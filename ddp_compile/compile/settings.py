@@ -39,8 +39,6 @@ class CompileSettings:
         if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
             known = ", ".join(sorted(torch.compiler.list_backends(exclude_tags=())))
             raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
-        if mode is not None and options is not None:
-            raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")
         if options and options.get("keep_output_stride") is False:
             raise ValueError(
                 "options={'keep_output_stride': False} cannot be used: what crosses from one part of a graph to the"

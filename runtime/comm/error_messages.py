@@ -277,15 +277,6 @@ def gradient_with_graph(name: str) -> GradientArrivalError:
     )
 
 
-def second_algorithm(name: str, present: str) -> RuntimeError:
-    """DistributedDataParallel takes one comm hook, once."""
-    return RuntimeError(
-        f"{this_rank()}: register_comm_hook was given the {name}, but the {present} reduces the buckets; a hook can"
-        " only take the place of the gradient all-reduce. To change it, make the module anew:"
-        " ddp_compile(model.unwrap(), ...)"
-    )
-
-
 def algorithm_in_backward(name: str) -> RuntimeError:
     """Some buckets of the iteration have been launched, or may have been, in the other way."""
     return RuntimeError(

@@ -97,7 +97,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: with_kwargs({}, dim=1), "TypeError: .*does not take dim=1; drop dim"),
     (
         lambda: use(new_accelerator(), algorithm=LocalSGD(period=2), **SETTINGS).prepare(new_model()),
-        "rank .: with the local SGD.*drop algorithm=",
+        r"rank .: use\(\) cannot be used with the local SGD.*Drop algorithm=",
     ),
 ]
 

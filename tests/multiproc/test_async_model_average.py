@@ -361,9 +361,10 @@ def test_settings_by_which_ranks_would_wait_are_refused() -> None:
         said.append(str(refused.value))
     rank = dist.get_rank()
     (buffers, unused) = said
-    assert buffers.startswith(f"rank {rank}: with the asynchronous model average")
-    assert "with broadcast_buffers=True they would; leave that out, or pass another algorithm" in buffers
-    assert "with find_unused_parameters=True they would" in unused
+    assert buffers.startswith(f"rank {rank}: the asynchronous model average")
+    assert "cannot be used with broadcast_buffers=True: " in buffers
+    assert "Leave it out, or pass another algorithm" in buffers
+    assert "cannot be used with find_unused_parameters=True: " in unused
 
 
 @pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("inf")}, {"warmup_steps": -1}])

@@ -84,7 +84,10 @@ def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
         "param_to_hook_all_reduce": net.first.weight,
     }
     model: Any = ddp_compile(net, backend="eager", **delayed)
-    with pytest.raises(ReplicationError, match=r"rank 0: delayed gradients of table inside a Join.*drop delay_all"):
+    with pytest.raises(
+        ReplicationError,
+        match=r"rank 0: Join cannot be used with delay_all_reduce_named_params \(table\).*drop delay_all",
+    ):
         model.join_hook()
     plain: Any = model.unwrap()
     with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
@@ -144,7 +147,12 @@ def nothing(module: Net) -> None:
     ("make", "change", "num_steps", "said"),
     [
         (Net, another_shape, 1, "table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]"),
-        (Net, stepped_in_backward, 1, "_apply_optimizer_in_backward would step table with this rank's own gradients"),
+        (
+            Net,
+            stepped_in_backward,
+            1,
+            "table: such a step would take this rank's own gradients",
+        ),
         (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint"),
         (Net, nothing, 3, "replaced by another Parameter: table"),
     ],

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,9 +144,8 @@ def without_a_gpu() -> Iterator[None]:
 
 
 def ranks_that_train_beside_a_gpu() -> list[list[int]]:
-    group, nothing = dist.group.WORLD, lambda _: None
-    assert group is not None
-    inputs = UnevenInputs(group, torch.device("cuda", 0), None, nothing, nothing)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0))
+    inputs = UnevenInputs(state)
     with without_a_gpu():
         return [inputs._ranks_that_train(dist.get_rank() in training) for training in ([0, 1], [1], [])]
 

@@ -136,5 +136,5 @@ def test_a_broken_promise_is_named(first: bool, second: bool, error: type[Except
 
 
 def test_it_makes_find_unused_parameters_pointless(single_rank_group: None) -> None:
-    with pytest.warns(UserWarning, match="find_unused_parameters=True has no effect beside static_graph=True"):
+    with pytest.warns(UserWarning, match="find_unused_parameters=True has no effect with static_graph=True"):
         ddp_compile(nn.Linear(2, 2), static_graph=True, find_unused_parameters=True, backend="eager")

@@ -328,8 +328,8 @@ def test_what_goes_wrong_is_named() -> None:
     rank = dist.get_rank()
     written, hook, join, state, dtype, no_config = said
     assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
-    assert "but the low-precision decentralized average (every 2) reduces the buckets" in hook
-    assert "communicates parameters, and cannot go on inside a Join" in join
+    assert "cannot be used with the low-precision decentralized average (every 2): a hook can only replace" in hook
+    assert "Join cannot be used with the low-precision decentralized average" in join
     assert "was given the state of another, and has that of" in state
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
     assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config

@@ -71,23 +71,23 @@ def backward(model: nn.Module, rows: int = 4) -> None:
 
 
 def test_auto_finds_what_repeats_in_a_container_from_the_outside() -> None:
-    assert list(find_regions(Stages(), "auto", 0)) == [
+    assert list(find_regions(Stages(), "auto")) == [
         *("encoder.0", "encoder.1", "stages.0.0", "stages.0.1", "mixed.0", "mixed.3")
     ]
     nested = nn.Sequential(Model(), Model())
-    assert list(find_regions(nested, "auto", 0)) == ["0", "1"]
+    assert list(find_regions(nested, "auto")) == ["0", "1"]
 
 
 def test_a_list_names_classes_and_subclasses_from_the_outside() -> None:
-    assert list(find_regions(Stages(), [Other, nn.Sequential], 0)) == ["stages", "mixed.1"]
-    assert list(find_regions(nn.Sequential(Model(), Model()), (Block, Model), 0)) == ["0", "1"]
-    assert "mixed.1" in find_regions(Stages(), [Block], 0)
+    assert list(find_regions(Stages(), [Other, nn.Sequential])) == ["stages", "mixed.1"]
+    assert list(find_regions(nn.Sequential(Model(), Model()), (Block, Model))) == ["0", "1"]
+    assert "mixed.1" in find_regions(Stages(), [Block])
 
 
 def test_a_block_that_stands_in_several_places_is_one_region() -> None:
     block = Block()
     model = nn.ModuleDict({"a": nn.ModuleList([block, block]), "b": nn.ModuleList([Block(), block])})
-    assert list(find_regions(model, "auto", 0)) == ["a.0", "b.0"]
+    assert list(find_regions(model, "auto")) == ["a.0", "b.0"]
 
 
 def test_parameters_belong_to_the_region_of_their_first_name() -> None:
@@ -95,7 +95,7 @@ def test_parameters_belong_to_the_region_of_their_first_name() -> None:
     model.blocks[2].linear.weight = model.blocks[0].linear.weight
     model.blocks[1].linear.weight = model.stem.weight
     names = [name for name, _ in model.named_parameters()]
-    found = region_of_parameters(names, find_regions(model, "auto", 0))
+    found = region_of_parameters(names, find_regions(model, "auto"))
     by_name = {names[index]: ordinal for index, ordinal in found.items()}
     assert by_name.pop("blocks.0.linear.weight") == 0
     assert "stem.weight" not in by_name
