@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -102,7 +101,7 @@ class OptimizerSteps:
     def _begins(self, optimizer: Optimizer) -> None:
         if not self._ids_of(optimizer).isdisjoint(self._numbers):
             what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
-            streams.refuse_capture(self._parameters[0].device, dist.get_rank(), what)
+            streams.refuse_capture(self._parameters[0].device, what)
             self._inside.append(weakref.ref(optimizer))
             if len(self._inside) == 1:
                 self._num_iterations_inside = 0

@@ -157,13 +157,12 @@ def is_capturing(device: torch.device) -> bool:
     return backend.has_streams(device) and backend.is_capturing(device)
 
 
-def refuse_capture(device: torch.device, rank: int, what: str) -> None:
+def refuse_capture(device: torch.device, what: str) -> None:
     """Raise a ReplicationError if a call would be captured, and replayed without what Python does in each iteration.
 
     Args:
         device: Of the parameters.
-        rank: This rank.
-        what: What has been called; nothing of it has been sent.
+        what: The call; nothing of it has been sent.
     """
     if is_capturing(device):
         raise ReplicationError(
