@@ -17,7 +17,7 @@ import time
 import weakref
 from enum import IntEnum, auto
 from multiprocessing.util import Finalize
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,8 @@ class AveragingThread:
 
     Args:
         algorithm: Has what a round is.
-        hosts: A process group for CPU tensors, over which the ranks exchange their standings. Only this thread sends
-            over it while it runs.
+        group: The ranks.
+        hosts: Their `host_group`, over which they exchange standings. Only this thread sends over it while it runs.
         device: Of the parameters.
         interval_s: How long it sleeps between two rounds.
         limit_s: How long `stop` waits for the other ranks.
@@ -87,7 +87,8 @@ class AveragingThread:
     def __init__(
         self,
         algorithm: Rounds,
-        hosts: dist.ProcessGroup,
+        group: dist.ProcessGroup,
+        hosts: tuple[Any, torch.device],
         device: torch.device,
         interval_s: float,
         limit_s: float,
@@ -97,7 +98,7 @@ class AveragingThread:
         self._algorithm = weakref.ref(algorithm)
         self._hosts = hosts
         self._rank = dist.get_rank()
-        self._ranks = dist.get_process_group_ranks(hosts)
+        self._ranks = dist.get_process_group_ranks(group)
         self._device = device
         self._interval_s = interval_s
         self._limit_s = limit_s
@@ -197,8 +198,9 @@ class AveragingThread:
 
     def _tell(self, standing: Standing, holds_up: bool) -> tuple[dict[int, Standing], bool]:
         """Exchange standings: returns those of all ranks, by global rank, and whether any holds the next round up."""
-        said = bytearray([standing, holds_up] * len(self._ranks))
-        heard = bytearray(len(said))
-        into, of = (torch.frombuffer(each, dtype=torch.uint8) for each in (heard, said))
-        dist.all_to_all_single(into, of, group=self._hosts)
+        group, device = self._hosts
+        said = torch.tensor([standing, holds_up] * len(self._ranks), dtype=torch.uint8, device=device)
+        received = torch.empty_like(said)
+        group.alltoall_base(received, said, [], []).wait()
+        heard = received.tolist()
         return dict(zip(self._ranks, map(Standing, heard[::2]), strict=True)), any(heard[1::2])

@@ -13,7 +13,7 @@ from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.process_groups import own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
 
 
@@ -55,8 +55,7 @@ class CollectiveChain(CommAlgorithm):
     def take_own_group(self, parameters: Sequence[Parameter]) -> None:
         """Send over a group of the same ranks that nobody else uses; there is no need of one for a single rank."""
         if self.process_group.size() > 1:
-            ranks = dist.get_process_group_ranks(self.process_group)
-            self.process_group = group_of(ranks, self.process_group, parameters[0].device)
+            self.process_group = own_group(self.process_group, parameters[0].device)
             self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
