@@ -1,4 +1,4 @@
-"""Optimizers that take part in what the ranks send."""
+"""Optimizers that take part in the communication between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile.errors import shorten_names, this_rank
-from ddp_compile.runtime.algorithms.peers import refuse_interval
+from ddp_compile.runtime.algorithms.parameter_average import refuse_interval
 from ddp_compile.runtime.algorithms.q_adam import MomentumExchange, QAdamAlgorithm
 
 __all__ = ["QAdam"]
@@ -23,50 +23,50 @@ _OF_ALL_GROUPS = ("num_steps", "warmup_steps")
 
 
 class QAdam(Optimizer):
-    """Adam that sends eight bits a value: gradients are averaged as ever at first, and then momenta compressed.
+    """Adam that sends eight bits a value: first gradients are averaged as usual, and then compressed momenta.
 
-    In the first ``warmup_steps`` steps it is ``torch.optim.Adam``, bit for bit. Afterwards the variance v stays what it
-    is, and the mean of the ranks' momenta, compressed as by ``ByteGrad()``, takes the place of the momentum::
+    In the first ``warmup_steps`` steps it is ``torch.optim.Adam``, bit for bit. Afterwards the variance v is frozen,
+    and the mean of the ranks' momenta, compressed as by ``ByteGrad()``, replaces the momentum::
 
         optimizer = QAdam(model.parameters(), lr=1e-3, warmup_steps=1000)
         model = ddp_compile(model, algorithm=optimizer.algorithm())
 
     ``warmup_steps`` has to be long enough for v to settle: some multiples of 1 / (1 - b2), or a fifth of the training.
 
-    - The bias of v is corrected by the number of steps that v has seen, of which there are no more after warm-up. With
-      all steps, as the origin has it, v would pass for one that has settled: each step would grow until it were
-      1 / sqrt(1 - b2^warmup_steps) as large, 3.2 times with 100 steps and b2 = 0.999.
-    - What had no gradient but zeros in warm-up, and so has no variance, stays where it is afterwards but for decoupled
-      weight decay. Divided by ``eps`` alone, what compression makes of its zeros would move it without bound. So is
-      each row of an embedding that no batch of warm-up had.
+    - The bias of v is corrected by the number of steps that v has seen, at most ``warmup_steps``. With all steps, as in
+      the original, v would count as settled, and each step would grow until it were 1 / sqrt(1 - b2^warmup_steps) times
+      as large: 3.2 times with 100 steps and b2 = 0.999.
+    - Elements whose gradients were all zero in warm-up have no variance, and stay where they are except for decoupled
+      weight decay: divided by ``eps`` alone, the compression's rounding of zeros would move them without bound. Such
+      are the rows of an embedding that no batch of warm-up contained.
     - ``weight_decay`` holds in all steps.
     - ``.grad`` is a gradient in all steps: Note [Gradients that bring the mean momentum] in
       ``runtime/algorithms/q_adam.py``. After warm-up its rounding is that of the momentum divided by 1 - b1, which
-      ``clip_grad_norm_`` counts in the norm. With a GradScaler, the larger its scale the more of the eight bits are the
-      gradient's in place of the momentum's, as with ``ByteGrad()``.
+      ``clip_grad_norm_`` includes in the norm. With a GradScaler, the larger its scale, the more the eight bits are the
+      gradient's instead of the momentum's, as with ``ByteGrad()``.
 
-    It keeps what Adam keeps, and a step takes the memory that one of ``torch.optim.Adam(foreach=True)`` does.
-    ``state_dict()`` has all that is needed to go on bit for bit, the number of steps included, on any number of ranks.
+    It has the state of Adam, and a step needs as much memory as one of ``torch.optim.Adam(foreach=True)``.
+    ``state_dict()`` holds everything needed to resume bit for bit, on any number of ranks.
 
     Args:
-        params: As for any optimizer: parameters, named ones, or groups. Each group may have its own settings but for
+        params: As for any optimizer: parameters, named ones, or groups. Each group may have its own settings except
             ``warmup_steps``.
         lr: Learning rate.
         betas: Decay of momentum and of variance in each step.
         eps: Added to the root of the variance.
         weight_decay: Added to the gradient, times the parameter.
-        warmup_steps: How many steps there are before the variance is frozen.
+        warmup_steps: Number of steps before the variance is frozen.
         decoupled_weight_decay: The parameter shrinks by ``lr * weight_decay`` instead, as with AdamW.
 
     Raises:
         ValueError: A setting is out of range.
 
     Source: QAdam of Bagua (Gan et al. 2021, arXiv 2107.01499), which is 1-bit Adam (Tang et al. 2021, arXiv 2102.02888)
-    with eight bits; without what Bagua's loses: the gradient of the first step after warm-up, weight decay, and the
-    betas of all groups but one.
+    with eight bits; without Bagua's losses: the gradient of the first step after warm-up, weight decay, and the betas
+    of all groups but one.
     """
 
-    #: What exchanges for it: alive while a model is replicated with `algorithm`.
+    #: The exchange of its momenta; alive while a model is replicated with `algorithm`.
     exchange: weakref.ref[MomentumExchange] | None = None
 
     def __init__(
@@ -94,17 +94,17 @@ class QAdam(Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """How many steps have been completed."""
+        """Number of completed steps."""
         return int(self.param_groups[0]["num_steps"])
 
     @property
     def warmup_steps(self) -> int:
-        """How many there are before the variance is frozen."""
+        """Number of steps before the variance is frozen."""
         return int(self.param_groups[0]["warmup_steps"])
 
     @property
     def in_warmup(self) -> bool:
-        """Whether the next step is an ordinary one of Adam."""
+        """Whether the next step is an ordinary step of Adam."""
         return self.num_steps < self.warmup_steps
 
     def algorithm(self) -> QAdamAlgorithm:
@@ -112,7 +112,7 @@ class QAdam(Optimizer):
         return QAdamAlgorithm(optimizer=self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; after warm-up there is no variance to be learnt any more.
+        """As any optimizer's; not after warm-up, when no variance can be learnt any more.
 
         Raises:
             ValueError: A setting is out of range, or warm-up is over.
@@ -150,10 +150,10 @@ class QAdam(Optimizer):
             closure: Computes loss and gradients anew.
 
         Returns:
-            What the closure has returned.
+            The closure's return value.
 
         Raises:
-            RuntimeError: After warm-up, with several ranks, no model exchanges the momentum; or a parameter has got its
+            RuntimeError: After warm-up, with several ranks, no model exchanges the momentum; or a parameter got its
                 first gradient.
         """
         loss = None
@@ -169,7 +169,7 @@ class QAdam(Optimizer):
             group["num_steps"] += 1
         if is_last_of_warmup:
             for state in self.state.values():
-                # In no later step anything will be done for those; what is divided by infinity is zero.
+                # No later step moves these elements: a momentum divided by infinity is zero.
                 state["exp_avg_sq"].masked_fill_(state["exp_avg_sq"] == 0, float("inf"))
         return loss
 
@@ -209,11 +209,11 @@ class QAdam(Optimizer):
         return state
 
     def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]:
-        """The momentum of each, of its shape and dtype, to be read; None before its first gradient."""
+        """The momentum of each, of its shape and dtype; read only; None before its first gradient."""
         return [self.state[p]["exp_avg"] if self.state.get(p) else None for p in parameters]
 
     def name_of(self, group: int, number: int) -> str:
-        """A parameter, for an error: by the name with which it was given, or by its place."""
+        """A parameter for an error: the name that it was given with, or its place."""
         names = self.param_groups[group].get("param_names")
         if names:
             return str(names[number])
@@ -221,7 +221,7 @@ class QAdam(Optimizer):
         return f"parameter {number} of group {group}, of shape {shape}"
 
     def _refuse_unprepared(self) -> None:
-        """Raise a RuntimeError, before anything is written, where the next step cannot be taken."""
+        """Raise a RuntimeError, before anything is written, if the next step cannot be taken."""
         of = f"step {self.num_steps + 1} of QAdam(warmup_steps={self.warmup_steps})"
         without_state = []
         for number, group in enumerate(self.param_groups):
@@ -246,7 +246,7 @@ class QAdam(Optimizer):
 
 
 def _refuse_settings(group: Mapping[str, Any], warmup_steps: int) -> None:
-    """Raise a ValueError where the settings of a group are out of range."""
+    """Raise a ValueError if the settings of a group are out of range."""
     limits = {"lr": "0 or more", "eps": "0 or more", "weight_decay": "0 or more"}
     for name, limit in limits.items():
         if not group[name] >= 0:
@@ -262,7 +262,7 @@ def _refuse_settings(group: Mapping[str, Any], warmup_steps: int) -> None:
 
 
 def _by_kind(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
-    """Lists of one device and dtype each, which one kernel takes."""
+    """Lists of one device and dtype each, as one kernel takes them."""
     kinds: dict[Any, list[Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)

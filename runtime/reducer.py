@@ -140,7 +140,7 @@ class Reducer:
         Args:
             what: What was called; nothing of it has been sent yet.
         """
-        streams.refuse_capture(self.parameters[0].device, self._set.process_group.rank(), what)
+        streams.refuse_capture(self.parameters[0].device, what)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
         """Say before a forward whether a backward that follows it is to be reduced.

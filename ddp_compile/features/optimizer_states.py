@@ -69,7 +69,7 @@ def average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], proces
     moments = [each.value for each in states if isinstance(each.value, Tensor) and _is_moment(each.value)]
     numbers = [each for each in states if not (isinstance(each.value, Tensor) and _is_moment(each.value))]
     if moments:
-        average_over(process_group, FlatParameters(moments), fail)
+        average_over(process_group, FlatParameters(moments), "average of optimizer states")
     if not numbers:
         return
     values = [each.value.tolist() if isinstance(each.value, Tensor) else each.value for each in numbers]

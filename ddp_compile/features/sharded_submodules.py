@@ -194,7 +194,7 @@ class ShardedSubmodules:
         except RuntimeError as error:
             raise self._failed("comparison of the order of sharded submodules", error) from error
         if different:
-            ranks = format_ranks([dist.get_global_rank(group, rank) for rank in different])
+            ranks = format_ranks(different)
             first = dist.get_global_rank(group, 0)
             raise RanksDifferError(
                 f"{this_rank()}: in the first backward, the submodules of fully_shard are reduced in another order"

@@ -1,84 +1,84 @@
-"""Algorithms that communicate what an optimizer's step has made of the parameters."""
+"""Algorithms that send parameters after an optimizer's step."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
 
 import torch.distributed as dist
-from torch.nn import Parameter
 
-from ddp_compile.errors import ReductionError
-from ddp_compile.runtime.algorithms.optimizer_steps import OptimizerSteps
-from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
-from ddp_compile.runtime.comm import error_messages
+from ddp_compile.errors import ReductionError, this_rank
+from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage
 
 
-class AfterStep(CommAlgorithm):
+class Exchange(Enum):
+    """Where the exchange of the last iteration stands."""
+
+    NONE = auto()  #: there is none, or it came after the step as it should
+    DUE = auto()  #: it waits for the step
+    BEFORE_STEP = auto()  #: it came without a step, which must not follow any more
+
+
+class AfterStep(ParameterAverage):
     """Communicates once for each iteration that `meets_others`, after all parameters with a gradient were stepped.
 
     If no optimizer steps, as when a GradScaler skips a step, it communicates when the next forward begins or a
     checkpoint is taken. Ranks need not agree on whether a step follows: each of them communicates once. So if a rank
     may skip a step by itself, nothing else may be sent between the ranks until then. A step that follows after all is
     an error, since the parameters were sent without it.
-
-    Args:
-        process_group: All ranks.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._process_group = process_group
-        self._owes = False  # whether the last iteration has yet to be communicated
-        self._paid_without_step = False  # whether it was communicated before any step
-        self._steps: OptimizerSteps | None = None
+    def __init__(self, process_group: dist.ProcessGroup, interval: int, warmup_steps: int = 0) -> None:
+        super().__init__(process_group, interval, warmup_steps)
+        self._exchange = Exchange.NONE
 
     @abstractmethod
     def communicate(self) -> None:
-        """Exchange with the other ranks: an iteration has ended, and its step is done or was skipped."""
-
-    def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Hear of optimizers from now on."""
-        self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
-
-    def detach(self, together: bool) -> None:
-        """Hear of no optimizer any more; what is owed is communicated if all ranks are there."""
-        if self._steps is not None:
-            self._steps.stop()
-        if together:
-            self.pay()
+        """Exchange with the other ranks: an iteration has ended, and its step was done or skipped."""
 
     def before_forward(self) -> None:
-        """Communicate what is still owed."""
-        if self._steps is not None and not self._steps.forward_begins(self.name):
-            self.pay()
+        """Communicate if it is still due."""
+        if not self._steps.forward_begins(self.name):
+            self._communicate_if_due()
 
     def after_backward(self) -> None:
-        """An iteration has ended, and its step follows; communicate for the one before if that is still owed."""
-        self.pay()  # a backward without a forward before it, in which nothing has stepped since
-        self._owes = self.meets_others
-        self._paid_without_step = False
-        if self._steps is not None:
-            self._steps.iteration_ends()
+        """Communicate after the step that follows; now, if it is still due for the previous iteration."""
+        self._communicate_if_due()  # a backward without a forward before it, in which nothing has stepped since
+        self._exchange = Exchange.DUE if self.meets_others else Exchange.NONE
+        super().after_backward()
 
-    def pay(self) -> None:
-        """Communicate now if the last iteration has yet to be communicated; on every rank."""
-        if self._owes:
-            self.owe_nothing()
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps; to be called on every rank."""
+        self._finish_exchanges()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `CommAlgorithm.load_state_dict`."""
+        super().load_state_dict(state)
+        self._exchange = Exchange.NONE
+
+    def _finish_exchanges(self) -> None:
+        self._communicate_if_due()
+
+    def _communicate_if_due(self) -> None:
+        if self._exchange is Exchange.DUE:
+            self._exchange = Exchange.NONE
             self.communicate()
-            self._paid_without_step = True
-
-    def owe_nothing(self) -> None:
-        """Forget the last iteration."""
-        self._owes = self._paid_without_step = False
+            self._exchange = Exchange.BEFORE_STEP
 
     def _step_begins(self) -> None:
-        if self._paid_without_step and self._steps is not None and self._steps.has_gradients:
-            raise error_messages.late_step(self.name)
+        if self._exchange is Exchange.BEFORE_STEP and self._steps.has_gradients:
+            raise ReductionError(
+                f"{this_rank()}: an optimizer is about to step after the {self.name} has sent the parameters for this"
+                " step, so the ranks' parameters would differ. A forward with gradients, or"
+                " model.comm_algorithm.state_dict(), came between the backward and the step, so the step was taken to"
+                " be skipped. Put such a forward into torch.no_grad() or model.no_sync(), or before the backward; take"
+                " checkpoints after the step"
+            )
 
     def _step_ends(self) -> None:
-        if self._steps is not None and self._steps.all_have_stepped:
-            self.pay()
-            self._paid_without_step = False
-
-    def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self.name, error)
+        if self._steps.all_have_stepped:
+            self._communicate_if_due()
+            self._exchange = Exchange.NONE

@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: the mean of every gradient over all ranks, by one all-reduce for each bucket."""
+"""The default: the mean of every gradient over all ranks, by one all-reduce for each bucket."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _WIRE_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class AllReduce(CommAlgorithm):
-    """The sum over the ranks of what each has divided already.
-
-    Args:
-        process_group: The ranks to average over.
-    """
+    """Adds up buckets, which arrive divided by the number of ranks."""
 
     name = "gradient all-reduce"
     gives_way_to_comm_hook = True
@@ -33,12 +29,12 @@ class AllReduce(CommAlgorithm):
         self._process_group = process_group
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        # What dist.all_reduce calls; with many small gradients its checks are seen in the time of a step.
+        # Not dist.all_reduce: with many small gradients, its checks show in the time of a step.
         return self._process_group.allreduce([bucket.flat])
 
 
 class AllReduceInChain(CollectiveChain):
-    """The same as a part of an algorithm of several collectives."""
+    """The same as a chain of one collective, for algorithms that combine chains."""
 
     name = AllReduce.name
     num_collectives = 1
@@ -49,15 +45,11 @@ class AllReduceInChain(CollectiveChain):
 
 
 class WireDtypeAllReduce(CollectiveChain):
-    """The same with the values cast to another dtype on their way.
+    """The same with values cast to another dtype on the wire.
 
-    What arrives has been divided by the number of ranks. In float16 small gradients would vanish by that, and sums of
-    what has not been divided overflow; so the wire has values divided by about its square root alone, and the rest of
-    the factor, a power of 2, comes behind the sum.
-
-    Args:
-        process_group: The ranks to average over.
-        wire_dtype: What the values are cast to.
+    Buckets arrive divided by the number of ranks n. In float16, small gradients divided by n would vanish, and sums of
+    undivided ones would overflow. So the wire has values divided by about the square root of n; the rest of the factor,
+    a power of 2, is applied after the sum.
     """
 
     traits = Traits(takes_sparse=False, takes_dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16))
@@ -79,16 +71,16 @@ class WireDtypeAllReduce(CollectiveChain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientAllReduce(AlgorithmConfig):
-    """The default: every ``.grad`` is the mean over all ranks. Without arguments, a comm hook can be put in its place.
+    """The default: every ``.grad`` is the mean over all ranks. Without arguments, a comm hook can replace it.
 
     Args:
-        wire_dtype: Cast gradients to ``torch.float16`` or ``torch.bfloat16`` while they travel, and add them up there;
-            half of the bytes of float32. In float16 a mean beyond 65504, divided by about the square root of the number
-            of ranks, becomes infinite, which a GradScaler sees; in exchange values do not vanish that are smaller than
-            those ``fp16_compress_hook`` keeps, by the same factor. The gradients' own dtype if None.
-        hierarchical: Add up on each node first, then between one rank of each node, and broadcast on each node: fewer
-            bytes between nodes whose links are slower than those inside. A launcher tells the ranks by LOCAL_RANK which
-            of them share a node; nodes may be of different sizes.
+        wire_dtype: Send and add up gradients in ``torch.float16`` or ``torch.bfloat16``, half of the bytes of float32.
+            In float16, means beyond 65504 divided by about the square root of the number of ranks become infinite,
+            which a GradScaler notices; in exchange, it keeps values that are smaller than those ``fp16_compress_hook``
+            keeps, by the same factor. The gradients' own dtype if None.
+        hierarchical: Add up on each node first, then between one rank of each node, and broadcast on each node, which
+            sends fewer bytes between nodes. A launcher tells the ranks by LOCAL_RANK which of them share a node; nodes
+            may be of different sizes.
 
     Raises:
         ValueError: ``wire_dtype`` is none of these.

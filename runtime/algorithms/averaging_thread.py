@@ -1,12 +1,12 @@
-"""The thread that averages parameters while another one trains them.
+"""The thread that averages parameters while the main thread trains them.
 
 Note [Ranks that end]
-No rank waits for another, so nobody misses a rank whose main thread has ended. Its averaging thread would go on, and
-the others would average with parameters that nobody trains any more. So the threads exchange the ranks' standings, all
-to all, at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank
-sees at once. In a process that still runs, the averaging thread reports the end as soon as the main thread has ended.
-It does not matter how: Python does not say, and a script that ends without ``abort()`` leaves ranks with different
-parameters, which is an error too.
+No rank waits for another, so no rank would miss one whose main thread has ended. Its averaging thread would go on, and
+the others would average with parameters that nobody trains. So the threads exchange the ranks' standings, all to all,
+at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank notices at
+once. In a process that still runs, the averaging thread reports the end as soon as the main thread has ended, however
+it ended: Python does not say, and a script that ends without ``abort()`` leaves ranks with different parameters, which
+is an error too.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ import time
 import weakref
 from enum import IntEnum, auto
 from multiprocessing.util import Finalize
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ddp_compile.errors import this_rank
 from ddp_compile.runtime.comm import streams
 
 log = logging.getLogger(__name__)
 
-#: How long the thread waits for the trainer to let the parameters be, before it tells the others that it waits.
+#: How long the thread waits for the trainer to leave the parameters, before it tells the others that it waits.
 _PATIENCE_S = 0.2
 #: The longest time between two messages, however long the interval is.
 _LONGEST_SILENCE_S = 1.0
-#: How long the end of a process waits for its thread, which may not be in the middle of torch then.
+#: How long the end of a process waits for its thread, which must not be inside of torch then.
 _LAST_WAIT_S = 5.0
 
 
 class Standing(IntEnum):
-    """What a rank tells the others about itself."""
+    """What a rank tells the others of itself."""
 
     TRAINS = auto()
     STOPS = auto()  #: it has asked for the end
-    HAS_ENDED = auto()  #: its process is ending, for whatever reason, and it has not asked for the end before
+    HAS_ENDED = auto()  #: its process is ending without having asked for the end
     HAS_LEFT = auto()  #: it no longer takes part, but its process goes on
     HAS_NO_MODEL = auto()  #: its model was garbage-collected
 
 
-#: What errors say of a rank that takes no part in another round.
+#: How errors describe a rank that takes no further part.
 HOW_GONE = {
     Standing.HAS_ENDED: "has come to the end of its process",
     Standing.HAS_LEFT: "has left the averaging after an error",
@@ -53,32 +54,29 @@ HOW_GONE = {
 
 
 class Rounds(Protocol):
-    """What the thread goes through."""
+    """The part of `AsyncModelAverageAlgorithm` that the thread calls."""
 
     @property
-    def has_pending(self) -> bool:
-        """Whether a round waits for the trainer to leave the parameters."""
+    def has_pending(self) -> bool: ...
 
-    def round(self, since: streams.Event) -> None:
-        """Add up the ranks' copies of the parameters, as they were at that event or later."""
+    def round(self, since: streams.Event) -> None: ...
 
-    def apply_within(self, limit_s: float) -> None:
-        """Take the average as soon as the trainer lets the parameters be, or not yet."""
+    def apply_within(self, limit_s: float) -> None: ...
 
 
 class AveragingThread:
-    """Goes from round to round until all ranks have asked for the end, or one has failed; see Note [Ranks that end].
+    """Runs rounds until all ranks have asked for the end, or one has failed; see Note [Ranks that end].
 
     It does not keep the algorithm alive while it waits or sleeps.
 
-    Before each round the ranks exchange their standings, and whether they hold the round up: a rank does while it has
+    Before each round the ranks exchange their standings, and whether they hold the round up. A rank does while it has
     yet to apply the last average, or its interval is not over. Then there is no round. So a rank that computes for long
     delays the averages, but no collective times out.
 
     Args:
-        algorithm: Has what a round is.
-        hosts: A process group for CPU tensors, over which the ranks exchange their standings. Only this thread sends
-            over it while it runs.
+        algorithm: Runs the rounds.
+        group: The ranks.
+        hosts: Their `host_group`, over which they exchange standings. Only this thread sends over it while it runs.
         device: Of the parameters.
         interval_s: How long it sleeps between two rounds.
         limit_s: How long `stop` waits for the other ranks.
@@ -87,36 +85,36 @@ class AveragingThread:
     def __init__(
         self,
         algorithm: Rounds,
-        hosts: dist.ProcessGroup,
+        group: dist.ProcessGroup,
+        hosts: tuple[Any, torch.device],
         device: torch.device,
         interval_s: float,
         limit_s: float,
     ) -> None:
-        self.failure: Exception | None = None  #: what a collective raised
-        self.gone: dict[int, str] = {}  #: why ranks take no further part, by global rank; one ends the rounds
+        self.failure: Exception | None = None  #: raised by a collective
+        self.gone: dict[int, str] = {}  #: why ranks take no further part, by global rank; one such rank ends the rounds
         self._algorithm = weakref.ref(algorithm)
         self._hosts = hosts
-        self._rank = dist.get_rank()
-        self._ranks = dist.get_process_group_ranks(hosts)
+        self._ranks = dist.get_process_group_ranks(group)
         self._device = device
         self._interval_s = interval_s
         self._limit_s = limit_s
         self._begins = streams.record(device)  # the thread's stream waits for it first
         self._ended: streams.Event | None = None  # recorded when the thread has ended
         self._stops = threading.Event()
-        self._has_ended: Standing | None = None  # this rank, by an error
+        self._has_ended: Standing | None = None  # why this rank takes no further part
         self._not_stopping = self._ranks
         self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
         self._thread.start()
-        # A thread that is still in torch when the interpreter exits ends the process by SIGABRT. Not atexit, which
-        # children of multiprocessing skip. Runs after the monitor has posted the error that ends the process.
+        # A thread that is still in torch when the interpreter exits aborts the process. Not atexit, which children of
+        # multiprocessing skip. The priority makes it run after the monitor has posted the error that ends the process.
         self._at_exit = Finalize(None, self._process_ends, exitpriority=0)
 
     def stop(self) -> list[int]:
-        """Ask for the end, and return when all ranks have, or one has failed.
+        """Ask for the end, and return when all ranks have asked for it, or one has failed.
 
         Returns:
-            The global ranks that have not asked for it in time; the thread ends then, and leaves the others alone.
+            The global ranks that have not asked in time; the thread ends then, without them.
         """
         self._stops.set()
         self._thread.join(self._limit_s)
@@ -136,9 +134,9 @@ class AveragingThread:
     def _process_ends(self) -> None:
         if self._has_ended is None and self.failure is None and not self.gone:
             log.warning(
-                "rank %d: the process ends while parameters are averaged, without model.comm_algorithm.abort(), so the"
+                "%s: the process ends while parameters are averaged, without model.comm_algorithm.abort(), so the"
                 " ranks' parameters differ; the other ranks will raise. Call it on every rank after the last step",
-                self._rank,
+                this_rank(),
             )
         self.end_alone(Standing.HAS_ENDED)
         self._thread.join(_LAST_WAIT_S)
@@ -176,7 +174,7 @@ class AveragingThread:
             if algorithm is None:
                 continue
             if not self._not_stopping:
-                algorithm.apply_within(self._limit_s)  # a trainer is not in the way any more
+                algorithm.apply_within(self._limit_s)  # no trainer is in the way
                 return
             if not no_round:
                 algorithm.round(self._begins)
@@ -197,8 +195,9 @@ class AveragingThread:
 
     def _tell(self, standing: Standing, holds_up: bool) -> tuple[dict[int, Standing], bool]:
         """Exchange standings: returns those of all ranks, by global rank, and whether any holds the next round up."""
-        said = bytearray([standing, holds_up] * len(self._ranks))
-        heard = bytearray(len(said))
-        into, of = (torch.frombuffer(each, dtype=torch.uint8) for each in (heard, said))
-        dist.all_to_all_single(into, of, group=self._hosts)
+        group, device = self._hosts
+        said = torch.tensor([standing, holds_up] * len(self._ranks), dtype=torch.uint8, device=device)
+        received = torch.empty_like(said)
+        group.alltoall_base(received, said, [], []).wait()
+        heard = received.tolist()
         return dict(zip(self._ranks, map(Standing, heard[::2]), strict=True)), any(heard[1::2])

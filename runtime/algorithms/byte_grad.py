@@ -1,4 +1,4 @@
-"""ByteGrad: the mean of gradients of eight bits a value on the wire."""
+"""ByteGrad: the mean of the gradients, sent in eight bits a value."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 class ByteGradAlgorithm(CollectiveChain):
     """An all-to-all and an all-gather of compressed chunks, with a sum in float32 in between.
 
-    Chunk j of a bucket belongs to rank j, which gets it from all others, adds them to its own, which has no need to be
-    compressed, and sends the sum to all. Every rank decodes the same bytes, so the gradients are the same bits on all
-    of them.
+    Chunk j of a bucket belongs to rank j. It receives the others' compressed chunks j, adds them to its own, and sends
+    the compressed sum to all. Every rank decodes the same bytes, so all have the same bits.
     """
 
     name = "ByteGrad all-reduce"
@@ -55,7 +54,7 @@ def _chunk_of(flat: Tensor, rank: int, size: int) -> Tensor:
 
 
 def _sum_of(own: Tensor, received: Tensor, rank: int) -> Tensor:
-    """This rank's own chunk and what the rows of the others hold of it, added in the order of ranks, in float32."""
+    """This rank's own chunk plus the decoded rows of the others, added in the order of ranks, in float32."""
     total = own.to(torch.float32, copy=True)
     for other, row in enumerate(received[:, : row_bytes(own.numel())]):
         if other != rank:
@@ -65,22 +64,20 @@ def _sum_of(own: Tensor, received: Tensor, rank: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteGrad(AlgorithmConfig):
-    """Gradients travel with eight bits a value, relative to the smallest and largest value of a chunk of each bucket.
+    """Sends gradients in eight bits a value, relative to the smallest and largest value of a chunk of each bucket.
 
-    Each rank sends 2 (n - 1) / n bytes for a gradient's element in place of 8 (n - 1) / n, with n ranks and gradients
-    in float32, and 8 to 23 bytes for each chunk. What is lost is at most half a step of a 255th of the range of a
-    chunk, for each other rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a
-    whole, on every rank, as `torch.amp.GradScaler` expects it. Gradients in float32, bfloat16 and float16; none of them
-    sparse.
+    With n ranks and gradients in float32, each rank sends 2 (n - 1) / n bytes for an element in place of 8 (n - 1) / n,
+    and 8 to 23 bytes for each chunk. The rounding error is at most half of a 255th of the range of a chunk, for each
+    other rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a whole, on every
+    rank, as `torch.amp.GradScaler` expects. It takes dense gradients in float32, bfloat16 and float16.
 
-    A gradient that is zero need not be zero afterwards: it becomes the nearest step of its chunk, the same one in every
-    iteration with the same range. Adam makes a step of it, whatever its size. So parameters that shall stay where they
-    are, such as rows of an embedding that no batch has, belong into ``parameters_to_ignore``, or their gradients are
-    zeroed behind the backward.
+    A zero gradient need not stay zero: it becomes the nearest step of its chunk, the same one in every iteration with
+    the same range, and Adam makes a step of it, whatever its size. So put parameters that must not move, such as rows
+    of an embedding that no batch contains, into ``parameters_to_ignore``, or zero their gradients after the backward.
 
     Args:
-        hierarchical: Add up gradients on each node first, in their own dtype, and send eight bits between the nodes
-            alone; see `GradientAllReduce`.
+        hierarchical: Add up gradients on each node first, in their own dtype, and send eight bits only between nodes;
+            see `GradientAllReduce`.
 
     Source: Gan et al. 2021, Bagua (arXiv 2107.01499), section 4, with the codec of
     `ddp_compile.kernels.minmax_u8_compress`.

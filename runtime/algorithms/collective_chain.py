@@ -1,4 +1,4 @@
-"""Algorithms that send a bucket by several collectives, each of which needs what the one before has brought."""
+"""Algorithms that send a bucket by several collectives, each of which needs the result of the one before."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.process_groups import group_of
+from ddp_compile.runtime.comm.process_groups import own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
 
 
 class CollectiveChain(CommAlgorithm):
-    """One after the other, for each bucket; to derive from, with a generator `reduce` of what is done to a bucket.
+    """Base class: the generator `reduce` runs the collectives of a bucket one after the other.
 
     If a collective's ``wait()`` blocks the host, as gloo's does, the next collective of a bucket starts when the next
     bucket is launched, or before the reducer waits; those of the last bucket start at once. So the backward goes on
-    during a transfer. For one module, every rank starts them in the same order. Where they start among the other
-    collectives of a backward, another module's or the user's, differs from rank to rank. So a chain of several has a
-    process group of its own. If ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a
-    stream of the algorithm's own.
+    during a transfer. Every rank starts the collectives of one module in the same order, but their place among those of
+    other modules, or of the user, differs from rank to rank. So a chain of several has a process group of its own. If
+    ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the algorithm's own.
 
     Args:
         process_group: The ranks to reduce over.
@@ -41,29 +40,28 @@ class CollectiveChain(CommAlgorithm):
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """Start each collective with ``async_op=True`` and yield its work; go on when it has been waited for.
+        """Start each collective with ``async_op=True`` and yield its work; resumed when it has been waited for.
 
         Args:
             bucket: As for `CommAlgorithm.launch`. ``bucket.flat`` has to hold the result when the generator ends.
         """
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Take a process group of its own for several collectives; it stays until all groups are destroyed."""
+        """Make a process group of its own for several collectives; it stays until all groups are destroyed."""
         if self.num_collectives > 1:
             self.take_own_group(parameters)
 
     def take_own_group(self, parameters: Sequence[Parameter]) -> None:
-        """Send over a group of the same ranks that nobody else uses; there is no need of one for a single rank."""
+        """Send over a process group of the same ranks that nobody else uses; a single rank needs none."""
         if self.process_group.size() > 1:
-            ranks = dist.get_process_group_ranks(self.process_group)
-            self.process_group = group_of(ranks, self.process_group, parameters[0].device)
+            self.process_group = own_group(self.process_group, parameters[0].device)
             self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start the first collective of a bucket, after the last one of the bucket before; see the class.
+        """Start the first collective of a bucket, after the last one of the previous bucket; see the class.
 
         Raises:
-            ReductionError: What was under way has failed.
+            ReductionError: The previous bucket's reduction has failed.
         """
         self.drain()
         device = bucket.flat.device
@@ -77,13 +75,13 @@ class CollectiveChain(CommAlgorithm):
             return chain
         self._under_way = chain
         if is_last:
-            # Modules of one backward come to their ends in another order on each rank: no rank may wait there for what
-            # another one has yet to start. They come to their launches in one order.
+            # Each rank launches the modules of one backward in the same order, but may finish them in another one:
+            # at the end, no rank may wait for a collective that another rank has yet to start.
             self.drain()
         return chain
 
     def drain(self) -> None:
-        """Start what is left of the bucket launched last, but for what comes behind its last collective.
+        """Start the remaining collectives of the bucket launched last, and wait for all but the last one.
 
         Raises:
             ReductionError: One of its collectives has failed.
@@ -94,13 +92,7 @@ class CollectiveChain(CommAlgorithm):
 
 
 class _Chain:
-    """The collectives of one bucket.
-
-    Args:
-        algorithm: Its ``reduce`` gives the collectives.
-        bucket: The bucket.
-        side_stream: They are started on this stream.
-    """
+    """The collectives of one bucket, started on a side stream."""
 
     def __init__(self, algorithm: CollectiveChain, bucket: Bucket, side_stream: SideStream) -> None:
         self._algorithm = algorithm
@@ -130,7 +122,7 @@ class _Chain:
                 self._go_on()
 
     def wait(self) -> None:
-        """Let the bucket hold the result; further calls do nothing, or say again what has failed."""
+        """Return when the bucket holds the result; further calls do nothing, or raise the same error again."""
         if self._done is None:
             self.finish()
         assert self._done is not None
@@ -141,7 +133,7 @@ class _Chain:
         return [self._flat]
 
     def _go_on(self) -> None:
-        """Wait for the collective under way, and let the generator do what comes behind it."""
+        """Wait for the collective under way, and resume the generator."""
         if self._failure is not None:
             raise self._failure
         try:

@@ -1,18 +1,18 @@
-"""Comm hooks: what a user lets reduce the buckets in place of the all-reduce, with DistributedDataParallel's interface.
+"""Comm hooks: users' functions that reduce the buckets, with DistributedDataParallel's interface.
 
 Note [What a comm hook is given]
-A hook gets gradients that nothing has been divided by, as DistributedDataParallel's do: how to average is its business.
-With a hook, buckets have the layout "ddp", without gaps between gradients. Padding would reach the arithmetic of hooks
-that look at the buffer as a whole (batched PowerSGD makes a matrix of it, quantization cuts it into channels), and
-their results would not be DistributedDataParallel's. Zeroing the padding before and after each hook would not help
-with that. A plan becomes gapless when the hook is registered, so even a sealed one can still be changed between steps.
+A hook gets undivided gradients, as DistributedDataParallel's do: the hook decides how to average. With a hook, buckets
+have the layout "ddp", without gaps between gradients. Padding would reach the arithmetic of hooks that look at the
+buffer as a whole (batched PowerSGD makes it a matrix, quantization cuts it into channels), and their results would not
+be DistributedDataParallel's, even if the padding were zeroed before and after each hook. A plan becomes gapless when
+the hook is registered, so even a sealed plan can still be changed between steps.
 
 Note [One hook at a time on the CPU]
-gloo's futures run their callbacks on the process group's two threads, whenever a collective ends.
-A hook whose callbacks start further collectives (PowerSGD: three rounds, each waiting for the next) then blocks both
-threads as soon as two buckets are under way, and ranks start these collectives in different orders. Eager
-DistributedDataParallel hangs there. So with such a group no other collective starts before a hook is done, unless it is
-known to start all its communication before it returns. With NCCL callbacks run at once, in the order of the launches.
+gloo's futures run their callbacks on the process group's two threads, whenever a collective ends. A hook whose
+callbacks start further collectives (PowerSGD: three rounds, each waiting for the next) then blocks both threads as soon
+as two buckets are under way, and ranks start these collectives in different orders. Eager DistributedDataParallel hangs
+there. So with such a group no other collective starts before a hook is done, unless the hook is known to start all its
+communication before it returns. With NCCL, callbacks run at once, in the order of the launches.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 @functools.cache
 def _hooks_of_torch_that_start() -> frozenset[object]:
-    """Those that start all their communication before they return; ours say so by `starts_at_once`."""
-    # Imported here: with these come torch's optimizers for many ranks, which take a second.
+    """Those that start all their communication before they return; ours are marked by `starts_at_once`."""
+    # Imported here: they also import torch's optimizers for many ranks, which takes a second.
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 
     return frozenset(
@@ -53,7 +53,7 @@ def _hooks_of_torch_that_start() -> frozenset[object]:
 
 
 def starts_at_once(hook: HookFunction) -> HookFunction:
-    """Mark a hook that starts all its communication before it returns, so that others may start beside it on the CPU.
+    """Mark a hook that starts all its communication before it returns, so that on the CPU others may run beside it.
 
     See Note [One hook at a time on the CPU].
     """
@@ -76,8 +76,8 @@ class GradBucket:
         buffer: The gradients of this rank, shape (n,), without gaps; or one sparse gradient of its parameter's shape.
         parameters: The parameters, in the order of their gradients in ``buffer``.
 
-    The reducer owns ``buffer``. A hook may write it, from any stream its future stands for, until its future is done.
-    Not a tuple of any kind: torch's hooks take one for what Dynamo passes them.
+    The reducer owns ``buffer``. A hook may write it until its future is done, from any stream the future stands for.
+    Not a tuple, which torch's hooks would take for what Dynamo passes them.
 
     Source: ``GradBucket`` of torch 2.13, csrc/distributed/c10d/comm.hpp.
     """
@@ -101,13 +101,13 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Let `buffer` and `gradients` be of another tensor from now on; the result is what the future holds."""
+        """Let `buffer` and `gradients` return another tensor; the result is still what the future holds."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
         """Views into the buffer, one for each parameter, contiguous and of its shape.
 
-        As in torch, the elements of a channels_last gradient come in the order in which they lie in memory.
+        As in torch, the elements of a channels_last gradient are in the order of memory.
         """
         if self._buffer.layout is not torch.strided:
             return [self._buffer]
@@ -120,12 +120,12 @@ class GradBucket:
 
 
 class HookWork:
-    """A hook that is under way, in the place of the ``Work`` of an all-reduce.
+    """A hook under way: the `Pending` of a bucket.
 
     Args:
-        hook: What was called.
-        future: What it returned.
-        buffer: Where the result belongs, dense of shape (n,) or sparse; kept alive here while the hook may write it.
+        hook: The hook.
+        future: Its return value.
+        buffer: Receives the result, dense of shape (n,) or sparse; kept alive here while the hook may write it.
         bucket: The bucket's name and size, for errors.
     """
 
@@ -136,10 +136,10 @@ class HookWork:
         self._bucket = bucket
 
     def wait(self) -> None:
-        """Wait for the hook's future and bring its result into the buffer; further calls do nothing.
+        """Wait for the hook's future and copy its result into the buffer; further calls do nothing.
 
         Raises:
-            ReductionError: The future failed, or holds something else than reduced gradients.
+            ReductionError: The future failed, or does not hold reduced gradients.
         """
         if self._future is None:
             return
@@ -151,11 +151,11 @@ class HookWork:
         self._future = None
 
     def result(self) -> list[Tensor]:
-        """The reduced buffer; to be asked after `wait`."""
+        """The reduced buffer; called after `wait`."""
         return [self._buffer]
 
     def _take(self, value: object) -> None:
-        # What a work's own future holds is a list.
+        # The future of a work holds a list.
         reduced = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
         own = self._buffer
         if (
@@ -170,7 +170,7 @@ class HookWork:
                 f" {tuple(own.shape)}, {own.layout}, on {own.device}"
             )
         if own.layout is not torch.strided:
-            # A sparse sum has other indices, so it cannot be written into what it started from.
+            # A sparse sum has other indices, so it cannot be written into the buffer.
             self._buffer = reduced.to(own.dtype)
         elif reduced.data_ptr() != own.data_ptr() or reduced.dtype != own.dtype or not reduced.is_contiguous():
             with torch.no_grad():
@@ -178,7 +178,7 @@ class HookWork:
 
 
 class CommHook(CommAlgorithm):
-    """A user's hook and its state: DistributedDataParallel's way to change how buckets are reduced.
+    """Calls a user's hook for each bucket, as DistributedDataParallel does.
 
     Args:
         function: ``hook(state, bucket) -> Future``; see ``ReplicatedModule.register_comm_hook``.
@@ -190,7 +190,7 @@ class CommHook(CommAlgorithm):
         ValueError: The annotation of its bucket or of its result is of another type.
     """
 
-    # It divides by itself, looks at the whole buffer, may keep state from call to call, and is called at world size 1.
+    # A hook divides by itself, may look at the whole buffer and keep state, and is called at world size 1.
     traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True)
 
     def __init__(self, function: Callable[..., Any], state: object, process_group: dist.ProcessGroup) -> None:
@@ -200,7 +200,6 @@ class CommHook(CommAlgorithm):
         self._function = function
         self._state = state
         self._process_group = process_group
-        self._rank = process_group.rank()
         self._starts_at_once = _starts_at_once(function)
         self._running: HookWork | None = None
 
@@ -208,11 +207,11 @@ class CommHook(CommAlgorithm):
         """Call the hook with one bucket.
 
         Raises:
-            ReductionError: The hook raised, or returned no future; on the CPU also what the bucket before raises.
+            ReductionError: The hook raised, or returned no future; on the CPU also errors of the previous bucket.
         """
         self.drain()
         flat, described = bucket.flat, bucket.describe()
-        # Hooks may resize what they are given, as batched PowerSGD does; the buffer itself keeps its shape.
+        # Hooks may resize their buffer, as batched PowerSGD does; the bucket's keeps its shape.
         handed_out = flat if bucket.spec.is_sparse else flat.view(-1)
         try:
             with torch.no_grad():
@@ -228,7 +227,7 @@ class CommHook(CommAlgorithm):
         return work
 
     def drain(self) -> None:
-        """Wait for a hook that may start more collectives, before another one starts.
+        """Wait for a hook that may start more collectives, before anything else is started.
 
         See Note [One hook at a time on the CPU].
 
@@ -256,7 +255,7 @@ def _starts_at_once(function: Callable[..., Any]) -> bool:
 
 
 def _name_of(function: object) -> str:
-    # Of an object its class, as its repr holds an address, and ranks compare names.
+    # The class of an object, since its repr holds an address, and ranks compare names.
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
@@ -299,5 +298,5 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is_one_of(annotation: object, *expected: object) -> bool:
-    # What is left as text names something that only type checkers see, and cannot be compared.
+    # An annotation that is still text names something that only type checkers see, and cannot be compared.
     return annotation in (inspect.Parameter.empty, Any, *expected) or isinstance(annotation, str)

@@ -1,4 +1,4 @@
-"""Decentralised data parallelism: ranks average their parameters with each other, while each computes its gradients."""
+"""Decentralised data parallelism: ranks average their parameters while each computes its gradients."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.errors import ReductionError
-from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, FlatParameters, all_reduce, average_over
-from ddp_compile.runtime.algorithms.optimizer_steps import OptimizerSteps
-from ddp_compile.runtime.algorithms.peers import (
-    exchange,
-    objection_to_messages,
-    peer_of_shift_one,
-    refuse_interval,
-    refuse_state_of_another,
-    wait_for,
-)
-from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Traits
-from ddp_compile.runtime.comm import error_messages
+from ddp_compile.errors import ReductionError, this_rank
+from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, all_reduce
+from ddp_compile.runtime.algorithms.messages import exchange, objection_to_messages, wait_for
+from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage, refuse_interval
+from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 from ddp_compile.runtime.comm.process_groups import NodeGroups
 
 PeerSelection = Literal["all", "shift_one"]
 
 
-class DecentralizedAlgorithm(CommAlgorithm):
-    """At a forward the parameters are sent, and behind its backward they become an average with those of others.
+class DecentralizedAlgorithm(ParameterAverage):
+    """Sends the parameters when a forward begins, and replaces them by an average when its backward has ended.
 
-    The optimizer steps from the average, by gradients at what was before it: x+ = average(x) - lr * gradient(x).
+    The optimizer steps from the average, by gradients at the previous parameters: x+ = average(x) - lr * gradient(x).
 
     Args:
         process_group: All ranks.
@@ -48,56 +40,34 @@ class DecentralizedAlgorithm(CommAlgorithm):
         communication_interval: int,
         hierarchical: bool,
     ) -> None:
+        super().__init__(process_group, communication_interval)
         self.name = f"decentralized average ({peer_selection}, every {communication_interval}"
         self.name += ", hierarchical)" if hierarchical else ")"
-        self._process_group = process_group
-        self._peer_selection = peer_selection
-        self._interval = communication_interval
+        self._is_with_one_peer = peer_selection == "shift_one"
         self._hierarchical = hierarchical
-        self._num_steps = 0
         self._num_exchanges = 0
         self._under_way: list[dist.Work] | None = None
         self._versions: list[int] = []  # of the parameters that are under way
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """With "shift_one", the process group has to send point-to-point messages from the parameters' device."""
-        if self._peer_selection == "all":
+        if not self._is_with_one_peer:
             return ""
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Take process groups of its own, and memory for what is sent and received.
+        """Make process groups of its own, and buffers to send and receive.
 
         Raises:
-            ValueError: On every rank, where a rank does not know its node, or the number of nodes is odd.
+            ValueError: On every rank, if a rank does not know its node, or the number of nodes is odd.
         """
-        device = parameters[0].device
-        if self._hierarchical:
-            self._groups = NodeGroups.of(self._process_group, device, self.name)
-        else:
-            self._groups = NodeGroups.of_single_ranks(self._process_group, device)
-        _refuse_odd(self._peer_selection, len(self._groups.sizes), "nodes")
-        self._steps = OptimizerSteps(parameters)
-        self._parameters = FlatParameters(parameters)
+        self._groups = NodeGroups.of(self._process_group, parameters[0].device, self.name, self._hierarchical)
+        if self._is_with_one_peer:
+            _refuse_odd(len(self._groups.sizes), "nodes")
+        super().attach(parameters)
         self._flats = self._parameters.new()
-        exchanges = self._peer_selection == "shift_one" and self._groups.leaders is not None
+        exchanges = self._is_with_one_peer and self._groups.leaders is not None
         self._received = self._parameters.new() if exchanges else []
-
-    def detach(self, together: bool) -> None:
-        """Average over all ranks, see `CommAlgorithm.detach`."""
-        self._steps.stop()
-        if not together:
-            return
-        self._send()  # one rank alone may have, at a forward that no backward has followed
-        if self._under_way is not None:
-            wait_for(self._under_way, self._failed)
-            self._under_way = None
-        average_over(self._process_group, self._parameters, self._failed)
-
-    @property
-    def meets_others(self) -> bool:
-        """Whether this step is one of the interval."""
-        return self._num_steps % self._interval == 0
 
     def before_forward(self) -> None:
         """Send the parameters, in each step that is one of the interval."""
@@ -105,7 +75,7 @@ class DecentralizedAlgorithm(CommAlgorithm):
         self._send()
 
     def after_backward(self) -> None:
-        """Put the average in the place of the parameters, before the optimizer steps.
+        """Replace the parameters by the average, before the optimizer steps.
 
         Raises:
             ReductionError: The exchange failed, or parameters were written since the forward.
@@ -113,17 +83,22 @@ class DecentralizedAlgorithm(CommAlgorithm):
         self._send()  # gradients may have come without a forward, by a method of the module
         if self._under_way is not None:
             self._finish()
-        self._num_steps += 1
-        self._steps.iteration_ends()
+        super().after_backward()
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers of steps and exchanges."""
-        return {"algorithm": type(self).__name__, "num_steps": self._num_steps, "num_exchanges": self._num_exchanges}
+        return {**super().state_dict(), "num_exchanges": self._num_exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `CommAlgorithm.load_state_dict`."""
-        refuse_state_of_another(self, state)
-        self._num_steps, self._num_exchanges = state["num_steps"], state["num_exchanges"]
+        super().load_state_dict(state)
+        self._num_exchanges = state["num_exchanges"]
+
+    def _finish_exchanges(self) -> None:
+        self._send()  # another rank may have sent, at a forward without a backward
+        if self._under_way is not None:
+            wait_for(self._under_way, self.name)
+            self._under_way = None
 
     def _send(self) -> None:
         if self._under_way is None and self.meets_others and self._process_group.size() > 1:
@@ -133,39 +108,42 @@ class DecentralizedAlgorithm(CommAlgorithm):
         self._versions = self._parameters.versions()
         self._parameters.read(self._flats)
         groups = self._groups
-        if self._peer_selection == "all":
+        if not self._is_with_one_peer:
             for flat in self._flats:
                 flat.mul_(1 / self._process_group.size())
-        # The node's own links are the fast ones: what comes behind this is what there is to hide.
-        wait_for([groups.reduce(flat) for flat in self._flats], self._failed)
+        # Waited for here: links inside a node are fast, and only the transfers between nodes need to be hidden.
+        wait_for([groups.reduce(flat) for flat in self._flats], self.name)
         self._under_way = []
         if groups.leaders is None or groups.leaders.size() == 1:
             return
-        if self._peer_selection == "all":
-            self._under_way = [all_reduce(flat, groups.leaders) for flat in self._flats]
-        else:
+        if self._is_with_one_peer:
             received = [(self._peer, self._received)]
-            self._under_way = exchange(self._flats, received, groups.leaders, self._num_exchanges, self._failed)
+            self._under_way = exchange(self._flats, received, groups.leaders, self._num_exchanges, self.name)
+        else:
+            self._under_way = [all_reduce(flat, groups.leaders) for flat in self._flats]
 
     @property
     def _peer(self) -> int:
-        assert self._groups.leaders is not None
-        return peer_of_shift_one(self._groups.node, self._groups.leaders.size(), self._num_exchanges)
+        return peer_of_shift_one(self._groups.node, len(self._groups.sizes), self._num_exchanges)
 
     def _finish(self) -> None:
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
-        wait_for(under_way, self._failed)
-        if self._peer_selection == "shift_one" and self._groups.leaders is not None:
+        wait_for(under_way, self.name)
+        if self._is_with_one_peer and self._groups.leaders is not None:
             self._average_with_peer()
-        wait_for([self._groups.broadcast(flat) for flat in self._flats], self._failed)
+        wait_for([self._groups.broadcast(flat) for flat in self._flats], self.name)
         if self._parameters.versions() != self._versions:
-            raise error_messages.parameters_written(self.name)
+            raise ReductionError(
+                f"{this_rank()}: parameters were written between a forward and the end of its backward, while the"
+                f" {self.name} had them under way, whose result would undo that. Step, load and edit before the"
+                " forward; and put forwards that no backward follows into torch.no_grad() or model.no_sync()"
+            )
         self._parameters.write(self._flats)
         self._num_exchanges += 1
 
     def _average_with_peer(self) -> None:
-        """Of the sums of two nodes, the average over the ranks of both; of two ranks, their mean, in the same bits."""
+        """The average over the ranks of two nodes from their sums; both compute the same bits."""
         sizes = self._groups.sizes
         num_ranks = sizes[self._groups.node] + (sizes[self._peer] if len(sizes) > 1 else 0)
         for flat, received in zip(self._flats, self._received, strict=True):
@@ -173,12 +151,25 @@ class DecentralizedAlgorithm(CommAlgorithm):
                 flat.add_(received)
             flat.mul_(1 / num_ranks)
 
-    def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(self.name, error)
+
+def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
+    """The peer of one of ``size``: each of one half meets one of the other half, shifted by one in each exchange.
+
+    Args:
+        place: 0 to ``size`` - 1.
+        size: An even number.
+        num_exchanges: Number of exchanges so far.
+
+    Source: the decentralised algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
+    """
+    half = size // 2
+    if place < half:
+        return (num_exchanges + place) % half + half
+    return (place - half - num_exchanges) % half
 
 
-def _refuse_odd(peer_selection: str, count: int, of_what: str) -> None:
-    if peer_selection == "shift_one" and count > 1 and count % 2 == 1:
+def _refuse_odd(count: int, of_what: str) -> None:
+    if count > 1 and count % 2 == 1:
         raise ValueError(
             f"Decentralized(peer_selection='shift_one') pairs all {of_what}, and there are {count}; start an even"
             " number of them, or pass peer_selection='all'"
@@ -187,17 +178,17 @@ def _refuse_odd(peer_selection: str, count: int, of_what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decentralized(AlgorithmConfig):
-    """Every rank trains parameters of its own, and averages them with others; gradients stay its own.
+    """Every rank trains parameters of its own and averages them with others; gradients stay its own.
 
-    What is sent at a forward comes back behind its backward, so that both hide it. Copies of the parameters that it
-    needs: one with "all", two with "shift_one".
+    Parameters are sent when a forward begins and averaged when its backward has ended, so that both hide the transfer.
+    It needs one copy of the parameters with "all", two with "shift_one".
 
     Args:
-        peer_selection: ``"all"``: the average over all ranks. ``"shift_one"``: with one other rank, another one every
-            time, which sends half of what an all-reduce sends.
-        communication_interval: How many steps there are from one exchange to the next.
-        hierarchical: Average inside each node first, over equally many or not, and exchange between one rank of each
-            node. A launcher tells the ranks by LOCAL_RANK which of them share a node.
+        peer_selection: ``"all"``: the average over all ranks. ``"shift_one"``: the average with one other rank, a
+            different one each time, which sends half as much as an all-reduce.
+        communication_interval: Number of steps from one exchange to the next.
+        hierarchical: Average inside each node first, over equally many ranks or not, and exchange between one rank of
+            each node. A launcher tells the ranks by LOCAL_RANK which of them share a node.
 
     Raises:
         ValueError: A setting is out of range; when it is built, also an odd number of ranks for "shift_one".
@@ -217,8 +208,8 @@ class Decentralized(AlgorithmConfig):
 
     def build(self, process_group: dist.ProcessGroup) -> DecentralizedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        if not self.hierarchical:
-            _refuse_odd(self.peer_selection, process_group.size(), "ranks")
+        if self.peer_selection == "shift_one" and not self.hierarchical:
+            _refuse_odd(process_group.size(), "ranks")
         return DecentralizedAlgorithm(
             process_group, self.peer_selection, self.communication_interval, self.hierarchical
         )

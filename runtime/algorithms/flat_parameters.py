@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError
 from ddp_compile.kernels import flatten_scale, unflatten
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
-from ddp_compile.runtime.algorithms.peers import wait_for
+from ddp_compile.runtime.algorithms.messages import wait_for
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class FlatParameters:
-    """Where each parameter lies in one flat buffer for each dtype and device.
+    """Copies parameters into one flat buffer for each dtype and device, and back.
 
-    The parameters' own storages stay what they are. Views into a common one would save a copy of the parameters, but
-    compilers look at what shares memory for each pair of tensors, and libraries that save tensors save all of it.
+    The parameters keep their storages. Views into a common one would save a copy of the parameters, but compilers check
+    each pair of tensors that share memory, and libraries that save one tensor would save all of the storage.
 
     Args:
-        parameters: Dense ones, of real dtypes, or other such tensors; of a DTensor what lies on this rank.
+        parameters: Dense tensors of real dtypes; of a DTensor, its part on this rank is copied.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -40,24 +39,24 @@ class FlatParameters:
         ]
 
     def read(self, flats: Sequence[Tensor]) -> None:
-        """Copy the parameters into buffers that `new` has made."""
+        """Copy the parameters into buffers of `new`."""
         for flat, parameters in zip(flats, self._kinds.values(), strict=True):
             flatten_scale(_local(parameters), flat, 1.0)
 
     def write(self, flats: Sequence[Tensor]) -> None:
-        """Copy such buffers into the parameters."""
+        """Copy buffers of `new` into the parameters."""
         for flat, parameters in zip(flats, self._kinds.values(), strict=True):
             unflatten(flat, _local(parameters))
 
     def blocks(self, numel: int) -> list[list[list[Tensor]]] | None:
-        """The parameters themselves in the order in which they lie in such buffers.
+        """The parameters' own memory, in the order of the buffers.
 
         Args:
             numel: Elements of a block.
 
         Returns:
-            For each buffer its blocks, the last one shorter, each in one-dimensional pieces of parameters. None where a
-            parameter has gaps in its memory.
+            For each buffer its blocks, the last one shorter; each is a list of one-dimensional pieces of parameters.
+            None if a parameter has gaps in its memory.
         """
         of_kinds = []
         for parameters in self._kinds.values():
@@ -77,7 +76,7 @@ class FlatParameters:
         return of_kinds
 
     def versions(self) -> list[int]:
-        """What changes whenever a parameter is written."""
+        """Numbers of which one changes with each write to a parameter, except through ``.data``."""
         return [parameter._version for parameters in self._kinds.values() for parameter in parameters]
 
 
@@ -87,20 +86,21 @@ def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to add up a buffer over all ranks of a group."""
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None
+    work: dist.Work = torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
     return work
 
 
-def average_over(
-    group: dist.ProcessGroup, parameters: FlatParameters, fail: Callable[[RuntimeError], ReductionError]
-) -> None:
-    """Let the parameters be their mean over the ranks of a group, the same bits on all of them."""
+def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str) -> None:
+    """Replace the parameters by their mean over the ranks of a group, the same bits on all of them.
+
+    Raises:
+        ReductionError: The all-reduce of ``name`` failed.
+    """
     if group.size() == 1:
         return
     flats = parameters.new()
     parameters.read(flats)
     for flat in flats:
         flat.mul_(1 / group.size())
-    wait_for([all_reduce(flat, group) for flat in flats], fail)
+    wait_for([all_reduce(flat, group) for flat in flats], name)
     parameters.write(flats)

@@ -1,4 +1,4 @@
-"""Reduce inside each node first, and between the nodes by one rank of each."""
+"""Reduction inside each node first, and between the nodes by one rank of each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ddp_compile.runtime.comm.process_groups import NodeGroups
 
 
 class Hierarchical(CollectiveChain):
-    """Another algorithm between the leaders of the nodes, each of which has the sum of its node.
+    """Runs another algorithm between the leaders of the nodes, on the sum of each node.
 
-    What arrives has been divided by the number of all ranks, so the sum of the sums of nodes is the mean however many
-    ranks a node has. The leader's result is what all ranks of its node get, bit for bit.
+    Buckets arrive divided by the number of all ranks, so the sum of the nodes' sums is the mean, however many ranks a
+    node has. All ranks of a node get their leader's result, bit for bit.
 
     Args:
         process_group: The ranks to average over.
-        between: What the leaders do; it is given their process group when that is there.
+        between: Runs between the leaders; `attach` gives it their process group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, between: CollectiveChain) -> None:
         super().__init__(process_group)
-        self.num_collectives = 0  # what it is is known from `attach` on
+        self.num_collectives = 0  # set by `attach`
         self.name = f"hierarchical {between.name}"
         self.traits = Traits(layout=between.traits.layout, takes_sparse=False, takes_dtypes=between.traits.takes_dtypes)
         self._between = between
-        self._nodes: Any = None  # from `attach` on
+        self._nodes: Any = None  # set by `attach`
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Make the process groups of the nodes and of their leaders.

@@ -1,4 +1,4 @@
-"""Steps of whatever optimizers have certain parameters."""
+"""Callbacks around the steps of any optimizer of certain parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,11 +17,11 @@ from ddp_compile.runtime.comm import streams
 
 
 class OptimizerSteps:
-    """Calls back before and after the steps of any ``torch.optim.Optimizer`` over some of the parameters.
+    """Calls back before and after the steps of any ``torch.optim.Optimizer`` of some of the parameters.
 
-    Of optimizers inside of others, ``PostLocalSGDOptimizer`` for example, the outermost step counts. Of several
-    optimizers side by side each is heard; `all_have_stepped` says when none is left. The end of a step that raises is
-    not heard; the next forward that is not inside of a step tells.
+    If an optimizer wraps another one, as ``PostLocalSGDOptimizer`` does, the outermost step counts. Each of several
+    optimizers side by side calls back; `all_have_stepped` says whether all have. A step that raises has no end; the
+    next forward outside of a step resets it.
 
     Args:
         parameters: The parameters.
@@ -30,12 +29,7 @@ class OptimizerSteps:
         after: Called when it has ended.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], before: Callable[[], None], after: Callable[[], None]) -> None:
         self._parameters = list(parameters)
         self._numbers = {id(parameter) for parameter in parameters}
         self._before, self._after = before, after
@@ -73,7 +67,7 @@ class OptimizerSteps:
         """A forward with gradients begins.
 
         Args:
-            algorithm: Name of who asks.
+            algorithm: Its name, for the error.
 
         Returns:
             Whether it is inside of a step, in its closure.
@@ -82,32 +76,32 @@ class OptimizerSteps:
             ReplicationError: It is the second iteration inside of one step.
         """
         if self._inside and not torch_internals.inside_optimizer_step():
-            self._inside = []  # it has raised
+            self._inside = []  # the step has raised
         if not self._inside:
             self._num_iterations_inside = 0
             return False
         if self._num_iterations_inside:
             optimizer = type(self._inside[0]()).__name__
             raise ReplicationError(
-                f"a step of {optimizer} calls its closure again, which with the {algorithm} would be another exchange"
-                " between the ranks, and on each rank as many as its own loss asks for. Use an optimizer that computes"
-                " gradients once in a step, or GradientAllReduce()"
+                f"a step of {optimizer} calls its closure again, and each call would be another exchange of the"
+                f" {algorithm}, as many on each rank as its own loss asks for. Use an optimizer that computes gradients"
+                " once in a step, or GradientAllReduce()"
             )
         return True
 
     def iteration_ends(self) -> None:
-        """A backward that is reduced has ended."""
+        """An iteration ends."""
         self._num_iterations_inside += bool(self._inside)
         self._stepped = set()
 
     def stop(self) -> None:
-        """Do not call back any more."""
+        """Never call back again."""
         _remove(self._handles)
 
     def _begins(self, optimizer: Optimizer) -> None:
         if not self._ids_of(optimizer).isdisjoint(self._numbers):
             what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
-            streams.refuse_capture(self._parameters[0].device, dist.get_rank(), what)
+            streams.refuse_capture(self._parameters[0].device, what)
             self._inside.append(weakref.ref(optimizer))
             if len(self._inside) == 1:
                 self._num_iterations_inside = 0

@@ -1,4 +1,4 @@
-"""Keeps apart two threads that use and write the same parameters."""
+"""Excludes a thread that writes parameters while others use them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ddp_compile.runtime.comm.streams import Event, Stream, record
 
 
 class ParameterGate:
-    """Keeps what writes parameters apart from what uses them.
+    """Lets a writer in only while no thread uses the parameters.
 
-    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation,
-    which other threads may be in as well. Another forward, or one that no backward follows, finds the trainer inside
-    already, and waits for nobody.
+    The thread that trains is inside for a forward and its backward, for an optimizer's step, and for an evaluation;
+    other threads may be inside for evaluations as well. Another forward, or one without a backward, finds the trainer
+    inside already and does not wait.
 
-    Who writes parameters without coming inside could meet the writer. So what is written while nobody is inside is
-    looked for by the parameters' versions, which writes through ``.data`` do not change.
+    Code that writes parameters without entering could collide with the writer. The parameters' versions reveal writes
+    while no thread was inside, except those through ``.data``.
 
     Args:
-        device: Where the parameters are. If it has streams, these wait for each other as the threads do: the host is
-            far ahead of them.
-        versions: What changes, by one each, whenever the parameters are written.
-        written_outside: What to raise when they were, and nobody was inside.
+        device: Of the parameters. If it has streams, these wait for each other as the threads do, since the host is far
+            ahead of them.
+        versions: Returns numbers that grow by one each with every write to the parameters.
+        written_outside: Makes the error for a write while no thread was inside.
     """
 
     def __init__(
@@ -39,34 +39,34 @@ class ParameterGate:
         self._writer_waits = False
         self._versions = versions
         self._written_outside = written_outside
-        self._versions_left: list[int] | None = None  # when the last one had left
+        self._versions_left: list[int] | None = None  # when the last thread left
         self._has_writer = False
 
     def writer_begins(self) -> None:
-        """There is a writer from now on; what was written outside before does not matter."""
+        """There is a writer from now on; writes outside before this call are allowed."""
         with self._changed:
             self._has_writer = True
             self._left_at_versions()
 
     def enter(self, why: str) -> None:
-        """A thread uses the parameters from now on; waits while they are being written."""
+        """A thread starts to use the parameters; it waits while they are being written."""
         with self._changed:
-            if not self._inside.total():  # else a trainer that comes back at once would pass the writer for ever
+            if not self._inside.total():  # a trainer that comes back at once must not pass the writer for ever
                 self._changed.wait_for(lambda: not self._writer_waits)
                 self._refuse_writes_outside()
             self._inside[why] += 1
             self._await_write()
 
     def enter_once(self, why: str) -> None:
-        """Enter, unless a thread is inside for the same reason already."""
+        """Enter unless already inside for this reason."""
         with self._changed:
             if not self._inside[why]:
                 self.enter(why)
             else:
-                self._await_write()  # it may come on another stream
+                self._await_write()  # this stream may be another one
 
     def leave(self, why: str) -> None:
-        """It does not use them any more for this reason."""
+        """It no longer uses them for this reason."""
         with self._changed:
             if self._inside[why]:
                 self._inside[why] -= 1
@@ -80,7 +80,7 @@ class ParameterGate:
             self._note_left()
 
     def writer_ends(self) -> None:
-        """No step is under way any more: let the writer in at once, for the last time, and allow writes outside."""
+        """No step is under way: let the writer in at once, for the last time, and allow writes outside again."""
         with self._changed:
             self._has_writer, self._versions_left = False, None
             self._inside.clear()
@@ -88,10 +88,10 @@ class ParameterGate:
             self._changed.notify_all()
 
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
-        """Call a function that writes the parameters as soon as nobody is inside.
+        """Call a function that writes the parameters, as soon as no thread is inside.
 
         Args:
-            function: What writes them.
+            function: Writes them.
             limit_s: Seconds to wait for that.
 
         Returns:

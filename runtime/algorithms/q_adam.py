@@ -1,12 +1,12 @@
-"""QAdam's part in what the ranks send: gradients at first, and momenta of eight bits a value from then on.
+"""QAdam's communication: gradients at first, and momenta in eight bits a value from then on.
 
 Note [Gradients that bring the mean momentum]
-After warm-up what travels is what each rank would make of the momentum, m_r = b1 m + (1 - b1) g_r; the optimizer needs
-its mean, q. ``.grad`` then becomes (q - b1 m) / (1 - b1), which is the one gradient that Adam makes q of. So ``.grad``
-is a gradient in all steps, and what is done to gradients keeps its meaning: another backward adds to it and is reduced
-again, a GradScaler divides by its scale, it is clipped, it may be zeros of a parameter that nobody has used. A momentum
-in its place would be right only if each step had one reduction, and nothing between that and the step. It costs no
-memory, and m is q up to the rounding of its dtype.
+After warm-up, each rank sends the momentum that its own gradient would give, m_r = b1 m + (1 - b1) g_r; the optimizer
+needs the mean, q. ``.grad`` then becomes (q - b1 m) / (1 - b1), the one gradient from which Adam computes q. So
+``.grad`` is a gradient in all steps, and operations on gradients keep their meaning: another backward adds to it and is
+reduced again, a GradScaler divides by its scale, it is clipped, it may be zero for a parameter that no rank has used. A
+momentum in its place would be right only with one reduction in each step, and nothing between that and the step. It
+needs no memory, and the new momentum is q up to the rounding of its dtype.
 """
 
 from __future__ import annotations
@@ -31,35 +31,26 @@ from ddp_compile.runtime.buckets.local_tensors import local_tensors
 
 
 class HasMomenta(Protocol):
-    """What is asked of the optimizer, a `ddp_compile.optim.QAdam`."""
+    """The part of `ddp_compile.optim.QAdam` that the exchange needs."""
 
     param_groups: list[dict[str, Any]]
-    #: What exchanges for it: alive while a model is replicated with its algorithm.
     exchange: weakref.ref[MomentumExchange] | None
 
     @property
-    def warmup_steps(self) -> int:
-        """How many steps there are in which gradients are sent."""
+    def warmup_steps(self) -> int: ...
 
     @property
-    def in_warmup(self) -> bool:
-        """Whether the next step is one of them."""
+    def in_warmup(self) -> bool: ...
 
-    def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]:
-        """The momentum of each, of its shape and dtype, to be read; None before its first gradient."""
+    def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]: ...
 
-    def name_of(self, group: int, number: int) -> str:
-        """A parameter by its place, for errors."""
+    def name_of(self, group: int, number: int) -> str: ...
 
 
 class MomentumExchange(CollectiveChain):
     """An all-reduce of gradients in warm-up, and then ByteGrad's reduction of momenta.
 
-    Launching changes nothing of the optimizer, so a bucket may be launched twice.
-
-    Args:
-        process_group: The ranks to average over.
-        optimizer: Has the momenta, and knows in which step it is.
+    Launching does not change the optimizer, so a bucket may be launched twice.
     """
 
     traits = ByteGradAlgorithm.traits
@@ -73,13 +64,13 @@ class MomentumExchange(CollectiveChain):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Includes what the next iteration sends, so that ranks notice if one of them has loaded another step."""
+        """Includes the phase, so that ranks detect mismatches."""
         what = "gradients, in warm-up" if self._optimizer.in_warmup else "momenta"
         return f"QAdam exchange of {what} (warmup_steps={self._optimizer.warmup_steps})"
 
     @property
     def num_collectives(self) -> int:  # type: ignore[override]
-        """It changes in an optimizer's step, so between two iterations."""
+        """Changes only in an optimizer's step, so between two iterations."""
         return self._reduction.num_collectives
 
     @property
@@ -87,7 +78,7 @@ class MomentumExchange(CollectiveChain):
         return self._in_warmup if self._optimizer.in_warmup else self._afterwards
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """The parameters have to be those of the optimizer; frozen ones it may have beside them."""
+        """The parameters have to be those of the optimizer, which may have frozen ones as well."""
         groups = self._optimizer.param_groups
         owned = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         if missing := [name for name, parameter in parameters.items() if parameter not in owned]:
@@ -105,7 +96,7 @@ class MomentumExchange(CollectiveChain):
         return ""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Take a process group of its own, in warm-up too, and exchange for the optimizer from now on."""
+        """Make a process group of its own, in warm-up too, and exchange for the optimizer."""
         self.take_own_group(parameters)
         self._in_warmup.process_group = self._afterwards.process_group = self.process_group
         groups = self._optimizer.param_groups
@@ -113,7 +104,7 @@ class MomentumExchange(CollectiveChain):
         self._optimizer.exchange = weakref.ref(self)
 
     def detach(self, together: bool) -> None:
-        """The optimizer is left alone."""
+        """No longer exchange for the optimizer."""
         if self._optimizer.exchange is not None and self._optimizer.exchange() is self:
             self._optimizer.exchange = None
 
@@ -122,7 +113,7 @@ class MomentumExchange(CollectiveChain):
         if self._optimizer.in_warmup:
             yield from self._in_warmup.reduce(bucket)
             return
-        share = 1.0 / self.process_group.size()  # what arrives has been divided as well
+        share = 1.0 / self.process_group.size()  # by which gradients arrive divided as well
         for beta1, part in self._parts(bucket).items():
             torch._foreach_mul_(part.places, 1 - beta1)
             if part.momenta:
@@ -134,7 +125,7 @@ class MomentumExchange(CollectiveChain):
             torch._foreach_div_(part.places, 1 - beta1)
 
     def _parts(self, bucket: Bucket) -> dict[float, _Part]:
-        """What the bucket has, by the decay of its momentum."""
+        """The parts of the bucket, by the decay of their momentum."""
         parts: dict[float, _Part] = {}
         momenta = self._optimizer.momenta_of(bucket.parameters)
         for parameter, place, momentum in zip(bucket.parameters, bucket.places, momenta, strict=True):
@@ -148,26 +139,16 @@ class MomentumExchange(CollectiveChain):
 
 
 class _Part(NamedTuple):
-    """The parameters of a bucket whose momenta decay alike.
+    """The parameters of a bucket whose momenta decay alike."""
 
-    Args:
-        places: Views of the flat buffer.
-        places_of_momenta: Those of them that have a momentum.
-        momenta: What it is, in the optimizer's own memory.
-    """
-
-    places: list[Tensor]
-    places_of_momenta: list[Tensor]
-    momenta: list[Tensor]
+    places: list[Tensor]  #: views of the flat buffer
+    places_of_momenta: list[Tensor]  #: those of parameters that have a momentum
+    momenta: list[Tensor]  #: in the optimizer's own memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QAdamAlgorithm(AlgorithmConfig):
-    """What `ddp_compile.optim.QAdam.algorithm` returns.
-
-    Args:
-        optimizer: Of the model's parameters.
-    """
+    """The algorithm of an optimizer; see `ddp_compile.optim.QAdam.algorithm`."""
 
     optimizer: HasMomenta
 

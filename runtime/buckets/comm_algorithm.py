@@ -1,10 +1,10 @@
-"""What the reducer knows of the way in which buckets are reduced, and what that way is told.
+"""The interface between the reducer and the algorithms that communicate.
 
 Note [Algorithms]
-The reducer decides *when* a bucket is launched: all its gradients are there, and it is its turn in plan order, which is
-the same on every rank. A `CommAlgorithm` decides *what* is sent then. Nothing else in the runtime asks which algorithm
-it has: where the reducer has to act differently, a trait says so. Users write an `AlgorithmConfig`; each replicated
-module builds an algorithm of its own from it, since algorithms hold buffers, futures and what ranks owe each other.
+The reducer decides *when* a bucket is launched: when all its gradients are there, and it is its turn in plan order,
+which is the same on every rank. A `CommAlgorithm` decides *what* is sent then. Nothing else in the runtime asks which
+algorithm it is: if the reducer has to act differently, a trait says so. Users write an `AlgorithmConfig`, from which
+each replicated module builds an algorithm of its own, since algorithms hold buffers, futures and other state.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Traits:
     """What the reducer does differently for an algorithm.
 
     Args:
-        payload: What the algorithm communicates: ``"gradients"``, bucket by bucket; or ``"parameters"``, so that
-            gradients stay this rank's own, no bucket is launched, and the ranks' parameters differ; or ``"both"``,
-            gradients in the iterations in which `CommAlgorithm.sends_gradients` says so.
+        payload: ``"gradients"`` are sent, bucket by bucket; or ``"parameters"``, so that gradients stay this rank's
+            own, no bucket is launched, and the ranks' parameters differ; or ``"both"``: gradients in the iterations in
+            which `CommAlgorithm.sends_gradients` is true.
         prescale: The flat buffer arrives divided by the world size, in the pass that fills it; otherwise it holds this
             rank's sums, and the algorithm divides.
-        layout: Of the flat buffers, see `BucketSpec`: ``"ddp"`` where the algorithm looks at a buffer as a whole, so
-            that padding would change what it computes.
-        replayable: A bucket may be launched twice in one iteration, where a gradient came after the first launch.
-            False for what keeps state from launch to launch.
+        layout: Of the flat buffers, see `BucketSpec`: ``"ddp"`` if the algorithm looks at a buffer as a whole, so that
+            padding would change its results.
+        replayable: A bucket may be launched twice in one iteration, if a gradient came after the first launch. False
+            for algorithms that keep state from launch to launch.
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
         takes_dtypes: The dtypes that gradients may have; all if None.
@@ -52,11 +52,11 @@ class Traits:
             are communicated.
         gathers_parameters: Parameters are written behind the optimizer's step, so that forwards are compiled with waits
             in them, see `CommAlgorithm.await_parameters`.
-        in_step: The ranks come to the same iterations together. False where none waits for another; then nothing else
-            may be sent between them in an iteration, such as buffers.
+        in_step: The ranks come to the same iterations together. If False, no rank waits for another, so nothing else,
+            such as buffers, may be sent between them in an iteration.
 
     Raises:
-        ValueError: A trait has a value that there is not, or two contradict each other.
+        ValueError: A trait has an unknown value, or two contradict each other.
     """
 
     payload: Payload = "gradients"
@@ -91,24 +91,24 @@ class Pending(Protocol):
     """A reduction under way, as ``torch.distributed.Work``."""
 
     def wait(self) -> object:
-        """Return when the reduced gradients are in the bucket's flat buffer, or will be before what comes next on the
+        """Return when the reduced gradients are in the bucket's flat buffer, or will be before later work on the
         current stream.
 
-        It must not start a collective: the reducer waits at another time on each rank.
+        It must not start a collective, since the reducer waits at another time on each rank.
 
         Raises:
             RuntimeError: The reduction failed; a ReductionError if there is more to say.
         """
 
     def result(self) -> list[Tensor]:
-        """The reduced flat buffer, for a sparse bucket the reduced tensor; to be asked after `wait`."""
+        """The reduced flat buffer, or tensor of a sparse bucket; called after `wait`."""
 
 
 class CommAlgorithm(ABC):
-    """One way to reduce the buckets of one module; built by an `AlgorithmConfig`.
+    """How one module's ranks communicate; built by an `AlgorithmConfig`.
 
-    All but `evaluation` and the states are called on every rank in the same order; `launch` and `after_backward` by the
-    thread that runs the backward. docs/custom_algorithms.md says when each is called, and what it may rely on.
+    Every rank calls all methods but `evaluation` and the states in the same order; the thread that runs the backward
+    calls `launch` and `after_backward`. docs/custom_algorithms.md says when each is called, and what it may rely on.
     """
 
     #: For people, and compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
@@ -116,21 +116,21 @@ class CommAlgorithm(ABC):
     traits: Traits = Traits()
     #: Whether buckets are sent over the process group that the module was given, which other modules may use too.
     shares_process_group: bool = True
-    #: Whether ``register_comm_hook`` may put a hook in its place.
+    #: Whether ``register_comm_hook`` may replace it by a hook.
     gives_way_to_comm_hook: bool = False
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether the buckets of this iteration are launched; it changes in `after_backward` alone, on every rank.
+        """Whether the buckets of this iteration are launched; changes only in `after_backward`, on every rank.
 
-        To be overridden where the payload is ``"both"``.
+        To be overridden if the payload is ``"both"``.
         """
         return self.traits.payload == "gradients"
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """Why these cannot be reduced, and the way out; empty if they can.
+        """Why these parameters cannot be reduced, and the way out; empty if they can.
 
-        Asked once, before anything is sent. The ranks compare it, so that all of them raise where one objects.
+        Called once, before anything is sent. The ranks compare it, so that all of them raise if one objects.
 
         Args:
             parameters: Those that are to be reduced, by name, in registration order.
@@ -139,35 +139,35 @@ class CommAlgorithm(ABC):
 
     @property
     def meets_others(self) -> bool:
-        """Whether, in an iteration in which no bucket is launched, the ranks exchange something else."""
+        """Whether the ranks exchange something else than buckets in this iteration."""
         return not self.sends_gradients and self.traits.in_step
 
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
         """Called once, when the parameters are equal on all ranks, before anything else.
 
-        And once more behind `detach`, where what was to take its place could not be attached.
+        Called again after `detach` if the algorithm that was to replace it could not be attached.
 
         Args:
-            parameters: Those that are reduced, in registration order: number ``index`` of a bucket's gradients is the
-                one at that place.
+            parameters: Those that are reduced, in registration order: the ``index`` of a bucket's gradient is a place
+                in this sequence.
         """
 
     def detach(self, together: bool) -> None:  # noqa: B027  # most have nothing to do
-        """Called when another algorithm, or a comm hook, takes its place, or the module is given back.
+        """Another algorithm or a comm hook replaces it, or the module is unwrapped.
 
         Args:
-            together: Every rank does so between the same two steps: leave the parameters equal on all of them, and
-                nothing under way. False after an error: only let go of what this rank holds.
+            together: Every rank calls this between the same two steps: leave the parameters equal on all of them, and
+                nothing under way. False after an error: only release what this rank holds.
         """
 
     def before_forward(self) -> None:  # noqa: B027  # most have nothing to do
         """A forward whose backward is to be reduced begins; inside ``Join`` also on ranks that have no input left.
 
-        Its backward need not follow: there may be several forwards for one backward, and forwards without any.
+        There may be several forwards for one backward, and forwards without any.
         """
 
     def before_local_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """A forward inside ``no_sync`` begins, whose backward is no iteration."""
+        """A forward inside ``no_sync`` begins, whose backward is not reduced."""
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:  # noqa: B027  # most have nothing to do
         """Parameters are about to be read, by compiled code or by anybody: return when they are complete.
@@ -201,32 +201,32 @@ class CommAlgorithm(ABC):
             bucket.hand_over(untouched)
 
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
-        """An iteration ends: every ``.grad`` is what it will be, reduced or this rank's own.
+        """An iteration ends: every ``.grad`` has its final value, reduced or this rank's own.
 
-        Inside ``Join`` also on ranks that have no input left, and contribute zeros. Not behind a backward without a
-        forward before it that has passed over a bucket, as a parameter there has no gradient yet.
+        Inside ``Join`` also called on ranks that have no input left, and contribute zeros. Not called if a backward
+        without a forward before it skipped a bucket, because a parameter there has no gradient yet.
         """
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """What a forward without gradients runs in, and optimizers that step inside of a backward."""
+        """A context for forwards without gradients, and for optimizers that step inside of a backward."""
         return nullcontext()
 
     def before_load(self) -> None:  # noqa: B027  # most have nothing to do
         """``load_state_dict`` of the module is about to write its parameters, maybe on this rank alone.
 
         Raises:
-            ReplicationError: Not now.
+            ReplicationError: It may not be called now.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on from here, bit for bit, beside the states of module and optimizer.
+        """This rank's state, needed beside those of module and optimizer to resume from here bit for bit.
 
-        Tensors are copies. Every rank has its own; it is asked for between two steps.
+        Tensors are copies. Called between two steps; every rank has a state of its own.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank.
+        """Resume from what `state_dict` returned on this rank.
 
         Raises:
             ValueError: It belongs to another algorithm, or to other parameters.
@@ -235,12 +235,12 @@ class CommAlgorithm(ABC):
             raise ValueError(f"the {self.name} has no state, and was given {', '.join(state)}; it is another one's")
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start to reduce a bucket; every algorithm has it whose payload is gradients.
+        """Start to reduce a bucket; to be overridden unless the payload is ``"parameters"``.
 
         Args:
             bucket: ``bucket.flat`` holds this rank's gradients, dense of shape (n,), or sparse of the parameter's
-                shape; it may be written until the result is done. ``bucket.parameters`` and ``bucket.spec`` say whose
-                gradients lie where.
+                shape; it may be written until the reduction is done. ``bucket.parameters`` and ``bucket.spec`` say
+                whose gradients lie where.
             is_last: Whether no bucket follows in this iteration.
 
         Raises:
@@ -249,26 +249,26 @@ class CommAlgorithm(ABC):
         raise NotImplementedError(f"the {self.name} has no launch()")
 
     def explain(self) -> list[str]:
-        """Lines for ``model.explain()``: what happens that the plan does not show."""
+        """Lines for ``model.explain()``, about what the plan does not show."""
         return []
 
     def drain(self) -> None:  # noqa: B027  # most have nothing to do
-        """Return when nothing that was launched will start another collective.
+        """Return when no launched reduction will start another collective.
 
         Called before anything else is sent, and before the reducer waits, which one rank may do between two launches
-        and another may not. So an algorithm of several collectives for a bucket calls it at the begin of `launch`.
+        and another may not. So an algorithm of several collectives for a bucket calls it at the start of `launch`.
 
         Raises:
-            ReductionError: What was launched has failed.
+            ReductionError: A launched reduction has failed.
         """
 
 
 class AlgorithmConfig(ABC):
-    """What users pass as ``ddp_compile(model, algorithm=...)``: settings alone, frozen and picklable."""
+    """Settings that users pass as ``ddp_compile(model, algorithm=...)``; frozen and picklable."""
 
     @abstractmethod
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        """A new algorithm for one module, reducing over the ranks of a process group.
+        """A new algorithm for one module, over the ranks of a process group.
 
-        It must not communicate: the ranks have not yet compared whether all of them were given the same algorithm.
+        It must not communicate: the ranks have not yet compared whether all were given the same algorithm.
         """

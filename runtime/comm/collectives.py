@@ -1,4 +1,4 @@
-"""What the ranks tell each other before they reduce anything: their parameters, and one bucket plan."""
+"""What the ranks exchange before they reduce anything: descriptions of their models, parameters, one bucket plan."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 # As DistributedDataParallel's broadcast_bucket_size (torch 2.13): large enough for bandwidth, small enough to stage.
 _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
-# Of what is told in errors, so that the size of a message does not depend on the model.
+# Limits for the texts of errors, so that the size of a message does not depend on the model.
 _MOST_BYTES_OF_A_LINE = 2048
 _MOST_BYTES_OF_A_NAME = 256
 
 
 def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that every rank was given the same module and settings, with one small all-gather where they were.
+    """Check, by one small all-gather, that every rank was given the same module and settings.
 
-    Where they were not, rank 0's description goes to all, and the first difference of one rank.
+    Only if they differ does rank 0's description travel, and then the first difference of one rank.
 
     Args:
         description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
@@ -43,29 +43,31 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
     different = ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
     if not different:
         return
-    # Only the first of them speaks: descriptions from all ranks would be gigabytes, of a thousand ranks and layers.
-    text_of_rank_0 = _broadcast_bytes(json.dumps(description).encode(), process_group, device)
+    # Descriptions from all ranks would be gigabytes with a thousand ranks and layers.
+    first, other = dist.get_global_rank(process_group, 0), different[0]
+    text_of_first = _broadcast_bytes(json.dumps(description).encode(), process_group, device, first)
     difference = ""
-    if process_group.rank() == different[0]:
-        difference = _shorten(_first_difference(json.loads(text_of_rank_0), list(description)), _MOST_BYTES_OF_A_LINE)
-    difference = _broadcast_bytes(difference.encode(), process_group, device, different[0]).decode()
+    if dist.get_rank() == other:
+        difference = _first_difference(json.loads(text_of_first), list(description), first)
+        difference = _shorten(difference, _MOST_BYTES_OF_A_LINE)
+    difference = _broadcast_bytes(difference.encode(), process_group, device, other).decode()
     raise RanksDifferError(
         f"{this_rank()}: the ranks were given different models. First difference: {difference}"
-        f" on rank {different[0]}. Build the same model with the same settings on every rank before ddp_compile"
+        f" on rank {other}. Build the same model with the same settings on every rank before ddp_compile"
     )
 
 
-def _first_difference(ours: list[str], theirs: list[str]) -> str:
-    for expected, found in zip(ours, theirs, strict=False):
-        if expected != found:
-            return f"{expected} on rank 0 is {found}"
-    if len(ours) > len(theirs):
-        return f"{ours[len(theirs)]} of rank 0 is missing"
-    return f"{theirs[len(ours)]}, which rank 0 does not have, exists"
+def _first_difference(expected: list[str], found: list[str], first_rank: int) -> str:
+    for theirs, own in zip(expected, found, strict=False):
+        if theirs != own:
+            return f"{theirs} on rank {first_rank} is {own}"
+    if len(expected) > len(found):
+        return f"{expected[len(found)]} of rank {first_rank} is missing"
+    return f"{found[len(expected)]}, which rank {first_rank} does not have, exists"
 
 
 def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Sixteen characters that rank 0 has drawn, the same on every rank and new in each call."""
+    """Sixteen characters drawn by the group's rank 0, the same on every rank and new in each call."""
     drawn = _to_tensor(os.urandom(8), device)
     if process_group.size() > 1:
         dist.broadcast(drawn, dist.get_global_rank(process_group, 0), group=process_group)
@@ -76,30 +78,35 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
     """Check, before anything is reduced, that every rank reduces the same model in the same way.
 
     Args:
-        algorithm: Name of this rank's way.
+        algorithm: Name of this rank's algorithm.
         process_group: The ranks to compare.
         device: Device for the messages.
         model: What this model is called among those that share the process group.
 
     Raises:
-        RanksDifferError: On every rank, with what each of them does.
+        RanksDifferError: On every rank, with the model or the algorithm of each.
     """
     if process_group.size() == 1:
         return
     if ranks_unlike_rank_0(f"{model}\n{algorithm}".encode(), process_group, device):
         models = gather_texts(model, process_group, device, _MOST_BYTES_OF_A_NAME)
-        if len(set(models)) > 1:
-            raise error_messages.models_differ(name_values(models))
+        if len(set(models.values())) > 1:
+            raise RanksDifferError(
+                f"{this_rank()}: the ranks have come to the first backwards of different models:"
+                f" {name_values(models)}. Call the backwards of the models in one order on every rank, or give each"
+                " model a process group of its own"
+            )
         algorithms = gather_texts(algorithm, process_group, device, _MOST_BYTES_OF_A_NAME)
         raise error_messages.algorithms_differ(name_values(algorithms))
 
 
 def gather_texts(
     text: str, process_group: dist.ProcessGroup, device: torch.device, most_bytes: int = _MOST_BYTES_OF_A_LINE
-) -> list[str]:
-    """The texts of all ranks, by rank, each cut off after ``most_bytes``. Every rank calls it."""
+) -> dict[int, str]:
+    """The texts of all ranks, by global rank, each cut off after ``most_bytes``. Every rank calls it."""
     line = _shorten(text, most_bytes).encode().ljust(most_bytes, b"\0")
-    return [theirs.rstrip(b"\0").decode() for theirs in _all_gather(line, process_group, device)]
+    gathered = _all_gather(line, process_group, device)
+    return {rank: theirs.rstrip(b"\0").decode() for rank, theirs in gathered.items()}
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
@@ -110,9 +117,9 @@ def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: to
     agreed = plan_of_rank_0(plan, process_group, device)
     if agreed.digest != plan.digest:
         log.warning(
-            "rank %d cut its graphs for bucket plan %s (%s) but reduces by rank 0's plan %s (%s):"
+            "%s cut its graphs for bucket plan %s (%s) but reduces by rank 0's plan %s (%s):"
             " the gradients are the same, but some buckets are launched later than they could be",
-            process_group.rank(),
+            this_rank(),
             plan.digest,
             number_of(len(plan.buckets), "bucket"),
             agreed.digest,
@@ -125,7 +132,8 @@ def plan_of_rank_0(plan: BucketPlan, process_group: dist.ProcessGroup, device: t
     """Rank 0's plan, on every rank. It travels as JSON bytes."""
     if process_group.size() == 1:
         return plan
-    return BucketPlan.from_json(_broadcast_bytes(plan.to_json().encode(), process_group, device).decode())
+    first = dist.get_global_rank(process_group, 0)
+    return BucketPlan.from_json(_broadcast_bytes(plan.to_json().encode(), process_group, device, first).decode())
 
 
 def broadcast_all(tensors: Sequence[Tensor], process_group: dist.ProcessGroup, source_in_group: int = 0) -> None:
@@ -136,13 +144,11 @@ def broadcast_all(tensors: Sequence[Tensor], process_group: dist.ProcessGroup, s
     torch_internals.broadcast_coalesced(process_group, detached, _BROADCAST_CHUNK_BYTES, source_in_group)
 
 
-def _broadcast_bytes(
-    payload: bytes, process_group: dist.ProcessGroup, device: torch.device, source_in_group: int = 0
-) -> bytes:
-    source = dist.get_global_rank(process_group, source_in_group)
+def _broadcast_bytes(payload: bytes, process_group: dist.ProcessGroup, device: torch.device, source: int) -> bytes:
+    """The payload of a global rank."""
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(length, source, group=process_group)
-    if process_group.rank() != source_in_group:
+    if dist.get_rank() != source:
         payload = bytes(int(length.item()))
     message = _to_tensor(payload, device)
     dist.broadcast(message, source, group=process_group)
@@ -150,21 +156,23 @@ def _broadcast_bytes(
 
 
 def ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The ranks, ascending, that hold other bytes than rank 0; asked with 32 bytes from each."""
+    """The global ranks that hold other bytes than the group's rank 0; each rank sends 32 bytes."""
     digests = _all_gather(hashlib.sha256(payload).digest(), process_group, device)
-    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    expected = next(iter(digests.values()))
+    return [rank for rank, digest in digests.items() if digest != expected]
 
 
-def _all_gather(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """What each rank gives, by rank; of the same length on all of them."""
+def _all_gather(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> dict[int, bytes]:
+    """What each rank gives, of one length, by its global rank, in the order of the group."""
     message = _to_tensor(payload, device)
     messages = [torch.empty_like(message) for _ in range(process_group.size())]
     dist.all_gather(messages, message, group=process_group)
-    return [bytes(row) for row in torch.stack(messages).tolist()]  # one copy from the device
+    rows = map(bytes, torch.stack(messages).tolist())  # one copy from the device
+    return dict(zip(dist.get_process_group_ranks(process_group), rows, strict=True))
 
 
 def _shorten(text: str, most_bytes: int) -> str:
-    """A text of so many bytes at most; one that is cut off ends with a few digits that tell it from others."""
+    """A text of so many bytes at most; one that is cut off ends with a digest that tells it from others."""
     if len(text.encode()) <= most_bytes:
         return text
     end = f"... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"

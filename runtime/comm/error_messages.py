@@ -1,4 +1,4 @@
-"""The reducer's errors: what happened, on which rank, to which parameters, and what to do about it."""
+"""Texts of the runtime's errors: what happened, on which rank, to which parameters, and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,105 +17,56 @@ from ddp_compile.errors import (
     this_rank,
 )
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.comm.rank_names import format_ranks
+from ddp_compile.runtime.comm.rank_names import on_ranks
+
+# Collectives that fail.
+
+
+def _look_elsewhere(where: str, error: Exception) -> str:
+    return (
+        f"Another rank has raised, exited, or not come to {where} within the process group's timeout; look for its"
+        f" error. ({error})"
+    )
 
 
 def no_plan_to_agree_on(plan: BucketPlan, error: RuntimeError) -> ReductionError:
     """The collective that seals the plan, or packs its tail anew, failed."""
     gradients = plan.buckets[0].gradients
     return ReductionError(
-        f"{this_rank()}: the ranks did not come to agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
-        f" {gradients[-1].fqn}) could be launched. Another rank has raised, exited, or not come to its backward within"
-        f" the process group's timeout; look for its error. ({error})"
+        f"{this_rank()}: the ranks could not agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
+        f" {gradients[-1].fqn}) could be launched. {_look_elsewhere('its backward', error)}"
     )
 
 
 def reduction_failed(what: str, error: RuntimeError) -> ReductionError:
-    """The all-reduce of a bucket, or of the message behind the buckets, failed."""
-    return ReductionError(
-        f"{this_rank()}: the all-reduce of {what} failed. Another rank has raised, exited,"
-        " or not come to its backward within the process group's timeout; look for its error."
-        f" ({error})"
-    )
+    """The reduction of a bucket, or of the message at the end of an iteration, failed."""
+    return ReductionError(f"{this_rank()}: the all-reduce of {what} failed. {_look_elsewhere('its backward', error)}")
+
+
+def exchange_failed(name: str, error: Exception) -> ReductionError:
+    """Something other than a reduction of gradients failed."""
+    return ReductionError(f"{this_rank()}: the {name} failed. {_look_elsewhere('the same step', error)}")
 
 
 def nothing_to_wait_for(name: str, bucket: str, returned: object) -> TypeError:
-    """``launch`` of a user's algorithm returned no `Pending`, so the gradients would not be averaged."""
+    """``launch`` of a user's algorithm returned no `Pending`."""
     return TypeError(
         f"{this_rank()}: launch() of the {name} returned {returned!r} for {bucket}; return an object that has wait()"
         " and result(), such as the work of a collective with async_op=True"
     )
 
 
-def exchange_failed(name: str, error: Exception) -> ReductionError:
-    """Parameters did not come from where they were awaited."""
-    return ReductionError(
-        f"{this_rank()}: the {name} failed. Another rank has raised, exited, or not come to the same step within the"
-        f" process group's timeout; look for its error. ({error})"
-    )
-
-
-def ranks_gone(name: str, gone: Mapping[int, str]) -> ReductionError:
-    """Some ranks have stopped training before the others.
-
-    Args:
-        name: Of the algorithm.
-        gone: What each of them has done, by its global rank.
-    """
-    return ReductionError(
-        f"{this_rank()}: the {name} has ended, because {'; '.join(f'rank {who} {how}' for who, how in gone.items())}"
-        " without model.comm_algorithm.abort(). Look for that rank's error; if there is none, call abort() on every"
-        " rank after its last step"
-    )
-
-
-def parameters_written(name: str) -> ReductionError:
-    """What comes from the others would write over what this rank has done to its parameters."""
-    return ReductionError(
-        f"{this_rank()}: parameters were written between a forward and the end of its backward, while the {name} had"
-        " them under way, whose result would undo that. Step, load and edit before the forward; and put forwards that"
-        " no backward follows into torch.no_grad() or model.no_sync()"
-    )
-
-
-def late_step(name: str) -> ReductionError:
-    """An optimizer is about to step after the parameters for this step have been sent."""
-    return ReductionError(
-        f"{this_rank()}: an optimizer is about to step after the {name} has sent the parameters for this step, so the"
-        " ranks' parameters would differ. A forward with gradients, or model.comm_algorithm.state_dict(), came between"
-        " the backward and the step, so the step was taken to be skipped. Put such a forward into torch.no_grad() or"
-        " model.no_sync(), or before the backward; take checkpoints after the step"
-    )
-
-
-def parameters_written_outside(name: str) -> ReductionError:
-    """An average may have been written at the same time, and one of both is lost."""
-    return ReductionError(
-        f"{this_rank()}: parameters were written, and not by a step of an optimizer, while the {name} goes on, which"
-        " may write its average at the same time. On every rank, write into them inside of `with"
-        " model.comm_algorithm.writing():`, or between model.comm_algorithm.abort() and resume(); start again from a"
-        " checkpoint"
-    )
+# Ranks that differ.
 
 
 def algorithms_differ(described: str) -> RanksDifferError:
-    """Which ranks reduce in which way."""
     return RanksDifferError(
         f"{this_rank()}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
         " register_comm_hook on every rank, with the same hook, between the same two steps"
     )
 
 
-def models_differ(described: str) -> RanksDifferError:
-    """The ranks have come to the first backwards of different models."""
-    return RanksDifferError(
-        f"{this_rank()}: the ranks have come to the first backwards of different models: {described}. Call the"
-        " backwards of the models in one order on every rank, or give each model a process group of its own"
-    )
-
-
 def another_models_plan(model: str, theirs: str, ours: str) -> RanksDifferError:
-    """The bucket plan that rank 0 sent has other parameters than this model."""
     return RanksDifferError(
         f"{this_rank()}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model"
         f" has {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every"
@@ -124,7 +75,6 @@ def another_models_plan(model: str, theirs: str, ours: str) -> RanksDifferError:
 
 
 def ranks_out_of_step(iteration_number: int, difference: str) -> RanksDifferError:
-    """The ranks have not done the same until the end of an iteration."""
     return RanksDifferError(
         f"{this_rank()}: at the end of iteration {iteration_number} the ranks are out of step. {difference}. Gradients"
         " of different steps may have been averaged since the agreement point before: start again from a checkpoint"
@@ -132,7 +82,6 @@ def ranks_out_of_step(iteration_number: int, difference: str) -> RanksDifferErro
 
 
 def out_of_step() -> ReductionError:
-    """A backward raised in the middle of an iteration."""
     return ReductionError(
         f"{this_rank()}: the last backward raised after its reduction had started, so the ranks may be out of"
         " step, and going on could average gradients of different steps. Start again from a checkpoint; or, if"
@@ -141,8 +90,10 @@ def out_of_step() -> ReductionError:
     )
 
 
+# Gradients that do not come.
+
+
 def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static_graph: bool) -> MissingGradientError:
-    """A backward ended, and no other one brought what was missing; some of it may have been frozen since."""
     frozen = [name for name, parameter in missing.items() if not parameter.requires_grad]
     why = (
         f" Of these, {len(frozen)} were frozen after ddp_compile: {', '.join(frozen)}. Freeze them before it, or"
@@ -163,12 +114,11 @@ def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static
     )
 
 
-#: More backwards before the module is called for the first time are more than those of a few regularisers.
+#: A few regularisers may have backwards of their own before the module is first called; more than these are a mistake.
 MOST_BACKWARDS_ALONE = 8
 
 
 def backwards_alone(num_arrived: int, num_parameters: int) -> str:
-    """A warning: something is trained for which nobody has called the module."""
     return (
         f"{this_rank()}: {MOST_BACKWARDS_ALONE} backwards have brought gradients, the last one of {num_arrived} of"
         f" {num_parameters} parameters, and the module itself has not been called yet: they are not averaged. Call the"
@@ -177,7 +127,7 @@ def backwards_alone(num_arrived: int, num_parameters: int) -> str:
 
 
 def parameters_changed(changes: Sequence[str]) -> ParametersChangedError:
-    """What happened since the module was replicated, and to which parameters: "added: adapter.weight"."""
+    """Args: changes: Such as "added: adapter.weight"."""
     return ParametersChangedError(
         f"{this_rank()}: the parameters are not those that ddp_compile has replicated, and their gradients would not be"
         f" averaged: {'; '.join(changes)}. Make such changes before ddp_compile, or replicate the module again after"
@@ -185,8 +135,17 @@ def parameters_changed(changes: Sequence[str]) -> ParametersChangedError:
     )
 
 
+def static_graph_without_input() -> ReplicationError:
+    return ReplicationError(
+        f"{this_rank()}: static_graph=True learns from the first iteration, in which this rank has had no input; give"
+        " every rank at least one batch, or drop static_graph"
+    )
+
+
+# Gradients that come at the wrong time, or are not what they should be.
+
+
 def arrived_twice(name: str) -> GradientArrivalError:
-    """A second gradient while others of the iteration are missing."""
     return GradientArrivalError(
         f"{this_rank()}: the gradient of {name} arrived twice before all others had arrived."
         " Either a reentrant checkpoint runs over shared weights: use use_reentrant=False, or static_graph=True; or"
@@ -196,13 +155,12 @@ def arrived_twice(name: str) -> GradientArrivalError:
 
 
 def arrived_unused(name: str, static_graph: bool) -> GradientArrivalError:
-    """A gradient of a parameter whose bucket had been launched without one."""
     reason = (
         "it got none in the first iteration, and static_graph=True promises that this stays so; drop static_graph"
         if static_graph
-        else "no path led to it from the module's outputs, or what led to it had brought an undefined gradient before."
-        " It is used outside of the module's forward, inside of a reentrant checkpoint, or by several backwards: use it"
-        " in the forward, use use_reentrant=False, add the losses up, or drop find_unused_parameters"
+        else "no path led to it from the module's outputs, or its path had brought an undefined gradient before. It is"
+        " used outside of the module's forward, inside of a reentrant checkpoint, or by several backwards: use it in"
+        " the forward, use use_reentrant=False, add the losses up, or drop find_unused_parameters"
     )
     return GradientArrivalError(
         f"{this_rank()}: {name} got a gradient after its bucket had been launched without one, because {reason}"
@@ -220,7 +178,7 @@ def used_after_all(names: Sequence[str]) -> GradientArrivalError:
 
 
 def contributor_after_launch(names: Sequence[str], launched_once: str | None, has_moved: bool) -> GradientArrivalError:
-    """Gradients that a compiled backward computed were not the only ones, and their buckets cannot be launched again.
+    """Gradients came after a compiled backward had handed their buckets over, which cannot be launched again.
 
     Args:
         names: Of the parameters.
@@ -242,26 +200,21 @@ def contributor_after_launch(names: Sequence[str], launched_once: str | None, ha
     )
 
 
-def not_finite(said: Sequence[str]) -> NonFiniteGradientError:
-    """With ``check_finite_gradients``, a gradient of some rank was infinite or NaN.
-
-    Args:
-        said: The gradients of each rank that were not finite, in words; empty if all were.
-    """
-    ranks_of = {text: [other for other, theirs in enumerate(said) if theirs == text] for text in said if text}
-    found = "; ".join(
-        f"on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} in {text}" for text, ranks in ranks_of.items()
-    )
+def not_finite(found: Mapping[int, str]) -> NonFiniteGradientError:
+    """Args: found: The gradients of each global rank that were not finite, in words; empty if all were."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in found.items():
+        ranks_of.setdefault(text, []).append(rank)
+    described = "; ".join(f"{on_ranks(ranks)} in {text}" for text, ranks in ranks_of.items() if text)
     return NonFiniteGradientError(
-        f"{this_rank()}: gradients were infinite or NaN before they were reduced, {found}. Every rank has raised this,"
-        " and .grad holds means that are not finite either. Set the gradients to zero on every rank, and leave this"
-        " step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells which operation"
+        f"{this_rank()}: gradients were infinite or NaN before they were reduced, {described}. Every rank has raised"
+        " this, and .grad holds means that are not finite either. Set the gradients to zero on every rank, and leave"
+        " this step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells which operation"
         " makes a NaN. With a GradScaler, which looks for infinities itself, drop check_finite_gradients=True"
     )
 
 
 def gradient_gone(name: str) -> GradientArrivalError:
-    """``.grad`` was taken away between its arrival and its bucket's."""
     return GradientArrivalError(
         f"{this_rank()}: the gradient of {name} was set to None before it was averaged, perhaps"
         " by a hook that steps an optimizer inside the backward; step after the backward"
@@ -269,7 +222,6 @@ def gradient_gone(name: str) -> GradientArrivalError:
 
 
 def gradient_with_graph(name: str) -> GradientArrivalError:
-    """The backward was given ``create_graph=True``; what is computed from the mean would not lead back to it."""
     return GradientArrivalError(
         f"{this_rank()}: the gradient of {name} requires a gradient itself, because of create_graph=True, but its mean"
         " over the ranks does not lead back to the ranks' gradients. Take the gradients that the loss is made of with"
@@ -277,8 +229,10 @@ def gradient_with_graph(name: str) -> GradientArrivalError:
     )
 
 
+# Calls at the wrong time.
+
+
 def algorithm_in_backward(name: str) -> RuntimeError:
-    """Some buckets of the iteration have been launched, or may have been, in the other way."""
     return RuntimeError(
         f"{this_rank()}: the {name} was to reduce from now on while a backward has not been completed; register a hook,"
         " or set an algorithm, before the first backward or between two steps"
@@ -286,39 +240,25 @@ def algorithm_in_backward(name: str) -> RuntimeError:
 
 
 def not_finalized(what: str) -> ReductionError:
-    """`finalize_backward` was forgotten.
-
-    Args:
-        what: What has come instead.
-    """
+    """Args: what: What came before ``finalize_backward()``."""
     return ReductionError(
         f"{this_rank()}: {what} before finalize_backward(): with require_manual_backward_finalization = True the"
-        " reductions of a backward are under way until model.finalize_backward() waits for them. Call it once behind"
+        " reductions of a backward are under way until model.finalize_backward() waits for them. Call it once after"
         " each backward that is reduced, before the gradients are used. If an optimizer has stepped meanwhile, it has"
         " used gradients that are not averaged: start again from a checkpoint"
     )
 
 
 def manual_finalization_in_backward(required: bool) -> RuntimeError:
-    """Nobody could tell who has to wait for the reductions that are under way."""
     return RuntimeError(
         f"{this_rank()}: require_manual_backward_finalization = {required} was set while a backward has not been"
-        " completed; set it before a forward, or behind finalize_backward()"
+        " completed; set it before a forward, or after finalize_backward()"
     )
 
 
 def second_forward_in_join() -> ReplicationError:
-    """Ranks that have no input left could not know whether one backward follows or two."""
     return ReplicationError(
         f"{this_rank()}: a second forward inside a Join before the backward of the first one: ranks that have no input"
         " left take part in one backward for each forward. Call backward after each forward, put forwards that need"
         " none into torch.no_grad() and those whose gradients accumulate into model.no_sync()"
-    )
-
-
-def static_graph_without_input() -> ReplicationError:
-    """A rank without any input in the first iteration does not learn which gradients come, nor how often."""
-    return ReplicationError(
-        f"{this_rank()}: static_graph=True learns from the first iteration, in which this rank has had no input; give"
-        " every rank at least one batch, or drop static_graph"
     )

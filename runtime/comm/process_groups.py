@@ -1,4 +1,4 @@
-"""Process groups of our own, beside the one that a module was given, and the nodes of its ranks."""
+"""The process groups that the package makes beside the one that a module was given, and the nodes of its ranks."""
 
 from __future__ import annotations
 
@@ -13,38 +13,61 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import this_rank
+from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
-from ddp_compile.runtime.comm.rank_names import format_ranks
+from ddp_compile.runtime.comm.rank_names import on_ranks
 
 
 def group_of(
-    ranks: Sequence[int],
-    like: dist.ProcessGroup,
-    device: torch.device,
-    name: str | None = None,
-    backend: str | None = None,
+    ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, name: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group of some ranks of another one.
+    """A process group of some ranks of another one, with its backend and timeout.
+
+    It stays until ``torch.distributed.destroy_process_group()``.
 
     Args:
         ranks: Their global ranks.
-        like: Has the same timeout.
-        device: Where what ``like`` sends is.
-        name: What the ranks have agreed on. When None, they draw one, for which all ranks of ``like`` have to be here.
-        backend: That of ``like`` when None; "gloo" for what hosts tell each other.
+        like: The other one.
+        device: Of the tensors that will be sent.
+        name: What the ranks have agreed on. If None, they draw one; then all ranks of ``like`` must call this.
     """
     timeout = torch_internals.group_timeout(like, device)
     name = name_from_rank_0(like, device) if name is None else name
     with torch_internals.groups_of_some_ranks(f"ddp_compile_{name}_{ranks[0]}"):
-        group = dist.new_group(list(ranks), timeout, backend or dist.get_backend(like), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout, dist.get_backend(like), use_local_synchronization=True)
     assert group is not None
     return group
+
+
+def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A process group of the same ranks over which nobody else sends; all of them call this. See `group_of`."""
+    return group_of(dist.get_process_group_ranks(process_group), process_group, device)
+
+
+def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Any, torch.device]:
+    """A process group of the same ranks for messages between hosts, and the device of these messages.
+
+    It is the process group itself if its tensors are on a device without streams. Otherwise it is a gloo group, made
+    without ``torch.distributed.new_group``, which would keep it until all groups are destroyed.
+
+    Args:
+        process_group: The ranks; all of them call this.
+        device: Of the tensors that are sent over it.
+    """
+    store: Any = process_group.get_group_store() if streams.has_streams(device) else None
+    if store is None:  # of a process group written in Python, whose peers gloo could not find, or not needed
+        return process_group, device
+    torch_distributed: Any = dist  # which exports these without saying so
+    own_store = torch_distributed.PrefixStore(f"ddp_compile/{name_from_rank_0(process_group, device)}/hosts", store)
+    timeout = torch_internals.group_timeout(process_group, device)
+    group = torch_distributed.ProcessGroupGloo(own_store, process_group.rank(), process_group.size(), timeout)
+    return group, torch.device("cpu")
 
 
 def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int]]:
     """The global ranks of each node that are in the process group, ascending.
 
-    A launcher numbers the ranks of a node without a gap, and each of them knows its place in LOCAL_RANK.
+    A launcher numbers the ranks of a node without a gap, and tells each its place there as LOCAL_RANK.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     own = (dist.get_rank(), dist.get_rank() - int(local_rank) if local_rank.isdecimal() else None)
@@ -54,8 +77,8 @@ def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int
     if unknown:
         raise ValueError(
             f"{this_rank()}: the {name} has to know which ranks are on one node, and LOCAL_RANK is no number"
-            f" on rank{'s' if len(unknown) > 1 else ''} {format_ranks(sorted(unknown))}. Start with torchrun, set it on"
-            " every rank to its place on its node, or pass hierarchical=False"
+            f" {on_ranks(unknown)}. Start with torchrun, set it on every rank to its place on its node, or pass"
+            " hierarchical=False"
         )
     nodes: dict[int, list[int]] = {}
     for rank, first_of_node in sorted(everyone):
@@ -65,14 +88,14 @@ def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """What ranks need that add up on their nodes first, and then talk from node to node.
+    """The process groups of ranks that reduce on their nodes first, and then between the nodes.
 
     Args:
         sizes: How many ranks each node has.
         node: This rank's, by its number in ``sizes``.
         leader: The global rank that speaks for it.
         within: The ranks of the node; None if this one is alone there.
-        leaders: One rank of each node, on those; None on the others.
+        leaders: The leaders of all nodes; None on a rank that is none.
     """
 
     sizes: tuple[int, ...]
@@ -82,17 +105,23 @@ class NodeGroups:
     leaders: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup, device: torch.device, name: str) -> NodeGroups:
-        """The nodes of a process group, as the launcher has numbered them; on all of its ranks at once.
+    def of(
+        cls, process_group: dist.ProcessGroup, device: torch.device, name: str, hierarchical: bool = True
+    ) -> NodeGroups:
+        """The nodes of a process group, as the launcher numbered them; every rank of it calls this.
 
         Args:
             process_group: The ranks.
-            device: Where what is sent will be.
-            name: Who asks, for the error.
+            device: Of the tensors that will be sent.
+            name: Of the algorithm, for the error.
+            hierarchical: If False, every rank counts as a node.
 
         Raises:
             ValueError: On every rank, if any of them does not know its place on its node.
         """
+        if not hierarchical:
+            group = own_group(process_group, device)
+            return cls((1,) * group.size(), group.rank(), dist.get_rank(), None, group)
         nodes = ranks_of_nodes(process_group, name)
         drawn = name_from_rank_0(process_group, device)
         node = next(number for number, ranks in enumerate(nodes) if dist.get_rank() in ranks)
@@ -105,20 +134,14 @@ class NodeGroups:
             leaders=group_of(leaders, process_group, device, f"{drawn}_leaders") if own[0] == dist.get_rank() else None,
         )
 
-    @classmethod
-    def of_single_ranks(cls, process_group: dist.ProcessGroup, device: torch.device) -> NodeGroups:
-        """Every rank by itself, in a group beside the process group; on all of its ranks at once."""
-        group = group_of(dist.get_process_group_ranks(process_group), process_group, device)
-        return cls((1,) * group.size(), group.rank(), dist.get_rank(), None, group)
-
     def reduce(self, flat: Tensor) -> dist.Work | None:
-        """Start to add up what the node has, on its leader."""
+        """Start to add up the node's buffers on its leader."""
         if self.within is None:
             return None
         return dist.reduce(flat, self.leader, group=self.within, async_op=True)
 
     def broadcast(self, flat: Tensor) -> dist.Work | None:
-        """Start to give the node what its leader has."""
+        """Start to give the leader's buffer to its node."""
         if self.within is None:
             return None
         return dist.broadcast(flat, self.leader, group=self.within, async_op=True)

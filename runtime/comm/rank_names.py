@@ -1,9 +1,8 @@
-"""Ranks in the text of errors."""
+"""How messages name ranks: always by their global ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -17,15 +16,20 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def name_values(values: Sequence[object]) -> str:
+def on_ranks(ranks: Iterable[int]) -> str:
+    """As "on rank 2", "on ranks 0-1, 3"."""
+    ranks = sorted(ranks)
+    return f"on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
+def name_values(values: Mapping[int, object]) -> str:
     """Which ranks have which value, the fewest ranks first: "1 on rank 2, 0 on ranks 0-1, 3".
 
     Args:
-        values: By rank.
+        values: By global rank.
     """
-    counts = Counter(values)
-    ranks_of = {value: [rank for rank, theirs in enumerate(values) if theirs == value] for value in counts}
-    rarest_first = sorted(counts, key=lambda value: (counts[value], ranks_of[value]))
-    return ", ".join(
-        f"{value} on rank{'s' if counts[value] > 1 else ''} {format_ranks(ranks_of[value])}" for value in rarest_first
-    )
+    ranks_of: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    rarest_first = sorted(ranks_of.items(), key=lambda item: (len(item[1]), item[1]))
+    return ", ".join(f"{value} {on_ranks(ranks)}" for value, ranks in rarest_first)

@@ -1,29 +1,29 @@
 """Streams and events of accelerators; the only file of the runtime that knows them.
 
 Note [Streams]
-On an accelerator an operator only starts when Python calls it, and runs in the order of its stream. These streams meet
-in one iteration:
+On an accelerator, Python only queues an operator, which then runs in the order of its stream. These streams meet in one
+iteration:
 
 - the *forward's*: compiled backwards run on it, and with them an early launch;
 - AccumulateGrad's, fixed when its node was made: hooks run on it, and with them the flatten of a bucket;
 - the *caller's*, which called ``backward()``: engine callbacks run on it, and with them the end of an iteration;
 - those of the process groups, and of algorithms that compute beside the backward.
 
-Autograd orders the first three. Everything else is ordered here: a stream that reads what another one has written waits
-for an `Event` of it, and memory that is used outside of the stream that allocated it is announced with `used_by`, or
-the allocator would hand it out again too early. A collective waits for the stream that is current when it is launched;
-its ``Work.wait()`` holds up the stream that is current then, see `work_blocks_host`.
+Autograd orders the first three. Everything else is ordered here: a stream that reads another one's writes waits for an
+`Event` of it, and memory that is used outside of the stream that allocated it is announced with `used_here`, or the
+allocator would reuse it too early. A collective waits for the stream that is current when it is launched; its
+``Work.wait()`` holds up the stream that is current then, see `work_blocks_host`.
 
-On a device without streams, the CPU for one, all of this does nothing, so callers need no branches.
+On a device without streams, such as the CPU, all of this does nothing, so callers need no branches.
 
-Everything goes through `backend`. Tests put a simulated one in its place, which finds accesses that no wait orders.
+Everything goes through `backend`. Tests replace it by a simulated one, which finds accesses that no wait orders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,43 +32,18 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 
-# Their ``Work.wait()`` returns when a transfer is over, whatever device its tensors are on.
+# Their ``Work.wait()`` returns when a transfer is over, whatever the device of its tensors.
 _BLOCKING_BACKENDS = frozenset({"gloo", "mpi"})
 
 #: A stream as the device's module of torch has it: ``torch.cuda.Stream``, ``torch.xpu.Stream``.
 Stream = Any
 
 
-class Backend(Protocol):
-    """The calls to a device's module; devices are those of tensors."""
+class Backend:
+    """Calls the module of a device: ``torch.cuda``, ``torch.xpu`` and those that vendors register share their names.
 
-    def has_streams(self, device: torch.device) -> bool: ...
-
-    def is_capturing(self, device: torch.device) -> bool: ...
-
-    def current(self, device: torch.device) -> Stream: ...
-
-    def new(self, device: torch.device) -> Stream: ...
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]: ...
-
-    def in_thread(self, device: torch.device) -> AbstractContextManager[Any]: ...
-
-    def record(self, device: torch.device) -> Any: ...
-
-    def wait(self, device: torch.device, event: Any) -> None: ...
-
-    def synchronize(self, device: torch.device) -> None: ...
-
-    def used_by(self, tensor: Tensor, stream: Stream) -> None: ...
-
-    def reads_racing(self, device: torch.device, since: Any) -> AbstractContextManager[Any]: ...
-
-    def launched(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None: ...
-
-
-class _DeviceModules:
-    """``torch.cuda``, ``torch.xpu`` and those that vendors register, which all have the same names."""
+    Devices are those of tensors.
+    """
 
     def __init__(self) -> None:
         self._has_streams: dict[str, bool] = {"cpu": False, "meta": False}
@@ -118,11 +93,11 @@ class _DeviceModules:
 
 
 #: Everything here calls it; only tests replace it.
-backend: Backend = _DeviceModules()
+backend = Backend()
 
 
 class Event:
-    """A point on the stream of a device: all work that the stream had been given when it was recorded; see `record`.
+    """A point on a stream: all work queued on it when the event was recorded; see `record`.
 
     Args:
         device: Of the stream.
@@ -143,12 +118,12 @@ class Event:
             backend.wait(self._device, self._recorded)
 
     def reads_racing(self) -> AbstractContextManager[Any]:
-        """Inside, operators may race with writes that come after this event, and with no others."""
+        """Inside, operators may race with writes after this event, and with no others."""
         return nullcontext() if self.stream is None else backend.reads_racing(self._device, self._recorded)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether operators on a device run on streams, so that the host is ahead of them."""
+    """Whether operators on a device run on streams, which the host runs ahead of."""
     return backend.has_streams(device)
 
 
@@ -157,13 +132,12 @@ def is_capturing(device: torch.device) -> bool:
     return backend.has_streams(device) and backend.is_capturing(device)
 
 
-def refuse_capture(device: torch.device, rank: int, what: str) -> None:
+def refuse_capture(device: torch.device, what: str) -> None:
     """Raise a ReplicationError if a call would be captured, and replayed without what Python does in each iteration.
 
     Args:
         device: Of the parameters.
-        rank: This rank.
-        what: What has been called; nothing of it has been sent.
+        what: The call; nothing of it has been sent.
     """
     if is_capturing(device):
         raise ReplicationError(
@@ -180,7 +154,7 @@ def current(device: torch.device) -> Stream | None:
 
 
 def record(device: torch.device) -> Event:
-    """An event after everything that the current stream of a device has been given so far."""
+    """An event after all work queued so far on the current stream of a device."""
     if not backend.has_streams(device):
         return Event(device, None, None)
     return Event(device, backend.current(device), backend.record(device))
@@ -193,16 +167,16 @@ def record_on(stream: Stream, device: torch.device) -> Event:
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the host wait until the current stream of a device has done everything that it was given."""
+    """Let the host wait until the current stream of a device has done all its work."""
     if backend.has_streams(device):
         backend.synchronize(device)
 
 
 def used_here(tensors: Sequence[Tensor]) -> None:
-    """Keep memory from being handed out again before the current stream, which did not allocate it, is done with it.
+    """Keep memory from being reused before the current stream, which did not allocate it, is done with it.
 
     Args:
-        tensors: Of one device, on memory of torch's allocator; views that DLPack has made are not.
+        tensors: Of one device, in memory of torch's allocator, so no views made by DLPack.
     """
     if tensors and backend.has_streams(tensors[0].device):
         stream = backend.current(tensors[0].device)
@@ -211,11 +185,7 @@ def used_here(tensors: Sequence[Tensor]) -> None:
 
 
 class SideStream:
-    """A stream beside the caller's, made when it is first used.
-
-    Args:
-        device: If it has no streams, everything runs on the caller's thread as usual.
-    """
+    """A stream beside the caller's, made when it is first used; on a device without streams it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -231,7 +201,7 @@ class SideStream:
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """Inside, it is the current stream, and has waited for the one that was."""
+        """Inside, it is the current stream, and has waited for the previous one."""
         so_far = record(self._device)
         with self.on():
             so_far.wait()
@@ -239,7 +209,7 @@ class SideStream:
 
 
 def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> None:
-    """Call a function on a new stream, in a thread that torch has not seen yet."""
+    """Call a function on a new stream, in a thread that torch has not used yet."""
     with backend.in_thread(device) if backend.has_streams(device) else nullcontext():
         function()
 
@@ -256,12 +226,7 @@ def launched(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> No
 
 
 def work_blocks_host(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``Work.wait()`` blocks the host until the transfer is over, and does not hold up the current stream.
-
-    Args:
-        process_group: The process group of the collectives.
-        device: Of the tensors.
-    """
+    """Whether ``Work.wait()`` blocks the host until the transfer is over, instead of holding up the current stream."""
     if not backend.has_streams(device):
         return True
     return torch_internals.backend_name(process_group, device) in _BLOCKING_BACKENDS

@@ -1,11 +1,11 @@
-"""Messages under way between ranks, and what becomes of them when whoever sent them is gone.
+"""Messages under way between ranks, also after their owner is gone.
 
 Note [Messages outlive their owners]
-Messages that were not received yet must outlive their sender. A rank that is done, lets its model go and destroys
-its process groups, or ends, must not take that with it. The garbage collector may run on any thread, in the middle of
-anything, of a collective that only this thread can complete even; so nobody waits there. A thread of our own waits, and
-keeps messages, and by them their connections, for as long as the process group's timeout allows. Only the end of the
-process waits for that thread. None of this is done if a wait holds up a stream and not the host, as with NCCL.
+Unreceived messages must outlive their sender. A rank may be done, let its model go and destroy its process groups, or
+end, before another rank has received its messages. The garbage collector may run on any thread at any time, even inside
+of a collective that only this thread can complete; so it must not wait. A thread of its own waits instead, and keeps
+messages, and thereby their connections, for as long as the process group's timeout allows. Only the end of the process
+waits for that thread. None of this is done if a wait holds up a stream and not the host, as with NCCL.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-#: How long the end of a process waits for ranks that have yet to fetch something from it.
+#: How long the end of a process waits for ranks that have yet to receive its messages.
 LONGEST_AT_END_S = 10.0
 
 
 class Transfer:
-    """Some works that belong together.
+    """Works that belong together.
 
-    gloo's messages may be waited for once: a second wait lasts until the timeout, and closes the connection (torch
-    2.13). So whoever waits, on whatever thread, does so here, and no code of Python runs between a wait and the note
-    that it was done: a signal's handler, which may raise, would.
+    A gloo message may be waited for only once: a second wait lasts until the timeout, and closes the connection (torch
+    2.13). So all waits, on whatever thread, are made here, and no Python code runs between a wait and the note that it
+    was done: a signal's handler, which may raise, could run there.
 
     Args:
-        works: Of what was started.
+        works: Works of messages that were started.
     """
 
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:
@@ -48,10 +48,10 @@ class Transfer:
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Return when all is there, or will be before what comes next on the current stream.
+        """Return when all messages have arrived, or will have before later work on the current stream.
 
         Raises:
-            RuntimeError: Something failed or timed out; it is said again by every further call.
+            RuntimeError: One failed or timed out; every further call raises it again.
         """
         with self._lock:
             if self._failure is not None:
@@ -59,13 +59,13 @@ class Transfer:
             try:
                 self._done.extend(self._waits)
             except BaseException as error:
-                if not self.is_done:  # else a handler has raised, and all is there
+                if not self.is_done:  # else a handler has raised, and all have arrived
                     self._num_failed += 1
                     self._failure = error
                 raise
 
     def wait_for_others(self) -> None:
-        """Return when no other rank will come for anything any more, whatever fails."""
+        """Return when no other rank will receive any of these messages any more, whatever fails."""
         with self._lock:
             while not self.is_done:
                 try:
@@ -82,11 +82,11 @@ class Transfer:
 
 
 def keep_after(owner: object, finish: Callable[[], None]) -> None:
-    """Let other ranks have what an object has sent, when it has been collected or the process ends.
+    """Let other ranks receive an object's messages after it has been collected, or the process ends.
 
     Args:
-        owner: Whose messages may be under way.
-        finish: Waits for them, with `Transfer.wait_for_others`; called by a thread of our own, maybe more than once. It
+        owner: Its messages may be under way.
+        finish: Waits for them, with `Transfer.wait_for_others`; called by the keeper's thread, maybe more than once. It
             holds the messages, and must not refer to ``owner``, which would live as long as the process.
     """
     global _keeper  # one for each process: a fork has no threads
@@ -96,11 +96,7 @@ def keep_after(owner: object, finish: Callable[[], None]) -> None:
 
 
 class _Kept:
-    """What was kept for one owner.
-
-    Args:
-        finish: See `keep_after`.
-    """
+    """The messages of one owner."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
@@ -115,7 +111,7 @@ class _Keeper:
         self._kept: set[_Kept] = set()  # of all owners, alive or not
         self._to_finish: queue.SimpleQueue[_Kept] = queue.SimpleQueue()  # its put() may be called by the collector
         threading.Thread(target=self._finish_in_turn, name="ddp_compile_keeper", daemon=True).start()
-        # Not atexit, which children of multiprocessing pass over. It does nothing in a fork.
+        # Not atexit, which children of multiprocessing skip. It does nothing in a fork.
         Finalize(None, self._process_ends, exitpriority=100)
 
     def keep_after(self, owner: object, finish: Callable[[], None]) -> None:
@@ -133,10 +129,10 @@ class _Keeper:
             try:
                 kept.finish()
             except Exception:
-                log.exception("what a rank had sent could not be waited for")
+                log.exception("messages of a rank could not be waited for")
             self._kept.discard(kept)
             kept.is_finished.set()
-            del kept  # the next one may be long in coming
+            del kept  # the next one may take long to come
 
     def _process_ends(self) -> None:
         deadline = time.monotonic() + LONGEST_AT_END_S
@@ -146,7 +142,7 @@ class _Keeper:
         for kept in waiting:
             if not kept.is_finished.wait(max(0.0, deadline - time.monotonic())):
                 log.warning(
-                    "another rank has not come within %.0f s for what this one had sent; the process ends without it",
+                    "another rank has not received this one's messages within %.0f s; the process ends without waiting",
                     LONGEST_AT_END_S,
                 )
                 return

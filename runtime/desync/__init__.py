@@ -1,1 +1,1 @@
-"""What ranks compare and post, so that those that get out of step are found and named."""
+"""What ranks compare and post, so that those out of step are found and named."""

@@ -1,26 +1,28 @@
-"""The ranks compare, every so many iterations, whether they have done the same.
+"""In some iterations, the ranks compare whether they have done the same.
 
 Note [Agreement points]
-They are iterations 1, 2, 4, 8, ... and then every 128th; an iteration is one reduction of all buckets of a model, and
-all models that share a process group are counted together, see Note [Whose message]. Before its last bucket is
+Agreement points are iterations 1, 2, 4, 8, ... and then every 128th. An iteration is one reduction of all buckets of a
+model; all models that share a process group are counted together, see Note [Whose message]. Before its last bucket is
 launched, each rank adds 1 to a counter in the store whose name is a digest of its fingerprint. When the iteration's
-collectives are over, all ranks have done that, since the last one needed them all: nobody waits for anybody. A counter
-that has come to the world size proves that all fingerprints are equal, with one question from each rank, however many
-ranks there are. Otherwise ranks post the fingerprints themselves, and one compares them for all, see Note [One rank
-reads]. The counter of an agreement point is deleted after the next one, which no rank reaches before all have read the
-one before. Where ``wait`` returns before a collective is over, as with NCCL, a rank may read before the others have
-added. Then it asks again for some seconds and leaves the rest to the next agreement point; what is compared is never
-forgotten.
+collectives are over, all ranks have added, since the last collective needed them all: no rank waits for another. A
+counter that equals the world size proves that all fingerprints are equal, with one question from each rank, however
+many ranks there are. Otherwise the ranks post the fingerprints themselves, and one of them compares them for all, see
+Note [One rank reads]. The counter of an agreement point is deleted after the next one, which no rank reaches before all
+have read the previous one. If ``wait`` returns before a collective is over, as with NCCL, a rank may read before the
+others have added. It then asks again for some seconds and leaves the rest to the next agreement point; fingerprints
+accumulate, so nothing is missed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.rank_names import format_ranks
@@ -31,7 +33,7 @@ from ddp_compile.runtime.desync.model_order import ModelOrder
 
 log = logging.getLogger(__name__)
 
-#: After so many agreement points at which not every rank answered, there are no more.
+#: After so many agreement points at which some rank did not answer, there are no more.
 _MOST_UNANSWERED = 3
 
 
@@ -42,30 +44,30 @@ class AgreementPoints:
         shared: The order of the models that share the process group.
         own: An order of this model alone, for iterations that send nothing over that group.
         class_name: Of the model.
-        rank: This rank.
-        world_size: Number of ranks.
+        rank: The global rank of this process.
+        ranks: The global ranks of the process group.
     """
 
-    def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, world_size: int) -> None:
+    def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, ranks: Sequence[int]) -> None:
         self.iteration_number = 1  #: of the iteration that is under way or, between iterations, comes next
-        self.begins_after_forward = True  #: whether a synchronised forward has come since the iteration before
-        self.is_paused = False  #: while ranks do different things by intention
+        self.begins_after_forward = True  #: whether a synchronised forward has come since the previous iteration
+        self.is_paused = False  #: while ranks do different things on purpose
         self.forwards = ForwardsLeftOut()
         self._models = {order: order.add(class_name) for order in (shared, own)}
         self._shared, self._own = shared, own
         self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
         self._backwards_repeated = 0
         self._digest_of: tuple[BucketPlan, str] | None = None
         self._added: _Added | None = None  # in this iteration
         self._old_counter: str | None = None
 
     def last_bucket_is_launched(self, plan: BucketPlan, algorithm: str, is_shared: bool) -> None:
-        """Before the last bucket of an iteration is launched: tell the other ranks, if this is an agreement point.
+        """The last bucket of an iteration is about to be launched: tell the other ranks, if this is an agreement point.
 
         Args:
             plan: The plan the bucket belongs to.
-            algorithm: Name of the way in which this rank reduces.
+            algorithm: Name of the algorithm that reduces it.
             is_shared: Whether it is sent over the process group that models share.
         """
         if self._digest_of is None or self._digest_of[0] is not plan:
@@ -82,14 +84,14 @@ class AgreementPoints:
             self._add(order, fingerprint)
 
     def buffers_are_broadcast(self) -> None:
-        """Rank 0's buffers are sent over the process group that models share."""
+        """Rank 0 broadcasts its buffers over the process group that models share."""
         self._shared.sends("buffers", self.model)
 
     def compare(self) -> None:
-        """When the iteration's collectives are over: compare the ranks' fingerprints, if this is an agreement point.
+        """The iteration's collectives are over: compare the ranks' fingerprints, if this is an agreement point.
 
         Raises:
-            RanksDifferError: On every rank, naming the ranks and what differs.
+            RanksDifferError: On every rank, naming the ranks and the difference.
         """
         if self._added is None:
             return
@@ -98,18 +100,18 @@ class AgreementPoints:
         try:
             # A rank that has added to this counter has read this model's previous one, which rank 0 deletes.
             old_counter, self._old_counter = self._old_counter, added.counter
-            forget = old_counter if self._rank == 0 else None
-            if not order.store.has_come_to(added.counter, self._world_size, forget):
+            forget = old_counter if self._rank == self._ranks[0] else None
+            if not order.store.has_come_to(added.counter, len(self._ranks), forget):
                 self._compare_fingerprints(added)
         except StoreLostError as error:
             self._give_up(order, f"the store of the process group is gone ({error})")
 
     def iteration_ends(self, has_launched: bool) -> None:
-        """The next bucket that is launched begins another iteration.
+        """The next launched bucket begins another iteration.
 
         Args:
-            has_launched: Whether any was launched in this one. A backward that launches none, of a regulariser over a
-                few parameters, concerns no other rank and is no iteration.
+            has_launched: Whether this one launched any. A backward without launches, of a regulariser over a few
+                parameters, concerns no other rank and does not count as an iteration.
         """
         if has_launched:
             self.iteration_number += 1
@@ -118,7 +120,7 @@ class AgreementPoints:
 
     @property
     def model(self) -> str:
-        """What this model is called among those that share the process group."""
+        """This model's name among those that share the process group."""
         return self._models[self._shared]
 
     @property
@@ -127,16 +129,12 @@ class AgreementPoints:
         return self._shared.number_of(self.model)
 
     def refuse_other_model(self) -> NoReturn:
-        """This iteration's message was paired with another model's, and every rank has found that out.
-
-        Raises:
-            RanksDifferError: Always.
-        """
+        """Raise a RanksDifferError: this iteration's message met another model's, as every rank has found out."""
         fingerprint = self._shared.fingerprint()
         try:
             self._compare_fingerprints(_Added.of(self._shared, fingerprint))
         except StoreLostError as error:
-            log.warning("rank %d: the store is gone (%s), so it cannot say which rank sent what", self._rank, error)
+            log.warning("%s: the store is gone (%s), so it cannot say which rank sent what", this_rank(), error)
         what = f"gradients of different models were averaged with each other. {ORDER_WAY_OUT}"
         raise error_messages.ranks_out_of_step(self.iteration_number, what)
 
@@ -153,33 +151,33 @@ class AgreementPoints:
     def _compare_fingerprints(self, added: _Added) -> None:
         order, fingerprint, counter = added
         store, name = order.store, f"{order.prefix}fingerprint/{fingerprint.number}"
-        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        keys = {rank: f"{name}/{rank}" for rank in self._ranks}
         store.post(keys[self._rank], fingerprint.to_json())
 
         def agree() -> bool:  # ranks that come later and see it post nothing
-            return store.has_come_to(counter, self._world_size)
+            return store.has_come_to(counter, len(keys))
 
         def describe(found: dict[str, str]) -> str:
             if len(found) < len(keys):
-                silent = format_ranks(rank for rank, key in enumerate(keys) if key not in found)
+                silent = format_ranks(rank for rank, key in keys.items() if key not in found)
                 return "" if agree() else f"silent {silent}"
-            difference = describe_differences([Fingerprint.from_json(found[key]) for key in keys])
+            difference = describe_differences({rank: Fingerprint.from_json(found[key]) for rank, key in keys.items()})
             return "" if difference is None else f"difference {difference}"
 
-        gathering = Gathering(store, name, keys)
+        gathering = Gathering(store, name, list(keys.values()))
         text = gathering.summary(ANSWER_LIMIT_S, lambda found: len(found) == len(keys) or agree(), describe)
         kind, _, what = ("silent unknown" if text is None else text).partition(" ")
         if kind == "difference":
             raise error_messages.ranks_out_of_step(self.iteration_number, what)
         if kind == "silent":
-            self._are_silent(order, what)
+            self._count_silence(order, what)
 
-    def _are_silent(self, order: ModelOrder, ranks: str) -> None:
+    def _count_silence(self, order: ModelOrder, ranks: str) -> None:
         order.num_unanswered += 1
         log.warning(
-            "rank %d: ranks that said nothing at the end of iteration %d: %s. Either they are late, or they cannot"
-            " reach the store of the process group; nothing was compared",
-            self._rank,
+            "%s: ranks that said nothing at the end of iteration %d: %s. Either they are late, or they cannot reach"
+            " the store of the process group; nothing was compared",
+            this_rank(),
             self.iteration_number,
             ranks,
         )
@@ -188,21 +186,15 @@ class AgreementPoints:
 
     def _give_up(self, order: ModelOrder, why: str) -> None:
         order.num_unanswered = _MOST_UNANSWERED
-        log.warning("rank %d: from now on it is not noticed when ranks get out of step: %s", self._rank, why)
+        log.warning("%s: from now on it is not noticed when ranks get out of step: %s", this_rank(), why)
 
 
 class _Added(NamedTuple):
-    """What this rank has told the others in an iteration.
+    """What this rank told the others in an iteration."""
 
-    Args:
-        order: Whose iterations are compared.
-        fingerprint: This rank's.
-        counter: The key that it has added to.
-    """
-
-    order: ModelOrder
+    order: ModelOrder  #: whose iterations are compared
     fingerprint: Fingerprint
-    counter: str
+    counter: str  #: the key of the counter that it has added to
 
     @classmethod
     def of(cls, order: ModelOrder, fingerprint: Fingerprint) -> _Added:
@@ -210,11 +202,11 @@ class _Added(NamedTuple):
 
 
 class ForwardsLeftOut:
-    """Counts forwards that no backward has reached, although it has reached later ones.
+    """Counts forwards that no backward has reached, although a backward has reached a later forward.
 
-    Several forwards for one backward are no difference between ranks, nor is a forward whose backward is still to come.
-    A hook on the autograd node of an output says that a backward has come to it, one that raises further down included:
-    such a step may be done over.
+    Several forwards for one backward are no difference between ranks, nor is a forward whose backward is yet to come.
+    A hook on the autograd node of an output notices that a backward reaches it, even if the backward raises further
+    down: such a step may be repeated.
     """
 
     def __init__(self) -> None:
@@ -224,15 +216,15 @@ class ForwardsLeftOut:
 
     @property
     def num_left_out(self) -> int:
-        """Of the forwards before the latest one that a backward has reached."""
+        """How many, of the forwards before the latest one that a backward has reached."""
         return self._latest_reached - self._num_reached
 
     def watch(self, outputs: Any) -> None:
         """Count a forward that has returned.
 
         Args:
-            outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. Without any that has
-                an autograd graph it is not counted.
+            outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. A forward none of
+                whose outputs has an autograd graph is not counted.
         """
         if isinstance(outputs, Tensor):  # by far the most frequent case
             nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]

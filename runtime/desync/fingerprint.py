@@ -1,11 +1,11 @@
-"""What has to be equal on all ranks at an agreement point, and the text of an error where it is not."""
+"""What has to be equal on all ranks at an agreement point, and how an error describes differences."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ddp_compile.runtime.comm.rank_names import name_values
@@ -17,9 +17,9 @@ class ModelFingerprint:
 
     Args:
         plan: Digest and generation of its bucket plan.
-        algorithm: Name of the way in which it reduces.
-        forwards_left_out: Training forwards that no backward has reached, although it has reached later ones.
-        backwards_repeated: Iterations that no forward came before.
+        algorithm: Name of the algorithm that reduces it.
+        forwards_left_out: Training forwards that no backward has reached, although a backward has reached a later one.
+        backwards_repeated: Iterations without a forward since the previous one.
     """
 
     plan: str
@@ -33,10 +33,10 @@ class Fingerprint:
     """What the models that share a process group have done on one rank.
 
     Args:
-        number: Of iterations, of all models.
-        models: Those that had an iteration since the agreement point before, by name.
+        number: How many iterations all models have had.
+        models: Those that had an iteration since the last agreement point, by name.
         order: Digest of the order in which all models have sent gradients and buffers.
-        latest: What was sent latest, in order, "the gradients of model 1 (Linear)"; empty if there is only one model.
+        latest: The latest messages in order, "the gradients of model 1 (Linear)"; empty if there is only one model.
     """
 
     number: int
@@ -85,35 +85,36 @@ ORDER_WAY_OUT = (
 )
 
 
-def describe_differences(fingerprints: Sequence[Fingerprint]) -> str | None:
-    """What differs between the ranks, the fewest ranks first, and what to do about it; None where nothing does.
+def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
+    """The differences between the ranks, the fewest ranks first, and what to do about them; None without any.
 
     Args:
-        fingerprints: By rank.
+        fingerprints: By global rank.
     """
     differences, ways_out = [], []
-    if len({fingerprint.order for fingerprint in fingerprints}) > 1:
-        differences.append(_describe_order(fingerprints))
+    first = next(iter(fingerprints.values()))
+    if len({fingerprint.order for fingerprint in fingerprints.values()}) > 1:
+        differences.append(_describe_order(first, fingerprints))
         ways_out.append(ORDER_WAY_OUT)
-    for model in fingerprints[0].models:
-        done = [theirs.models[model] for theirs in fingerprints if model in theirs.models]
+    for model in first.models:
+        done = {rank: theirs.models[model] for rank, theirs in fingerprints.items() if model in theirs.models}
         if len(done) < len(fingerprints):
             continue  # the order, described above, says that this model's iteration was another's on some rank
         for name, field in _FIELDS.items():
-            values = [getattr(fingerprint, name) for fingerprint in done]
-            if len(set(values)) > 1:
-                of_model = f" of {model}" if fingerprints[0].latest else ""
+            values = {rank: getattr(theirs, name) for rank, theirs in done.items()}
+            if len(set(values.values())) > 1:
+                of_model = f" of {model}" if first.latest else ""
                 differences.append(f"{field.what}{of_model}: {name_values(values)}")
                 ways_out.append(field.way_out)
     return f"{'; '.join(differences)}. {'. '.join(dict.fromkeys(ways_out))}" if differences else None
 
 
-def _describe_order(fingerprints: Sequence[Fingerprint]) -> str:
+def _describe_order(first: Fingerprint, fingerprints: Mapping[int, Fingerprint]) -> str:
     """The first of the latest messages in which the ranks differ."""
-    for back in range(min(len(theirs.latest) for theirs in fingerprints), 0, -1):
-        sent = [theirs.latest[-back] for theirs in fingerprints]
-        if len(set(sent)) > 1:
-            later = fingerprints[0].latest[len(fingerprints[0].latest) - back + 1 :]
-            number = fingerprints[0].number - sum("gradients" in each for each in later)
+    for back in range(min(len(theirs.latest) for theirs in fingerprints.values()), 0, -1):
+        sent = {rank: theirs.latest[-back] for rank, theirs in fingerprints.items()}
+        if len(set(sent.values())) > 1:
+            later = first.latest[len(first.latest) - back + 1 :]
+            number = first.number - sum("gradients" in each for each in later)
             return f"iteration {number} of the process group paired different messages: {name_values(sent)}"
     return "the models of the process group have sent in different orders"

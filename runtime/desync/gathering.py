@@ -1,11 +1,11 @@
-"""What all ranks have posted, read by one of them and told to the others in one text.
+"""The posts of all ranks, read by one of them and passed on to the others as one text.
 
 Note [One rank reads]
-A store is one thread. Were every rank to read what every rank has posted, 4,096 of them would ask it for 17 million
-values, minutes of its time. So each rank that wants to know draws a ticket. Who draws the first reads all posts, waits
-for those that are still to come, and puts a summary in their place, with the number of tickets drawn before it looked:
-whoever holds one of those has posted before, and takes the summary. The next ticket reads anew. Ranks that wait for a
-summary look for one key, so that all of them together ask for a number of things that grows as the ranks do.
+A store is one thread. If every rank read every other rank's post, 4,096 ranks would ask it for 17 million values, which
+takes minutes. So each rank that wants to read draws a ticket. The rank with the first ticket reads all posts, waits for
+those yet to come, and posts a summary, with the number of tickets drawn before it read: the holders of these tickets
+had posted before, and take the summary. The holder of the next ticket reads again. Ranks that wait for a summary look
+at one key, so the number of questions grows only linearly with the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, GroupStore
 
-#: Up to so many ranks, each reads for itself if the one that was to read says nothing.
+#: Up to so many ranks, each reads for itself if the reader posts no summary.
 _MOST_WHO_READ_ALONE = 64
-
-_MOST_CHARACTERS = 16_384  # every rank fetches them
+#: Of a summary, which every rank fetches.
+_MOST_CHARACTERS = 16_384
 
 Posts = dict[str, str]
 
@@ -27,9 +27,9 @@ class Gathering:
     """Summaries of what ranks have posted under some keys.
 
     Args:
-        store: Where they post.
-        name: Of the keys that the summaries need; the same on every rank.
-        keys: What is read, one key for each rank.
+        store: The store that they post to.
+        name: Prefix of the keys of the summaries; the same on every rank.
+        keys: One key for each rank.
     """
 
     def __init__(self, store: GroupStore, name: str, keys: Sequence[str]) -> None:
@@ -44,17 +44,16 @@ class Gathering:
         summarise: Callable[[Posts], str],
         at_least_s: float = 0.0,
     ) -> str | None:
-        """What one rank makes of the posts of all; to be asked for after this rank's own.
+        """The text that one rank makes of all posts; to be called after this rank has posted.
 
         Args:
             wait_s: How long that rank waits for posts.
-            enough: Given the posts that there are by their keys, whether no more has to be waited for.
-            summarise: The text, given the posts; cut off after 16,384 characters.
-            at_least_s: How long it waits for further tickets, so that ranks that come one by one read a few times.
+            enough: Given the posts so far by their keys, whether it need not wait for more.
+            summarise: Makes the text of the posts; it is cut off after 16,384 characters.
+            at_least_s: How long it waits for further tickets, so that ranks that come one by one read only a few times.
 
         Returns:
-            The text; None where the rank that was to read has told nothing in time, and the ranks are too many for
-            each to read for itself.
+            The text; None if the reader posts none in time, and there are too many ranks for each to read for itself.
 
         Raises:
             StoreLostError: The store has not answered.
@@ -69,10 +68,10 @@ class Gathering:
         return text
 
     def wait_for_readers(self, num_ranks: int, wait_s: float) -> None:
-        """Wait until so many ranks have asked for a summary, and all who have asked have one.
+        """Wait until so many ranks have asked for a summary, and each that has asked has one.
 
         Args:
-            num_ranks: How many, of all summaries that there have been.
+            num_ranks: Counted over all summaries so far.
             wait_s: How long at most.
 
         Raises:
@@ -84,7 +83,7 @@ class Gathering:
                 return
 
     def _wait_for(self, ticket: int, wait_s: float) -> tuple[int, str]:
-        """The latest summary and its number of tickets, once it is for this ticket or this one comes next."""
+        """The number of tickets and text of the latest summary, once it covers this ticket or this one is next."""
         covered, text = 0, ""
         for _ in pauses(wait_s):
             told = self._store.read([self._told]).get(self._told, "0 ")
@@ -104,7 +103,7 @@ class Gathering:
         earliest = time.monotonic() + at_least_s
         covered, found = 0, Posts()
         for _ in pauses(wait_s):
-            covered = self._store.add(self._tickets, 0)  # first: whoever has drawn one has posted before
+            covered = self._store.add(self._tickets, 0)  # first: the holder of a ticket has posted before
             found = self._store.read(self._keys)
             if time.monotonic() >= earliest and enough(found):
                 break
@@ -116,15 +115,15 @@ class Gathering:
 
 
 def pauses(wait_s: float, longest_s: float = 0.2) -> Iterator[None]:
-    """Comes once more after each of some pauses, the last time when the seconds are over.
+    """Yields between pauses, the last time when the time is over.
 
     Args:
-        wait_s: How long all of them last together.
-        longest_s: How long one of them lasts at most; they double.
+        wait_s: How long all pauses last together.
+        longest_s: How long one lasts at most; they double.
     """
     end, pause_s = time.monotonic() + wait_s, 0.01
     while True:
-        is_over = time.monotonic() >= end  # asked first, so that what came in time is seen
+        is_over = time.monotonic() >= end  # asked first, so that the caller sees what came in time
         yield
         if is_over:
             return

@@ -1,16 +1,16 @@
-"""The store of a process group, asked so that nobody waits for it longer than was meant.
+"""The store of a process group, asked with a limit on every wait.
 
 Note [Stores that do not answer]
 A training step needs no store, so a store that is slow, frozen or gone must never stop one. torch's TCPStore waits
-without a limit for the answer of a server that has been stopped, or whose machine is gone, whatever its timeout is
-(seen on torch 2.13 with a stopped server process). So everything that waits for an answer runs on a thread of its own.
-When it takes too long, the store's connection is shut down, upon which the wait fails and the thread ends, and the
-store is not asked again. No thread may be left behind in there: where its answer comes while the interpreter ends, the
-thread is not given the interpreter's lock but made to exit, through frames of C++ that must not be left so, and the
-process aborts ("terminate called without an active exception"). Other stores than TCPStore have no connection; a thread
-that waits in one, for the lock of a FileStore for example, is left behind.
-What waits for no answer, ``set``, runs in place: it stops only when the socket's buffer is full, some 30 000 posts
-after the server has stopped answering, and the exchanges of `monitor` ask long before that.
+without a limit for the answer of a server that was stopped, or whose machine is gone, whatever its timeout is (seen on
+torch 2.13 with a stopped server process). So every question that waits for an answer runs on a thread of its own. If it
+takes too long, the store's connection is shut down; the wait then fails, the thread ends, and the store is not asked
+again. No thread may stay in the wait: if its answer came while the interpreter ends, the thread would be made to exit
+through C++ frames that must not be unwound so, and the process would abort ("terminate called without an active
+exception"). Only TCPStore has a connection to shut down; a thread that waits in another store, for the lock of a
+FileStore for example, is left there.
+``set`` waits for no answer and runs in place: it blocks only when the socket's buffer is full, some 30 000 posts after
+the server has stopped answering, and the questions of `monitor` notice that long before.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import this_rank
 
 log = logging.getLogger(__name__)
 
-#: How long a store may take to answer. Sound ones take less than a millisecond.
+#: How long a store may take to answer. A healthy one takes less than a millisecond.
 ANSWER_LIMIT_S = 5.0
 
 Answer = TypeVar("Answer")
@@ -37,20 +38,20 @@ class StoreLostError(Exception):
 
 
 class GroupStore:
-    """A connection of our own to the store of a process group, if it has one; without one all questions fail.
+    """A separate connection to the store of a process group; if the group has no store, every question fails.
 
-    The group's own connection may be held for minutes by another thread that waits for a key in it.
+    Another thread may hold the group's own connection for minutes while it waits for a key.
 
     Args:
         process_group: The ranks.
-        prefix: Set before every key.
+        prefix: Prepended to every key.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, prefix: str) -> None:
         self._prefix = prefix
         self._store: Any = None
-        self.lost: str | None = None  #: why it is not asked any more
-        self.ends_here = False  #: whether it ends with this process, and is another one's store as well
+        self.lost: str | None = None  #: why it is no longer asked
+        self.ends_here = False  #: whether it ends with this process, although other processes use it
         if process_group.size() == 1:
             self.lost = "there is no other rank"
             return
@@ -58,12 +59,12 @@ class GroupStore:
         self.ends_here = torch_internals.holds_server(shared)
         try:
             self._store = None if shared is None else shared.clone()
-        except RuntimeError as error:  # no connection, or a store that is written in Python
+        except RuntimeError as error:  # no connection, or a store written in Python
             self.lost = _first_line(error)
-        if shared is None:  # a process group that is written in Python
+        if shared is None:  # a process group written in Python
             self.lost = "the process group has none"
         if self.lost is not None:
-            log.info("rank %d: no store of the process group to tell others in: %s", process_group.rank(), self.lost)
+            log.info("%s: the process group has no store to post to: %s", this_rank(), self.lost)
 
     @property
     def only_grows(self) -> bool:
@@ -71,7 +72,7 @@ class GroupStore:
         return self._store is not None and not self._store.has_extended_api()
 
     def post(self, key: str, value: str) -> None:
-        """Put a value into the store, if it is there; waits for no answer."""
+        """Set a key, if the store is there; waits for no answer."""
         if self.lost is None:
             try:
                 self._store.set(self._prefix + key, value)
@@ -88,7 +89,7 @@ class GroupStore:
         Args:
             counter: Its key.
             value: The value.
-            old_counter: Another key, which is deleted if it has.
+            old_counter: Another key, deleted if the counter has the value.
 
         Raises:
             StoreLostError: The store has not answered.
@@ -103,11 +104,11 @@ class GroupStore:
         return self.ask(compare)
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """The values of those keys that there are. Raises StoreLostError."""
+        """The values of the keys that exist. Raises StoreLostError."""
         return self.ask(lambda: self._values(keys))
 
     def ask(self, question: Callable[[], Answer], limit_s: float = ANSWER_LIMIT_S) -> Answer:
-        """Run something that waits for the store; see Note [Stores that do not answer].
+        """Run a function that waits for the store; see Note [Stores that do not answer].
 
         Raises:
             StoreLostError: It took too long, it failed, or the store was lost before.
@@ -141,7 +142,7 @@ class GroupStore:
         return answers[0]
 
     def _values(self, keys: Sequence[str]) -> dict[str, str]:
-        # Asked one by one only while some are not there: with many ranks, two answers instead of thousands.
+        # One by one only while some are missing: with many ranks, two answers instead of thousands.
         names = [self._prefix + key for key in keys]
         if not self.only_grows and self._store.check(names):
             return {key: value.decode() for key, value in zip(keys, self._store.multi_get(names), strict=True)}

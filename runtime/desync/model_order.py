@@ -2,14 +2,14 @@
 
 Note [Whose message]
 Collectives pair up by order alone, over all models that reduce in one process group. If one rank calls the backwards of
-two models in another order, and the models are of equal sizes, each gets the gradients of the other one. So the ranks
-compare the order of the models' iterations as well. Agreement points are counted in iterations of the process group, of
-whichever model. All ranks come to them together, even if one of them sends another model's bucket there: the last
-bucket of the n-th iteration is always paired with that of the n-th iteration on every other rank. What a model has done
-is compared at the first agreement point after it, which may be in another model's iteration.
+two models of equal sizes in another order, each model gets the other one's gradients. So the ranks also compare the
+order of the models' iterations. Agreement points are counted in iterations of the process group, whichever the model.
+All ranks come to them together, even if one of them sends another model's bucket there: the last bucket of the n-th
+iteration is always paired with that of the n-th iteration on every other rank. A model's iterations are compared at the
+next agreement point, which may be in another model's iteration.
 
-An algorithm that sends over process groups of its own cannot be mixed up with another model. Each such model has an
-order to itself.
+An algorithm that sends over process groups of its own cannot be mixed up with another model. Each such model has its
+own order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint
 from ddp_compile.runtime.desync.group_store import GroupStore
 
-#: Iterations from one agreement point to the next, once there have been so many.
+#: Iterations from one agreement point to the next, after the first so many.
 ITERATIONS_BETWEEN_AGREEMENTS = 128
 
 
@@ -38,14 +38,14 @@ class ModelOrder:
     """The order in which the models that share a process group send gradients and buffers over it, on this rank.
 
     Args:
-        store: Where the ranks compare.
+        store: The store through which the ranks compare.
         prefix: Of its keys.
     """
 
     def __init__(self, store: GroupStore, prefix: str = "") -> None:
         self.store = store
         self.prefix = prefix
-        self.num_unanswered = 0  #: agreement points at which not every rank answered
+        self.num_unanswered = 0  #: agreement points at which some rank did not answer
         self.num_iterations = 0  #: of all models
         self._numbers: dict[str, int] = {}  # of the models, by name
         self._num_before_latest_model = 0
@@ -66,18 +66,18 @@ class ModelOrder:
         return name
 
     def sends(self, what: Literal["gradients", "buffers"], model: str) -> None:
-        """Take note of what a model sends over the process group, if it is not the only one there."""
+        """Record what a model sends over the process group, if there are several models."""
         if len(self._numbers) > 1:
             place = 2 * self._numbers[model] + (what == "gradients")
             self._digest = (self._digest * 1_000_003 + place) % (2**61 - 1)
             self._latest.append(f"the {what} of {model}")
 
     def last_bucket_is_launched(self, model: str, done: ModelFingerprint) -> Fingerprint | None:
-        """Take note of an iteration.
+        """Record an iteration.
 
         Args:
             model: Its name, see `add`.
-            done: What the model has done up to it.
+            done: What the model has done so far.
 
         Returns:
             The fingerprint that has to be equal on all ranks, if this is an agreement point.
@@ -85,7 +85,7 @@ class ModelOrder:
         self.sends("gradients", model)
         self.num_iterations += 1
         self._done[model] = done
-        # Counting begins anew with each model: ranks differ most often in the first iterations.
+        # The count restarts with each new model, since ranks differ most often in the first iterations.
         if not is_agreement_point(self.num_iterations - self._num_before_latest_model):
             return None
         return self.fingerprint(forget=True)
@@ -98,7 +98,7 @@ class ModelOrder:
         """The fingerprint that has to be equal on all ranks now.
 
         Args:
-            forget: Whether the next one begins with the next iteration, because this one is compared.
+            forget: Whether the next fingerprint starts with the next iteration, because this one is compared.
         """
         done = dict(self._done)
         if forget:
@@ -117,6 +117,6 @@ def order_in(process_group: dist.ProcessGroup, store: GroupStore) -> ModelOrder:
 
     Args:
         process_group: The ranks.
-        store: Where they compare, if this is the first of the models.
+        store: The store through which they compare, if this is the first of the models.
     """
     return _ORDERS.setdefault(process_group, ModelOrder(store))

@@ -1,9 +1,9 @@
 """Keeps the ranks in step: they compare what they have done, and say where they stood when a collective fails.
 
 Note [Ranks that get out of step]
-Collectives pair up by order alone. A rank that leaves a backward out, or calls one twice, reduces with another step of
-the other ranks: a mean of what does not belong together, and at the end a collective that nobody joins. So the ranks
-compare, see Note [Agreement points], and each posts where it stands, so that the error of a collective that failed can
+Collectives pair up by order alone. A rank that leaves out a backward, or calls one twice, reduces with another step of
+the other ranks: means of gradients that do not belong together, and at the end a collective that nobody joins. So the
+ranks compare, see Note [Agreement points], and each posts where it stands, so that the error of a failed collective can
 say where the others are. docs/divergence.md lists what can differ and what happens then.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError
+from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
 from ddp_compile.runtime.comm.rank_names import name_values
@@ -36,41 +36,41 @@ log = logging.getLogger(__name__)
 
 
 class DesyncMonitor:
-    """What the ranks of one module tell each other while they train, through the store of their process group.
+    """Lets the ranks of one module compare and post while they train, through the store of their process group.
 
-    Every rank makes one at the same time. With one rank, and where the process group has no store, nothing is told.
+    Every rank makes one at the same time. With one rank, or a process group without a store, nothing is exchanged.
 
     Args:
         process_group: The ranks.
-        device: Device of a message, one that the process group can reach.
+        device: Device for messages, one that the process group can reach.
         class_name: Of the module.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, class_name: str) -> None:
-        self._rank, self._world_size = process_group.rank(), process_group.size()
+        self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
         self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
         # The name keeps it apart from other modules, and from an earlier process group in the same store.
         self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
         shared, own = order_in(process_group, self._store), ModelOrder(self._store, "own/")
-        self._points = AgreementPoints(shared, own, class_name, self._rank, self._world_size)
-        self._statuses = RankStatuses(self._store, self._rank, self._world_size)
+        self._points = AgreementPoints(shared, own, class_name, self._rank, self._ranks)
+        self._statuses = RankStatuses(self._store, self._rank, self._ranks)
         self._num_forwards: Counter[str] = Counter()
         self._num_algorithms = 0
-        #: The points' own, as each call takes time from every step.
+        #: The points' own methods, since a call in between would take time in every step.
         self.last_bucket_is_launched = self._points.last_bucket_is_launched
         self.iteration_ends = self._points.iteration_ends
         self.refuse_other_model = self._points.refuse_other_model
-        self.model = self._points.model  #: what this model is called among those that share the process group
-        self.model_number = self._points.model_number  #: among them
+        self.model = self._points.model  #: this model's name among those that share the process group
+        self.model_number = self._points.model_number  #: its number among them
         if self._store.lost is None:
-            # torch keeps what watches for good, and it must not lead here.
+            # torch keeps these callbacks for good, so they must not lead here.
             stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._statuses)))
             weakref.finalize(self, stop)
             weakref.finalize(self, post_uncaught_error(self._statuses)).atexit = False
 
     @property
     def is_paused(self) -> bool:
-        """Whether no fingerprints are compared, as ranks do different things by intention."""
+        """Whether no fingerprints are compared, since ranks do different things on purpose."""
         return self._points.is_paused
 
     @is_paused.setter
@@ -78,7 +78,7 @@ class DesyncMonitor:
         self._points.is_paused = value
 
     def forward_begins(self, kind: str) -> None:
-        """A forward begins: a "training forward", an "evaluation forward" and so on; each kind is counted by itself."""
+        """A forward begins: a "training forward", an "evaluation forward" and so on; each kind has its own count."""
         self._num_forwards[kind] += 1
         self._statuses.note(kind, self._num_forwards[kind])
 
@@ -92,7 +92,7 @@ class DesyncMonitor:
 
         Args:
             kind: As in `forward_begins`.
-            outputs: What it returned, if a backward has to follow it on every rank or on none.
+            outputs: What it returned, if either every rank or none has to call its backward.
         """
         if outputs is not None and self._store.lost is None:
             self._points.forwards.watch(outputs)
@@ -102,13 +102,13 @@ class DesyncMonitor:
         """The first gradient of an iteration has arrived.
 
         Args:
-            after_forward: Whether a synchronised forward has come since the iteration before.
+            after_forward: Whether a synchronised forward has come since the previous iteration.
         """
         self._points.begins_after_forward = after_forward
         self._statuses.note("backward of iteration", self._points.iteration_number)
 
     def buckets_are_awaited(self) -> None:
-        """The backward has ended, and buckets may still be on their way."""
+        """The backward has ended, and buckets may still be under way."""
         self._statuses.note("waiting for the buckets of iteration", self._points.iteration_number)
 
     def backward_is_incomplete(self) -> None:
@@ -121,26 +121,26 @@ class DesyncMonitor:
         self._statuses.note("iteration", self._points.iteration_number, " is over")
 
     def agree_on_algorithm(self, algorithm: str) -> None:
-        """Wait until every rank has registered a hook, when earlier iterations were reduced without one.
+        """Wait until every rank has registered the hook, after iterations that were reduced without one.
 
         Raises:
-            RanksDifferError: Another rank registered another hook, or none within the process group's timeout.
+            RanksDifferError: A rank registered another hook, or none within the process group's timeout.
         """
-        if self._world_size == 1:
+        if len(self._ranks) == 1:
             return
         iteration_number = self._points.iteration_number
         self._statuses.note(f"registering the {algorithm} before iteration", iteration_number)
         self._num_algorithms += 1
-        # What an earlier call has left, which found that the ranks differ, must not count in this one.
+        # Counters left by an earlier call, in which the ranks differed, must not count in this one.
         name = f"algorithm/{iteration_number}/{self._num_algorithms}"
         try:
             described = self._compare_algorithms(name, algorithm)
         except StoreLostError as error:
             described = None
             log.warning(
-                "rank %d: whether every rank has registered the %s is not known: the store of the process group is"
-                " gone (%s)",
-                self._rank,
+                "%s: whether every rank has registered the %s is not known: the store of the process group is gone"
+                " (%s)",
+                this_rank(),
                 algorithm,
                 error,
             )
@@ -149,63 +149,63 @@ class DesyncMonitor:
 
     def _compare_algorithms(self, name: str, algorithm: str) -> str | None:
         """Which ranks registered which hook; None if all registered this one."""
-        keys = [f"{name}/{rank}" for rank in range(self._world_size)]
+        keys = {rank: f"{name}/{rank}" for rank in self._ranks}
         self._store.post(keys[self._rank], algorithm)
         alike = f"{name}/{hashlib.sha256(algorithm.encode()).hexdigest()[:16]}/registered"
         self._store.add(alike, 1)
-        self._store.add(f"{name}/registered", 1)  # last: who sees all of these sees all of those
+        self._store.add(f"{name}/registered", 1)  # last: a rank that sees all of these sees all additions above
         for _ in pauses(self._timeout_s, longest_s=1.0):
-            if self._store.add(f"{name}/registered", 0) == self._world_size:
+            if self._store.add(f"{name}/registered", 0) == len(keys):
                 break
-        if self._store.has_come_to(alike, self._world_size):
+        if self._store.has_come_to(alike, len(keys)):
             return None
 
         def describe(found: dict[str, str]) -> str:
-            return name_values([found.get(key, "no comm hook") for key in keys])
+            return name_values({rank: found.get(key, "no comm hook") for rank, key in keys.items()})
 
-        described = Gathering(self._store, name, keys).summary(0.0, bool, describe)
+        described = Gathering(self._store, name, list(keys.values())).summary(0.0, bool, describe)
         return f"{algorithm} on rank {self._rank}, and others elsewhere" if described is None else described
 
     def raised(self, error: Exception) -> None:
-        """A forward raised: the others will read it when they miss this rank."""
+        """A forward raised: the others read it when they miss this rank."""
         self._statuses.raised(error)
 
     def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
-        """The error of a collective that failed, with a table of where every rank stands.
+        """The error of a failed collective, with a table of where every rank stands.
 
-        Waits for about a second, for ranks whose collectives fail at the same time.
+        Waits about a second for ranks whose collectives fail at the same time.
 
         Args:
             error: What this rank raises.
-            what: What comes after where this rank stands, ", bucket 0" for example.
+            what: Text after the step at which this rank stands, ", bucket 0" for example.
         """
-        if self._world_size == 1:
+        if len(self._ranks) == 1:
             return error
         self._statuses.fail(f"{what}: failed")
         return ReductionError(f"{error}\n{self._statuses.report()}")
 
 
 def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
-    """When the process ends because of an exception, tell the others of it; nothing else sees those of a backward.
+    """Tell the others of the exception that ends the process; nothing else notices exceptions of a backward.
 
     Args:
         statuses: Of this rank; not kept alive.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     alive = weakref.ref(statuses)
 
     def post() -> None:
-        # A process that multiprocessing has started still handles the exception, the interpreter has put it down.
+        # A process started by multiprocessing is still handling the exception; the interpreter has stored it away.
         error = sys.exception() or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit):
             error = error.__context__  # torch.multiprocessing.spawn ends with it
         if isinstance(error, BaseException) and (left := alive()) is not None:
             left.raised(error)
 
-    # Runs at the interpreter's exit too, where ``atexit`` alone knows nothing of processes that multiprocessing starts.
-    # Runs before the averaging thread tells the others that this rank has failed: they read the error then.
+    # Not ``atexit``, which processes started by multiprocessing skip. The priority makes it run before the averaging
+    # thread tells the others that this rank has ended: they then read the error.
     finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=1)
     return finalizer.cancel
 
@@ -213,7 +213,7 @@ def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
 def _compilation_notes(
     statuses: weakref.ref[RankStatuses],
 ) -> tuple[Callable[[str], None], Callable[[], None]]:
-    """What to do when torch begins to compile something, and when it has done so."""
+    """Callbacks for when torch begins to compile something, and for when it is done."""
     stood_at = ""
 
     def begin(compile_id: str) -> None:

@@ -1,18 +1,18 @@
 """Where each rank stands: noted at every step of the training loop, told to the others when a collective fails.
 
 Note [What a post may cost]
-A rank posts where it stands to the store, so that others can read it when it cannot answer any more. Posts are paid
-from a budget that grows by 0.1 % of the time that passes: mostly every note is posted, in steps of some milliseconds
-many are left out. A post is charged with what it takes here, by a moving average, and at least with what the posts of
-all ranks take on the one thread of the store's server. Where posts stay on a disk for good (FileStore), the budget is
-one a second. A note that is not posted costs less than a microsecond, and its text is not made.
+A rank posts where it stands to the store, so that others can read it when it can no longer answer. Posts are paid from
+a budget that grows by 0.1 % of the time that passes: usually every note is posted; in steps of a few milliseconds many
+are not. A post is charged its time here, as a moving average, and at least the time that the posts of all ranks take on
+the one thread of the store's server. If posts stay on a disk for good (FileStore), the budget is one a second. A note
+that is not posted takes less than a microsecond, and its text is not made.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ddp_compile.runtime.comm.rank_names import format_ranks
@@ -20,29 +20,23 @@ from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
 
 _SHARE_OF_TIME = 0.001
-_SERVER_S = 5e-6  # what a post takes on the server of a TCPStore: 1.4 us was measured on an idle machine
+_SERVER_S = 5e-6  # a post on the server of a TCPStore: 1.4 us was measured on an idle machine
 _GROWING_STORE_S = 1e-3
 _MOST_POSTS_SAVED = 32
 _MOST_CHARACTERS = 200  # of another's error
-#: How long a rank whose collective has failed waits for the others to say where theirs did.
+#: How long a rank whose collective failed waits for the others to say where theirs failed.
 WAIT_FOR_OTHERS_S = 1.0
 _TICKETS_S = 0.2  # how long it waits at least, as ranks do not come at once
-#: How long a rank with whose process the store ends waits for the others to have read where all stood.
+#: How long a rank waits for the others to have read the table, if the store ends with its process.
 OWNER_STAYS_S = 3.0
 
 
 class RankStatus(NamedTuple):
-    """Where one rank stood.
+    """Where one rank stood."""
 
-    Args:
-        at: The step of the training loop.
-        since: When it came there, in seconds of its machine's clock.
-        failed: Whether it raised there.
-    """
-
-    at: str
-    since: float
-    failed: bool
+    at: str  #: the step of the training loop
+    since: float  #: when it came there, in seconds of its machine's clock
+    failed: bool  #: whether it raised there
 
     def to_text(self) -> str:
         return f"{self.since} {int(self.failed)} {self.at}"
@@ -57,21 +51,20 @@ class RankStatuses:
     """Where this rank stands, and where the others were heard last.
 
     Args:
-        store: Where ranks tell each other.
-        rank: This rank.
-        world_size: Number of ranks.
+        store: The store that the ranks post to.
+        rank: The global rank of this process.
+        ranks: The global ranks of the process group.
     """
 
-    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: GroupStore, rank: int, ranks: Sequence[int]) -> None:
         self._store = store
-        self._rank = rank
         self._own_key = f"rank_status/{rank}"
-        self._keys = {f"rank_status/{other}": other for other in range(world_size)}
+        self._keys = {f"rank_status/{other}": other for other in ranks}
         self._gathering = Gathering(store, "statuses", list(self._keys))
         self._failure: RankStatus | None = None
         self._noted: tuple[str, int | None, str] = ("before the first forward", None, "")
         self._noted_at = time.perf_counter()
-        self._least_charge_s = max(_SERVER_S * world_size, _GROWING_STORE_S if store.only_grows else 0.0)
+        self._least_charge_s = max(_SERVER_S * len(ranks), _GROWING_STORE_S if store.only_grows else 0.0)
         self._post(self.now)
         self._budget_at = self._next_post_at = time.perf_counter()
         self._post_s = self._budget_at - self._noted_at
@@ -88,16 +81,16 @@ class RankStatuses:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a failure has been posted, and nothing been noted since."""
+        """Whether a failure has been posted, and nothing has been noted since."""
         return self._failure is not None
 
     def note(self, at: str, number: int | None = None, then: str = "") -> None:
         """This rank has come to another step of the training loop; posted if the budget allows it.
 
         Args:
-            at: Where it is, "training forward" for example.
-            number: The how manieth.
-            then: What comes after the number.
+            at: The step, "training forward" for example.
+            number: Counts such steps, from 1.
+            then: Text after the number.
         """
         self._noted = (at, number, then)
         self._noted_at = now = time.perf_counter()
@@ -109,7 +102,7 @@ class RankStatuses:
         """This rank raises; posted at once, unless it has posted a failure before.
 
         Args:
-            then: What comes after where it stands.
+            then: Text after the step at which it stands.
         """
         if self._failure is None:
             at, since, _ = self.now
@@ -117,15 +110,15 @@ class RankStatuses:
             self._post(self._failure)
 
     def raised(self, error: BaseException) -> None:
-        """This rank raises an error that is not its reducer's; as `fail`."""
+        """As `fail`, for an error that the reducer did not raise."""
         first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
         self.fail(f": raised {type(error).__name__}: {first_line}")
 
     def report(self) -> str:
-        """Where every rank was heard last, as text of several lines; to be asked after `fail`.
+        """Where every rank was heard last, as text of several lines; to be called after `fail`.
 
-        One rank reads it for all, see Note [One rank reads], and waits for at most a second until the others have
-        failed as well. The rank that holds the store stays until the others have read it, for at most three seconds.
+        One rank reads for all, see Note [One rank reads], and waits at most a second for the others to fail as well.
+        The rank that holds the store stays until the others have read the table, at most three seconds.
         """
         try:
             table = self._gathering.summary(WAIT_FOR_OTHERS_S, self._have_all_failed, self._table, _TICKETS_S)
@@ -145,7 +138,7 @@ class RankStatuses:
 
     def _table(self, found: Mapping[str, str]) -> str:
         heard = {self._keys[key]: RankStatus.from_text(value) for key, value in found.items()}
-        return format_rank_statuses([heard.get(rank) for rank in self._keys.values()], time.time())
+        return format_rank_statuses({rank: heard.get(rank) for rank in self._keys.values()}, time.time())
 
     def _post_from_budget(self, now: float) -> None:
         if self._store.lost is not None:
@@ -164,16 +157,16 @@ class RankStatuses:
         self._store.post(self._own_key, rank_status.to_text())
 
 
-def format_rank_statuses(statuses: Iterable[RankStatus | None], now: float) -> str:
+def format_rank_statuses(statuses: Mapping[int, RankStatus | None], now: float) -> str:
     """A small table with a line for each place where ranks stood.
 
     Args:
-        statuses: By rank; None for one that was never heard of.
+        statuses: By global rank; None for a rank that was never heard of.
         now: Seconds of this machine's clock.
     """
     ranks_at: dict[str, list[int]] = {}
     ages_s: dict[str, list[float]] = {}
-    for rank, rank_status in enumerate(statuses):
+    for rank, rank_status in statuses.items():
         at = "never heard of" if rank_status is None else rank_status.at
         ranks_at.setdefault(at, []).append(rank)
         if rank_status is not None:

@@ -237,7 +237,7 @@ class ShardedAlgorithm(CommAlgorithm):
 
     def step_begins(self) -> None:
         """The optimizer is about to step the pieces."""
-        streams.refuse_capture(self.buckets[0].flat.device, self._rank, "a step of a sharded optimizer")
+        streams.refuse_capture(self.buckets[0].flat.device, "a step of a sharded optimizer")
         self.gathered.refuse_half_a_step()
         self.await_parameters()  # of a step before, without a forward between
         self._before_gradients_are_read("optimizer.step()")

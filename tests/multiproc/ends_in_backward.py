@@ -16,7 +16,7 @@ from ddp_compile.runtime.desync.rank_status import RankStatuses
 def train_until_it_raises(_rank: int, port: int) -> None:
     shared = dist.TCPStore("127.0.0.1", port, is_master=False)
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, get_group_store=lambda: shared)
-    statuses = RankStatuses(GroupStore(group, "test/"), 0, 2)
+    statuses = RankStatuses(GroupStore(group, "test/"), 0, range(2))
     post_uncaught_error(statuses)
     statuses.note("backward of iteration", 3)
     raise ValueError("a hook refused the gradient")

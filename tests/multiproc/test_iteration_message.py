@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.features.uneven_inputs import UnevenInputs
-from ddp_compile.runtime.comm import iteration_message
+from ddp_compile.runtime.comm import process_groups
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
 Ranks = Callable[[int], RankPool]
@@ -137,9 +137,9 @@ def test_flags_of_all_ranks_are_heard(world_size: int) -> None:
 @contextmanager
 def without_a_gpu() -> Iterator[None]:
     """The name of a group of hosts is agreed on over the process group, with tensors on the gradients' device."""
-    agree = iteration_message.name_from_rank_0
+    agree = process_groups.name_from_rank_0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(iteration_message, "name_from_rank_0", lambda group, _: agree(group, torch.device("cpu")))
+        patched.setattr(process_groups, "name_from_rank_0", lambda group, _: agree(group, torch.device("cpu")))
         yield
 
 

@@ -345,11 +345,8 @@ def test_what_shadows_cannot_follow_is_refused_by_name() -> None:
         exchanges.join()
     rank = dist.get_rank()
     (two, second, algorithm) = [*said, str(refused.value)]
-    assert (
-        two.startswith(f"rank {rank}: Linear.join() cannot be used with Linear.join() around it")
-       
+    assert two.startswith(f"rank {rank}: Linear.join() cannot be used with Linear.join() around it")
     assert "Join([first, second])" in two
-    )
     assert "a second forward inside a Join before the backward of the first one" in second
     assert "Join cannot be used with the parameter exchange" in algorithm
 

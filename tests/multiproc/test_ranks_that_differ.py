@@ -24,10 +24,11 @@ from in_ci import only
 from models import largest, loss_of
 from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce
-from ddp_compile.errors import RanksDifferError
+from ddp_compile.errors import DDPCompileError, RanksDifferError
 
 Ranks = Callable[[int], RankPool]
 
@@ -174,6 +175,64 @@ def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves(
     ]
     shard_optimizer(torch.optim.SGD(models[2].parameters(), lr=0.1), models[2])
     assert [model.comm_algorithm.shares_process_group for model in models] == [True, False, False]
+
+
+def replicate_in(group: dist.ProcessGroup, width: int = 4, **settings: Any) -> Any:
+    return ddp_compile(nn.Linear(4, width), process_group=group, backend="eager", **settings)
+
+
+def register_another_hook(group: dist.ProcessGroup, num_backwards_before: int) -> None:
+    model = replicate_in(group)
+    hooks = {1: default_hooks.allreduce_hook, 2: default_hooks.bf16_compress_hook}
+    for step in range(2):
+        if step == num_backwards_before:
+            model.register_comm_hook(None, hooks[dist.get_rank()])
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def leave_a_forward_without_backward(group: dist.ProcessGroup) -> None:
+    model = replicate_in(group)
+    for step in range(2):
+        if (dist.get_rank(), step) == (2, 1):
+            model(torch.ones(1, 4))
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def compute_a_nan(group: dist.ProcessGroup) -> None:
+    model = replicate_in(group, check_finite_gradients=True)
+    model(torch.full((1, 4), torch.nan if dist.get_rank() == 2 else 1.0)).sum().backward()
+
+
+@torch.compiler.set_stance("force_eager")
+def differ_in_a_subgroup() -> list[str]:
+    """On rank 2, in process groups of ranks 1 and 2, whose own number for it is 1."""
+    said = []
+    for differ in (
+        lambda group: replicate_in(group, width=dist.get_rank()),
+        lambda group: register_another_hook(group, 0),
+        lambda group: register_another_hook(group, 1),
+        leave_a_forward_without_backward,
+        compute_a_nan,
+    ):
+        group = dist.new_group([1, 2])
+        try:
+            if dist.get_rank() > 0:
+                differ(group)
+            said.append("nothing")
+        except DDPCompileError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_of_a_subgroup_are_named_by_their_global_ranks(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(3).run(differ_in_a_subgroup)[1:], start=1):
+        assert all(error.startswith(f"rank {rank}: ") for error in said)
+        model, hook, later_hook, forward, infinite = said
+        assert "float32[1, 4]" in model and " on rank 1 is " in model and " on rank 2. Build" in model
+        for error in (hook, later_hook):
+            assert "allreduce_hook on rank 1, comm hook bf16_compress_hook on rank 2" in error
+        assert "without a backward: 0 on rank 1, " in forward and " on rank 2. Call" in forward
+        assert "before they were reduced, on rank 2 in bucket 0" in infinite
 
 
 # Ranks that differ, and yet average what they should

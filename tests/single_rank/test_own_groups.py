@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_compile.runtime.comm.process_groups import NodeGroups, group_of
+from ddp_compile.runtime.comm.process_groups import group_of, own_group
 
 CPU, BOUND = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -44,8 +44,7 @@ def test_they_are_neither_split_nor_bound(
     bound_default_group: dist.ProcessGroup, split_sources: list[dist.ProcessGroup]
 ) -> None:
     named = group_of([0], bound_default_group, CPU, "agreed_on")
-    drawn = NodeGroups.of_single_ranks(bound_default_group, CPU).leaders
-    assert drawn is not None
+    drawn = own_group(bound_default_group, CPU)
     assert [group.bound_device_id for group in (named, drawn)] == [None, None]
     assert split_sources == []
     assert bound_default_group.bound_device_id == BOUND

@@ -39,19 +39,20 @@ def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
 
 
 def test_the_fewest_ranks_are_named_first() -> None:
-    assert name_values([0, 0, 1, 0]) == "1 on rank 2, 0 on ranks 0-1, 3"
-    assert name_values(["a", "b"]) == "a on rank 0, b on rank 1"
+    assert name_values(dict(enumerate([0, 0, 1, 0]))) == "1 on rank 2, 0 on ranks 0-1, 3"
+    assert name_values({3: "a", 5: "b"}) == "a on rank 3, b on rank 5"
 
 
 def test_fingerprints_that_are_equal_have_no_difference_and_one_digest() -> None:
-    assert describe_differences([fingerprint(), fingerprint()]) is None
+    assert describe_differences({0: fingerprint(), 1: fingerprint()}) is None
     assert fingerprint().digest == fingerprint().digest
     different = [fingerprint(), fingerprint(number=5), fingerprint(algorithm="h"), fingerprint(latest=("b",))]
     assert len({each.digest for each in different}) == 4
 
 
 def test_every_difference_is_named_with_a_way_out() -> None:
-    text = describe_differences([fingerprint(), fingerprint(algorithm="h", forwards_left_out=2), fingerprint()])
+    said = [fingerprint(), fingerprint(algorithm="h", forwards_left_out=2), fingerprint()]
+    text = describe_differences(dict(enumerate(said)))
     assert text is not None
     assert text.startswith(
         "way to reduce: h on rank 1, all-reduce on ranks 0, 2; training forwards without a backward: 2 on rank 1"
@@ -66,7 +67,7 @@ def test_fingerprints_travel_as_json() -> None:
 
 def test_the_first_iteration_that_was_another_models_is_named() -> None:
     a, b, buffers = "the gradients of a", "the gradients of b", "the buffers of b"
-    text = describe_differences([fingerprint(latest=latest) for latest in ((a, buffers, b), (b, buffers, a))])
+    text = describe_differences({0: fingerprint(latest=(a, buffers, b)), 1: fingerprint(latest=(b, buffers, a))})
     assert text is not None
     where = "iteration 3 of the process group paired different messages"
     assert text.startswith(f"{where}: {a} on rank 0, {b} on rank 1. Call the f")
@@ -85,7 +86,7 @@ def test_the_table_has_a_line_for_each_place() -> None:
         None,
         RankStatus("after iteration 1", 11.0, False),
     ]
-    assert format_rank_statuses(statuses, now=10.0) == (
+    assert format_rank_statuses(dict(enumerate(statuses)), now=10.0) == (
         "Where each rank was heard last, and for how long it had stood there:\n"
         "  ranks  since         where\n"
         "  0-1    3.0 to 3.5 s  waiting for bucket 0 of iteration 2: failed\n"
@@ -205,9 +206,9 @@ def test_a_difference_between_agreement_points_is_found_at_the_next() -> None:
         errors = compare_all(ranks)
         if number < 4:
             assert errors == [None, None]
-    for rank, error in enumerate(errors):
+    for error in errors:
         assert isinstance(error, RanksDifferError)
-        assert f"rank {rank}: at the end of iteration 4" in str(error) and "0 on rank 0, 1 on rank 1" in str(error)
+        assert "at the end of iteration 4" in str(error) and "0 on rank 0, 1 on rank 1" in str(error)
 
 
 def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
@@ -215,7 +216,7 @@ def two_models_on_each_rank() -> list[tuple[AgreementPoints, AgreementPoints]]:
     orders = [ModelOrder(store_of(store)) for _ in range(2)]
     owns = [[ModelOrder(order.store, f"own/{model}/") for model in "ab"] for order in orders]
     return [
-        tuple(AgreementPoints(order, own, model, rank, 2) for model, own in zip("ab", owns[rank], strict=True))  # type: ignore[misc]
+        tuple(AgreementPoints(order, own, model, rank, range(2)) for model, own in zip("ab", owns[rank], strict=True))  # type: ignore[misc]
         for rank, order in enumerate(orders)
     ]
 
@@ -349,7 +350,7 @@ class BrokenStore:
 
 def test_a_store_that_is_gone_is_told_of_and_not_raised() -> None:
     store = store_of(BrokenStore())
-    statuses = RankStatuses(store, 0, 2)
+    statuses = RankStatuses(store, 0, range(2))
     statuses.note("iteration", 3, " is over")
     statuses.fail(": failed")
     assert "is gone (Broken pipe)" in statuses.report()
@@ -359,7 +360,23 @@ def test_a_group_without_a_store_is_no_error() -> None:
     store = store_of(None)
     with pytest.raises(StoreLostError, match="the process group has none"):
         store.add("key", 1)
-    assert "is gone (the process group has none)" in RankStatuses(store, 0, 2).report()
+    assert "is gone (the process group has none)" in RankStatuses(store, 0, range(2)).report()
+
+
+def test_the_ranks_of_a_subgroup_are_named_by_their_global_ranks() -> None:
+    store = dist.HashStore()
+    first, second = (RankStatuses(store_of(store), rank, (1, 2)) for rank in (1, 2))
+    for statuses in (first, second):
+        statuses.fail(": failed")
+    assert first.report().splitlines()[-1].split()[:1] == ["1-2"]
+    compared = [
+        AgreementPoints(ModelOrder(store_of(store)), ModelOrder(store_of(store), "own/"), "Linear", rank, (1, 2))
+        for rank in (1, 2)
+    ]
+    for points, after_forward in zip(compared, (True, False), strict=True):
+        run_iteration(points, after_forward)
+    for error in compare_all(compared):
+        assert "backwards without a forward before them: 0 on rank 1, 1 on rank 2." in str(error)
 
 
 def test_posts_are_paid_from_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +391,7 @@ def test_posts_are_paid_from_a_small_share_of_the_time(monkeypatch: pytest.Monke
             posts.append(value)
             clock.now += 0.02
 
-    statuses = RankStatuses(store_of(CountingStore()), 0, 2)
+    statuses = RankStatuses(store_of(CountingStore()), 0, range(2))
     for number in range(100_000):
         clock.now += 0.001
         statuses.note("iteration", number)
@@ -384,7 +401,7 @@ def test_posts_are_paid_from_a_small_share_of_the_time(monkeypatch: pytest.Monke
 
 def test_where_others_stand_is_read_from_the_store() -> None:
     shared = dist.HashStore()
-    mine, theirs = RankStatuses(store_of(shared), 0, 2), RankStatuses(store_of(shared), 1, 2)
+    mine, theirs = RankStatuses(store_of(shared), 0, range(2)), RankStatuses(store_of(shared), 1, range(2))
     theirs.note("training forward", 7)
     mine.note("waiting for the buckets of iteration", 6)
     mine.fail(", bucket 0: failed")
