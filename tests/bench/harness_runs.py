@@ -59,8 +59,8 @@ def left_behind(pid: int) -> list[str]:
 def namespaces_of(pid: int) -> list[str]:
     if unavailable_reason() is not None:
         return []
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [name for name in names if name.startswith(f"ddpbench-{pid}-")]
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted(line.split()[0] for line in listed if line.startswith(f"ddpbench-{pid}-"))
 
 
 def processes_of(pid: int) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness_runs import namespaces_of
 
 from ddp_compile.bench import link as link_module
 from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
@@ -74,11 +75,6 @@ def real_links() -> None:
 def pair(real_links: None) -> Iterator[NamespacedLink]:
     with NamespacedLink(2) as link:
         yield link
-
-
-def namespaces_of(pid: int) -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return sorted(line.split()[0] for line in listed if line.startswith(f"ddpbench-{pid}-"))
 
 
 @contextlib.contextmanager

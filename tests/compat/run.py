@@ -20,11 +20,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 def count_outcomes(report: Path) -> dict[str, Counter[str]]:
-    """How many tests of each folder below tests/ ended how.
-
-    Args:
-        report: What pytest's ``--junit-xml`` has written.
-    """
+    """Outcomes of the tests of each folder below tests/, from the file that pytest's ``--junit-xml`` has written."""
     counts: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         ends = {child.tag for child in case}

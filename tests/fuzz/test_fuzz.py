@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fuzz.blocks import Block
@@ -54,34 +54,25 @@ def test_sharded_optimizers_train_as_others_bit_for_bit(ranks: Ranks) -> None:
     assert not failed, failed
 
 
-@contextmanager
-def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """``replacement`` is called with the method that it stands for, and its arguments."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def scale_wrongly(flatten: Any, buffer: Bucket, gradients: Any, scale: float) -> None:
-    flatten(buffer, gradients, scale * 1.001)
-
-
 def judge_with_wrong_scale(recipes: Sequence[Recipe]) -> list[Verdict]:
-    with replaced(Bucket, "flatten", scale_wrongly):
+    flatten = Bucket.flatten
+
+    def scale_wrongly(bucket: Bucket, gradients: Any, scale: float) -> None:
+        flatten(bucket, gradients, scale * 1.001)
+
+    with patch.object(Bucket, "flatten", scale_wrongly):
         return judge_all(recipes)
 
 
-def drop_detach(compile_graph: Any, backend: TrainingBackend, gm: fx.GraphModule, inputs: Any) -> Any:
-    for node in gm.graph.find_nodes(op="call_method", target="detach"):
-        node.replace_all_uses_with(node.args[0])
-    return compile_graph(backend, gm, inputs)
-
-
 def judge_without_detach(recipes: Sequence[Recipe]) -> list[Verdict]:
-    with replaced(TrainingBackend, "__call__", drop_detach):
+    compile_graph = TrainingBackend.__call__
+
+    def drop_detach(backend: TrainingBackend, gm: fx.GraphModule, inputs: Any) -> Any:
+        for node in gm.graph.find_nodes(op="call_method", target="detach"):
+            node.replace_all_uses_with(node.args[0])
+        return compile_graph(backend, gm, inputs)
+
+    with patch.object(TrainingBackend, "__call__", drop_detach):
         return judge_all(recipes)
 
 
@@ -108,10 +99,7 @@ def test_what_fails_is_made_smaller_as_long_as_it_fails_alike() -> None:
     smallest, verdict = shrink(LARGE, judge_by_what_they_hold)
     assert smallest == Recipe(blocks=(Block("detached_part"),), program=("micro",))
     assert verdict == Verdict(FAILED, "raised 'A")
-
-
-def test_after_its_time_the_smallest_so_far_will_do() -> None:
-    assert shrink(LARGE, judge_by_what_they_hold, limit_s=0.0)[0] == LARGE
+    assert shrink(LARGE, judge_by_what_they_hold, limit_s=0.0)[0] == LARGE  # after its time the smallest so far
 
 
 @pytest.mark.long

@@ -31,12 +31,7 @@ CAP_MB = 0.0003  # a layer each
 
 
 class Layers(nn.Module):
-    """Three buckets of odd sizes.
-
-    Args:
-        ending: Called before the last layer: nothing, a graph break, or code that is not compiled.
-        normed: Whether there is a BatchNorm, with buffers.
-    """
+    """Three buckets of odd sizes; before the last layer nothing, a graph "break", or "eager" code not compiled."""
 
     def __init__(self, ending: str = "", normed: bool = False) -> None:
         super().__init__()

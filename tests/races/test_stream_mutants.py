@@ -28,7 +28,7 @@ def has_races_without(site: Site, program: str) -> bool:
 
 def calls_in_the_sources() -> Iterator[tuple[str, int]]:
     """Path and line of each call that keeps streams in order."""
-    for path in [*ROOT.glob("runtime/**/*.py"), *ROOT.glob("ddp_compile/*.py")]:
+    for path in [*ROOT.glob("runtime/**/*.py"), *ROOT.glob("ddp_compile/**/*.py")]:
         if path.name != "streams.py":
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and _name_of(node.func) in ORDERING:

@@ -116,7 +116,10 @@ def line_of(function: Callable[..., Any], text: str) -> str:
     return f"{__file__}:{first + offset}"
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog: pytest.LogCaptureFixture, train: Callable[[], None], times: int = 2) -> list[str]:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(times):
+            train()
     return [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
 
 
@@ -142,12 +145,9 @@ def test_blocks_in_a_loop_that_is_given_up_share_one_graph_and_the_break_is_quot
     counter = CompileCounter()
     model: Any = ddp_compile(make(), backend=counter, compile_evaluation=False)
     plain = copy.deepcopy(model)
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(3):
-            assert_computes_the_same(model, plain)
+    (warning,) = warnings_of(caplog, lambda: assert_computes_the_same(model, plain), times=3)
     assert counter.frame_count == 2  # the first block's input requires no gradient
     place = line_of(type(plain).forward, breaking)
-    (warning,) = warnings_of(caplog)
     for said in (warning, model.explain()):
         assert f"3 regions of {type(plain.blocks[0]).__name__} (blocks.0, blocks.1, blocks.2): 2 graphs" in said
         assert place in said
@@ -208,10 +208,7 @@ def test_blocks_in_reentrant_checkpoints_are_said_to_be_compiled(caplog: pytest.
 
 def test_nothing_compiled_is_said_with_the_break(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = ddp_compile(Loop(lambda: nn.Linear(WIDTH, WIDTH)), backend="eager")
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(2):
-            backward(model)
-    (warning,) = warnings_of(caplog)
+    (warning,) = warnings_of(caplog, lambda: backward(model))
     assert "nothing was compiled" in warning
     assert f"at {line_of(Loop.forward, 'print(')}." in warning
 
@@ -223,10 +220,7 @@ def test_blocks_that_dynamo_inlines_after_a_break_are_no_regions(
     counter = CompileCounter()
     model: Any = ddp_compile(Broken(make_block), backend=counter, bucket_cap_mb=1e-4)
     plain = copy.deepcopy(model)
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(2):
-            assert_computes_the_same(model, plain)
-    assert warnings_of(caplog) == []
+    assert warnings_of(caplog, lambda: assert_computes_the_same(model, plain)) == []
     assert "region" not in model.explain()
     assert line_of(Broken.forward, "print(") in model.explain()
     assert {bucket.frame for bucket in model.bucket_plan.buckets} == {0}
@@ -235,10 +229,7 @@ def test_blocks_that_dynamo_inlines_after_a_break_are_no_regions(
 def test_modules_of_torch_that_are_called_by_python_have_graphs_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = ddp_compile(UntilDone(), backend="aot_eager")
     plain = copy.deepcopy(model)
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(2):
-            assert_computes_the_same(model, plain)
-    assert warnings_of(caplog) == []
+    assert warnings_of(caplog, lambda: assert_computes_the_same(model, plain)) == []
     assert [bucket.frame for bucket in model.bucket_plan.buckets] == [0]
 
 

@@ -63,11 +63,7 @@ class EmulatedDriver:
 
 
 class EmulatedDevice(KernelDevice):
-    """`KernelDevice` with the emulated driver.
-
-    Args:
-        folder: Where programs are compiled to; what is there already is used.
-    """
+    """`KernelDevice` with the emulated driver; programs are compiled into ``folder`` unless they are there."""
 
     def __init__(self, folder: Path) -> None:
         self.driver = EmulatedDriver()

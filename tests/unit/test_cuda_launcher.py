@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -94,28 +93,17 @@ def test_arguments_have_the_same_size_on_both_sides(device: EmulatedDevice) -> N
     assert sizes[1] <= 4096 and sizes[2] <= 32764
 
 
-@pytest.mark.parametrize(
-    ("dtype", "flat_dtype"),
-    # Other tests have each once in the tensors and once in the flat buffer.
-    only([(torch.float32, torch.bfloat16)], itertools.product(DTYPES, DTYPES)),
-)
-def test_all_pairs_of_dtypes_both_ways(device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype) -> None:
-    numels = [1, 0, 2 * CHUNK_NUMEL + 5, 7, CHUNK_NUMEL, 1031]
-    tensors = [values_of(numel, dtype, seed=i) for i, numel in enumerate(numels)]
-    check_both_ways(device, tensors, torch.full((sum(numels) + 3,), POISON, dtype=flat_dtype))
-
-
 @pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("misaligned_by", [0, 1, 3])
 def test_every_alignment_of_tensor_and_place(
     device: EmulatedDevice, dtype: torch.dtype, flat_dtype: torch.dtype, misaligned_by: int
 ) -> None:
-    numels = [37, 64, 5, 2, 999]
+    numels = [37, 0, 64, 5, 2, 999]
     tensors = [values_of(n, dtype, i, misaligned_by if i % 2 else 0) for i, n in enumerate(numels)]
     # The gaps between them, which nothing may write to, have all remainders of eight.
     for start in range(9):
-        offsets = [start, start + 40, start + 120, start + 127, start + 130]
+        offsets = [start, start + 37, start + 40, start + 120, start + 127, start + 130]
         flat = torch.full((2000,), POISON, dtype=flat_dtype)
         check_both_ways(device, tensors, flat, offsets, with_stats=start == 0)
 
@@ -266,7 +254,7 @@ def test_without_the_library_addresses_are_read_in_python(
     assert isinstance(tensor_table.table_of([torch.ones(1)], torch.ones(1), None), tensor_table.PythonTable)
     test_wrong_tensors_are_refused_before_anything_is_launched(device)
     test_mixed_dtypes_take_one_launch_each(device, DTYPES_IN_CI)
-    test_all_pairs_of_dtypes_both_ways(device, torch.float32, torch.bfloat16)
+    test_every_alignment_of_tensor_and_place(device, torch.float32, torch.bfloat16, 1)
     test_what_the_kernels_cannot_move_is_named_and_left_alone(device)
     test_tensors_in_their_places_are_scaled_there(device, 0.5, True)
 

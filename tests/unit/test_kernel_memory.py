@@ -154,12 +154,6 @@ def test_compressed_values_are_not_decompressed_over_themselves(asked: Asked) ->
         asked.decompress(out.view(torch.uint8)[:112].view(1, 112), out)
 
 
-def test_what_is_no_tensor_is_named(asked: Asked) -> None:
-    plan = asked.plan([torch.ones(2), torch.ones(2)], torch.zeros(4))
-    with pytest.raises(TypeError, match="tensor 1 is of type NoneType; pass torch tensors"):
-        plan.flatten([torch.ones(2), None], 1.0)  # type: ignore[list-item]
-
-
 def test_a_float8_tensor_is_cast(asked: Asked) -> None:
     flat = torch.zeros(5)
     tensors = [torch.ones(2), torch.tensor([0.5, 2.0, -4.0]).to(torch.float8_e4m3fn)]

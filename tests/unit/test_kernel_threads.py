@@ -22,8 +22,11 @@ from ddp_compile.kernels import FlattenPlan
 MIN_ELEMENTS_PER_THREAD = 1 << 19
 
 
+SetThreads = Callable[[int], None]
+
+
 @pytest.fixture
-def set_threads() -> Iterator[Callable[[int], None]]:
+def set_threads() -> Iterator[SetThreads]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -47,9 +50,7 @@ def everything(values: Tensor, num_chunks: int, outs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 7, 1001])
-def test_every_bit_is_that_of_one_thread(
-    set_threads: Callable[[int], None], dtype: torch.dtype, num_chunks: int
-) -> None:
+def test_every_bit_is_that_of_one_thread(set_threads: SetThreads, dtype: torch.dtype, num_chunks: int) -> None:
     numel = 3 * MIN_ELEMENTS_PER_THREAD + 4321
     values = torch.randn(numel, generator=torch.Generator().manual_seed(num_chunks)).to(dtype)
     # The extremes of a chunk that several threads share may be in the part of any of them.
@@ -67,9 +68,7 @@ def test_every_bit_is_that_of_one_thread(
 
 
 @pytest.mark.parametrize("position", [0, -1])
-def test_a_bad_value_in_one_threads_part_makes_the_whole_chunk_nan(
-    set_threads: Callable[[int], None], position: int
-) -> None:
+def test_a_bad_value_in_one_threads_part_makes_the_whole_chunk_nan(set_threads: SetThreads, position: int) -> None:
     values = torch.randn(3 * MIN_ELEMENTS_PER_THREAD)
     values[position] = float("inf")
     set_threads(3)
@@ -78,7 +77,7 @@ def test_a_bad_value_in_one_threads_part_makes_the_whole_chunk_nan(
     assert out.isnan().all()
 
 
-def test_the_sum_of_squares_depends_on_threads_in_its_last_bits_alone(set_threads: Callable[[int], None]) -> None:
+def test_the_sum_of_squares_depends_on_threads_in_its_last_bits_alone(set_threads: SetThreads) -> None:
     tensors = [torch.randn(n) for n in (1_000_000, 3, 700_001, 1_500_000)]
     sums = []
     for num_threads in (1, 3, 7):
@@ -116,7 +115,7 @@ def most_threads_during(work: Callable[[], object], expected: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @pytest.mark.parametrize("op", ["compress", "decompress", "average_into", "flatten"])
-def test_as_many_threads_as_are_set_and_one_for_small_tensors(set_threads: Callable[[int], None], op: str) -> None:
+def test_as_many_threads_as_are_set_and_one_for_small_tensors(set_threads: SetThreads, op: str) -> None:
     def calls(numel: int, times: int) -> Callable[[], None]:
         values = torch.rand(numel)
         rows, other = kernels.minmax_u8_compress(values), torch.ones(numel)

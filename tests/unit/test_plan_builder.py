@@ -175,29 +175,28 @@ def test_any_order_of_arrival_gives_a_plan_of_every_parameter_with_the_frames_bu
 # Regions, whose gradients come all at once.
 
 
-def test_small_regions_share_buckets_that_end_where_one_of_them_does() -> None:
-    specs = gradients(*[100] * 8)
-    assert members(pack(specs, [1000], "padded", None, dict(enumerate([0, 0, 1, 1, 2, 2, 3, 3])))) == [
-        *([0, 1, 2, 3], [4, 5, 6, 7])
-    ]
-    assert members(pack(specs, [1000], "padded", None)) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+EIGHT = gradients(*[100] * 8)  # of 400 bytes, padded to 512
+MIXED = [gradient(0, 10), gradient(1, 10, "bfloat16"), gradient(2, 10, sparse=True), gradient(3, 10)]
 
 
-def test_a_large_region_has_buckets_of_its_own_and_nothing_waits_for_it() -> None:
-    specs = gradients(*[100] * 8)
-    region_of = {2: 0, 3: 0, 4: 0, 5: 0, 6: 1}
-    assert members(pack(specs, [900], "padded", None, region_of)) == [[0, 1], [2, 3, 4], [5], [6, 7]]
-
-
-def test_a_region_that_exceeds_the_first_capacity_alone_goes_into_the_second_bucket_with_others() -> None:
-    specs = gradients(*[100] * 7)
-    region_of = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2}
-    assert members(pack(specs, [500, 1500], "padded", None, region_of)) == [[0], [1, 2, 3, 4], [5, 6]]
-
-
-def test_gradients_of_a_region_are_packed_by_dtype_and_sparse_ones_alone() -> None:
-    specs = [gradient(0, 10), gradient(1, 10, "bfloat16"), gradient(2, 10, sparse=True), gradient(3, 10)]
-    assert members(pack(specs, [1000], "padded", None, dict.fromkeys(range(4), 0))) == [[2], [0, 3], [1]]
+@pytest.mark.parametrize(
+    ("specs", "caps", "region_of", "expected"),
+    [
+        # Small regions share buckets, which end where one of the regions does.
+        (EIGHT, [1000], dict(enumerate([0, 0, 1, 1, 2, 2, 3, 3])), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (EIGHT, [1000], None, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        # A large region has buckets of its own, and nothing waits for it.
+        (EIGHT, [900], {2: 0, 3: 0, 4: 0, 5: 0, 6: 1}, [[0, 1], [2, 3, 4], [5], [6, 7]]),
+        # A region that exceeds the first capacity alone goes into the second bucket, with others.
+        (EIGHT[:7], [500, 1500], {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2}, [[0], [1, 2, 3, 4], [5, 6]]),
+        # Gradients of a region are packed by dtype, and sparse ones alone.
+        (MIXED, [1000], dict.fromkeys(range(4), 0), [[2], [0, 3], [1]]),
+    ],
+)
+def test_gradients_of_a_region_are_packed_together(
+    specs: list[GradientSpec], caps: list[int], region_of: dict[int, int] | None, expected: list[list[int]]
+) -> None:
+    assert members(pack(specs, caps, "padded", None, *([] if region_of is None else [region_of]))) == expected
 
 
 def test_regions_stay_together_in_any_order_of_arrival() -> None:
