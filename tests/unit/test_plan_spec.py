@@ -32,21 +32,20 @@ HUNDREDS = gradients(*[100] * 9)  # of 400 bytes
 
 
 @pytest.mark.parametrize(
-    ("specs", "cap", "first_cap", "expected"),
+    ("specs", "cap", "expected"),
     [
         # A bucket closes once it has reached its capacity.
-        (HUNDREDS[:4], 1, None, [[0], [1], [2], [3]]),
-        (HUNDREDS[:4], 400, None, [[0], [1], [2], [3]]),
-        (HUNDREDS[:4], 401, None, [[0, 1], [2, 3]]),
-        (HUNDREDS[:4], 800, None, [[0, 1], [2, 3]]),
-        (HUNDREDS[:4], 801, None, [[0, 1, 2], [3]]),
-        (HUNDREDS[:4], 10**9, None, [[0, 1, 2, 3]]),
-        (gradients(10, 5000, 10, 10), 100, None, [[0, 1], [2, 3]]),
-        ([gradient(i, 100, "bfloat16") for i in range(4)], 400, None, [[0, 1], [2, 3]]),
-        # The first capacity never exceeds the others; the last one of a list holds for all further buckets.
-        (HUNDREDS[:5], 800, 400, [[0], [1, 2], [3, 4]]),
-        (HUNDREDS[:4], 400, 10**6, [[0], [1], [2], [3]]),
-        (HUNDREDS, [400, 1200, 800], None, [[0], [1, 2, 3], [4, 5], [6, 7], [8]]),
+        (HUNDREDS[:4], 1, [[0], [1], [2], [3]]),
+        (HUNDREDS[:4], 400, [[0], [1], [2], [3]]),
+        (HUNDREDS[:4], 401, [[0, 1], [2, 3]]),
+        (HUNDREDS[:4], 800, [[0, 1], [2, 3]]),
+        (HUNDREDS[:4], 801, [[0, 1, 2], [3]]),
+        (HUNDREDS[:4], 10**9, [[0, 1, 2, 3]]),
+        (gradients(10, 5000, 10, 10), 100, [[0, 1], [2, 3]]),
+        ([gradient(i, 100, "bfloat16") for i in range(4)], 400, [[0, 1], [2, 3]]),
+        # The last capacity of a list holds for all further buckets.
+        (HUNDREDS[:5], [400, 800], [[0], [1, 2], [3, 4]]),
+        (HUNDREDS, [400, 1200, 800], [[0], [1, 2, 3], [4, 5], [6, 7], [8]]),
         # Buckets leave in the order in which their last gradient is ready, full or not.
         (
             [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)],
@@ -54,15 +53,15 @@ HUNDREDS = gradients(*[100] * 9)  # of 400 bytes
             None,
             [[1, 2], [0, 3]],
         ),
-        ([gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)], 800, None, [[1], [0, 2]]),
+        ([gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)], 800, [[1], [0, 2]]),
         # A sparse gradient stands alone and closes nothing.
-        ([gradient(0, 10), gradient(1, 10, sparse=True), gradient(2, 10)], 1000, None, [[1], [0, 2]]),
+        ([gradient(0, 10), gradient(1, 10, sparse=True), gradient(2, 10)], 1000, [[1], [0, 2]]),
     ],
 )
 def test_gradients_are_packed_into_buckets(
-    specs: list[GradientSpec], cap: int | list[int], first_cap: int | None, expected: list[list[int]]
+    specs: list[GradientSpec], cap: int | list[int], expected: list[list[int]]
 ) -> None:
-    plan = plan_buckets(specs, cap) if first_cap is None else plan_buckets(specs, cap, first_cap_bytes=first_cap)
+    plan = plan_buckets(specs, cap)
     assert members(plan.buckets) == expected
     assert [bucket.is_sparse for bucket in plan.buckets] == [specs[group[0]].is_sparse for group in expected]
 
