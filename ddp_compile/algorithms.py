@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.plan.spec import GradientSpec, shorten_names
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank
+from ddp_compile.plan.spec import GradientSpec
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad

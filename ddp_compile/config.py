@@ -21,7 +21,7 @@ RegionClasses = Literal["auto"] | Sequence[type[Module]]
 _MIB = 1024 * 1024
 
 # Arguments of DistributedDataParallel, of torch 2.11 to 2.15, that are not taken here, and what to do instead. A test
-# compares them with docs/arguments.md.
+# compares them with docs/ddp_parity.md.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
     "output_device": "the output stays on the module's device; drop output_device",

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, with_article
 from ddp_compile.module.mixin import ReplicatedModule
-from ddp_compile.plan.spec import with_article
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

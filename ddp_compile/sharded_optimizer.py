@@ -11,11 +11,10 @@ from torch import Tensor, nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile.errors import RanksDifferError, ReplicationError, this_rank
+from ddp_compile.errors import RanksDifferError, ReplicationError, shorten_names, this_rank, with_article
 from ddp_compile.features.algorithm_switch import set_comm_algorithm
 from ddp_compile.features.compatibility import Feature
 from ddp_compile.module.mixin import ReplicatedModule, state_of
-from ddp_compile.plan.spec import shorten_names, with_article
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.comm.rank_names import format_ranks

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank
 from ddp_compile.features.optimizer_in_backward import with_steps
 from ddp_compile.features.replica import Replica
-from ddp_compile.plan.spec import shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm

@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
-from ddp_compile.errors import ReductionError, ReplicationError, this_rank
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import ReductionError, ReplicationError, shorten_names, this_rank
 from ddp_compile.validation.description import with_sparse_gradients
 
 

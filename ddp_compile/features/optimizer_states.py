@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.errors import RanksDifferError, ReductionError, this_rank
-from ddp_compile.plan.spec import with_article
+from ddp_compile.errors import RanksDifferError, ReductionError, this_rank, with_article
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0

@@ -23,9 +23,8 @@ from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import number_of, shorten_names, this_rank
 from ddp_compile.features.replica import Replica
-from ddp_compile.plan.spec import number_of, shorten_names
 
 #: Called with each graph and its example inputs.
 Backend = Callable[..., Callable[..., Any]]

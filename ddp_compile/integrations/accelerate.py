@@ -24,11 +24,10 @@ except ImportError as error:
 from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from ddp_compile.api import ddp_compile
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module.mixin import ReplicatedModule, state_of
-from ddp_compile.plan.spec import with_article
 
 OLDEST = "1.0.0"
 

@@ -21,11 +21,10 @@ from torchmetrics import Metric, MetricCollection
 
 from ddp_compile.api import argument_names, ddp_compile
 from ddp_compile.config import refuse_unknown_arguments
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_article
 from ddp_compile.features.compatibility import Feature
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
-from ddp_compile.plan.spec import shorten_names, with_article
 
 #: The oldest Lightning that this has been tested with.
 OLDEST = "2.5"

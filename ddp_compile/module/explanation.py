@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_compile.compile.backend import GraphReport, graphs_without_cut
-from ddp_compile.errors import this_rank
-from ddp_compile.plan.spec import BucketPlan, number_of
+from ddp_compile.errors import number_of, this_rank
+from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.torch_internals import GraphBreaks
 
 if TYPE_CHECKING:

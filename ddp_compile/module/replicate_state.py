@@ -79,7 +79,7 @@ class ReplicateState:
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
         self._select_parameters(module, not_reduced)
-        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
+        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
@@ -102,7 +102,7 @@ class ReplicateState:
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
         self.reducer = self._make_reducer(algorithm, in_backward)
-        register_receiver(self.backend.reducer, self.reducer.receiver)
+        register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
 
@@ -339,6 +339,11 @@ class ReplicateState:
     def _num_graphs(self) -> int:
         return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
 
+    @property
+    def _blocks_have_graphs(self) -> bool:
+        # A reentrant checkpoint calls blocks without gradients first.
+        return self.regions.num_training_graphs > 0 or (self.regions.num_graphs > 0 and not self.backend.reports)
+
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
             return "evaluation forward"
@@ -363,7 +368,7 @@ class ReplicateState:
             return  # the caller of `prepare_for_backward_of` decides what is compiled
         elif not self._num_graphs:
             warning = explanation.nothing_compiled(self.breaks)
-        elif self.breaks and self.regions.num_training_graphs:
+        elif self.breaks and self._blocks_have_graphs:
             warning = explanation.compiled_in_blocks(self.regions.explain(compiled_only=True), self.breaks)
         # Each region's backward brings its gradients by itself, however many regions there are.
         elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):

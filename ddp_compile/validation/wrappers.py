@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.plan.spec import shorten_names, with_article
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_article
 
 _REDUCES = "its gradients are reduced already; use one of the two"
 _SHARDS = (

@@ -72,7 +72,7 @@ class AfterStep(CommAlgorithm):
         self._owes = self._paid_without_step = False
 
     def _step_begins(self) -> None:
-        if self._paid_without_step:
+        if self._paid_without_step and self._steps is not None and self._steps.has_gradients:
             raise error_messages.late_step(self.name)
 
     def _step_ends(self) -> None:

@@ -109,6 +109,10 @@ class AsyncModelAverageAlgorithm(CommAlgorithm):
         """As `before_forward`: of micro-batches, until the last one's backward has ended or a step was taken."""
         self.before_forward()
 
+    def after_forward(self, as_one_graph: bool) -> None:
+        """Its stream may be another one than the backward's, or no backward follows it."""
+        self._gate.note_reads()
+
     def after_backward(self) -> None:
         """Count the step, and begin to average behind the last one of the warm-up.
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import nn
 
-from ddp_compile import RanksDifferError, ReductionError, ddp_compile
+from ddp_compile import MissingGradientError, RanksDifferError, ReductionError, ddp_compile
 from ddp_compile.runtime.comm import collectives
 
 Ranks = Callable[[int], RankPool]
@@ -98,18 +98,16 @@ class HalfUsed(nn.Module):
         return self.used(x)
 
 
-def train_with_a_spare_layer() -> None:
-    model = ddp_compile(HalfUsed(), backend="eager")
-    for _ in range(2):
-        loss_of(model(torch.randn(2, 4))).backward()
-
-
-def test_a_parameter_without_gradient_is_named_at_the_next_forward(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(train_with_a_spare_layer):
-        assert failure.kind == "MissingGradientError"
-        assert "spare.weight" in failure.message and "spare.bias" in failure.message
-        assert "used.weight" not in failure.message
-        assert "requires_grad_(False)" in failure.message and "parameters_to_ignore" in failure.message
+@on_ranks(2)
+def test_a_parameter_without_gradient_is_named_at_the_next_forward() -> None:
+    with pytest.raises(MissingGradientError) as raised:
+        model = ddp_compile(HalfUsed(), backend="eager")
+        for _ in range(2):
+            loss_of(model(torch.randn(2, 4))).backward()
+    message = str(raised.value)
+    assert "spare.weight" in message and "spare.bias" in message
+    assert "used.weight" not in message
+    assert "requires_grad_(False)" in message and "parameters_to_ignore" in message
 
 
 def raise_in_forward(raising_rank: int, step: int) -> None:
@@ -222,7 +220,8 @@ def test_buffers_come_from_rank_0_before_synchronised_forwards_with_gradients_on
     assert ranks(2).run(buffers_after_forward) == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 2.0, 1.0]]
 
 
-def sparse_and_mixed() -> float:
+@on_ranks(2)
+def test_sparse_gradients_are_averaged() -> None:
     torch.manual_seed(dist.get_rank())
     embedding = nn.Embedding(50, 6, sparse=True)
     model = ddp_compile(
@@ -237,14 +236,20 @@ def sparse_and_mixed() -> float:
     loss_of(plain(tokens)).backward()
     theirs = embedding.weight.grad.to_dense()
     dist.all_reduce(theirs)
-    return float((ours - theirs / dist.get_world_size()).abs().max())
+    assert float((ours - theirs / dist.get_world_size()).abs().max()) < 1e-7
 
 
-def test_sparse_gradients_are_averaged(ranks: Ranks) -> None:
-    assert max(ranks(2).run(sparse_and_mixed)) < 1e-7
+class ToDtype(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.layer.weight.dtype))
 
 
-def two_dtypes() -> tuple[list[str], float]:
+@on_ranks(2)
+def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own() -> None:
     torch.manual_seed(dist.get_rank())
     half, full = nn.Linear(6, 6, dtype=torch.bfloat16), nn.Linear(6, 6)
     model = ddp_compile(nn.Sequential(nn.Linear(6, 6), ToDtype(half), ToDtype(full)), backend="aot_eager")
@@ -258,30 +263,19 @@ def two_dtypes() -> tuple[list[str], float]:
     for mine, p in zip(ours, plain.parameters(), strict=True):
         dist.all_reduce(p.grad)
         worst = max(worst, float((mine - p.grad.float() / 2).norm() / p.grad.float().norm()))
-    return sorted({str(p.grad.dtype) for p in plain.parameters()}), worst
-
-
-class ToDtype(nn.Module):
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.to(self.layer.weight.dtype))
-
-
-def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own(ranks: Ranks) -> None:
-    for dtypes, worst in ranks(2).run(two_dtypes):
-        assert dtypes == ["torch.bfloat16", "torch.float32"]
-        assert worst < 1e-2
+    dtypes = sorted({str(p.grad.dtype) for p in plain.parameters()})
+    assert dtypes == ["torch.bfloat16", "torch.float32"]
+    assert worst < 1e-2
 
 
 def _verify_algorithms_agree(algorithm: str, group: dist.ProcessGroup, device: torch.device) -> None:
     collectives.verify_algorithms_agree(algorithm, group, device, "model 1 (Linear)")
 
 
-def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[list[int], list[str]]:
+@on_ranks(2)
+def test_what_is_told_of_different_models_does_not_grow_with_them() -> None:
     """Bytes of each all-gather on this rank, and what it raised."""
+    num_lines = 10_000
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     gathered, said = [], []
     all_gather = dist.all_gather
@@ -297,7 +291,7 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
     try:
         for check, what in (
             (collectives.verify_modules_agree, lines),
-            (_verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
+            (_verify_algorithms_agree, "h" * 10_000 + str(dist.get_rank())),
         ):
             try:
                 check(what, group, device)
@@ -305,13 +299,9 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
                 said.append(str(error))
     finally:
         collectives.dist = dist
-    return gathered, said
-
-
-def test_what_is_told_of_different_models_does_not_grow_with_them(ranks: Ranks) -> None:
-    for rank, (gathered, said) in enumerate(ranks(2).run(bytes_told_of_different_models, 10_000, 10_000)):
-        assert max(gathered) <= 2 * 256
-        models, hooks = said
-        assert models.startswith(f"rank {rank}: ") and len(models) < 3000
-        assert "parameter 5000: float32[4] on rank 0 is xxx" in models and "on rank 1. Build" in models
-        assert hooks.count("hhh... (") == 2 and "on rank 0, " in hooks and len(hooks) < 1000
+    rank = dist.get_rank()
+    assert max(gathered) <= 2 * 256
+    models, hooks = said
+    assert models.startswith(f"rank {rank}: ") and len(models) < 3000
+    assert "parameter 5000: float32[4] on rank 0 is xxx" in models and "on rank 1. Build" in models
+    assert hooks.count("hhh... (") == 2 and "on rank 0, " in hooks and len(hooks) < 1000

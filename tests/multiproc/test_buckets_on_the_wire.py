@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -70,9 +70,10 @@ def test_wire_plan_and_partitions_agree(
         assert counted["digest"] == results[0]["digest"]
 
 
-def trace_one_backward(cap_mb: float) -> list[tuple[str, float]]:
+@on_ranks(2)
+def test_all_reduces_start_before_the_last_backward_partition() -> None:
     """Names and start times in microseconds of what the backward did, in order."""
-    model = ddp_compile(large_mlp(), bucket_cap_mb=cap_mb, split="forward", backend="aot_eager")
+    model = ddp_compile(large_mlp(), bucket_cap_mb=2.0, split="forward", backend="aot_eager")
     for _ in range(2):
         loss_of(model(torch.randn(2, 512))).backward()
     loss = loss_of(model(torch.randn(2, 512)))
@@ -80,22 +81,18 @@ def trace_one_backward(cap_mb: float) -> list[tuple[str, float]]:
         loss.backward()
     wanted = ("CompiledFunctionBackward", "ddp_compile::", "gloo:all_reduce")
     events = [(e.name, e.time_range.start) for e in profiler.events() if e.name.startswith(wanted)]
-    return sorted(events, key=lambda event: event[1])
-
-
-def test_all_reduces_start_before_the_last_backward_partition(ranks: Ranks) -> None:
-    for events in ranks(2).run(trace_one_backward, 2.0):
-        backwards = [start for name, start in events if name == "CompiledFunctionBackward"]
-        launches = [start for name, start in events if name.endswith("_launch")]
-        on_the_wire = [start for name, start in events if name == "gloo:all_reduce"]
-        assert len(backwards) == len(launches) == len(on_the_wire) >= 6
-        early = [start for start in launches if start < backwards[-1]]
-        assert len(early) == len(launches) - 1
-        # Every launch but the last comes right after the partition that made its bucket ready.
-        assert all(launch < following for launch, following in zip(launches, backwards[1:], strict=False))
-        assert [name for name, _ in events if name.endswith("_launch")] == [
-            f"ddp_compile::bucket_{i}_launch" for i in range(len(launches))
-        ]
+    events = sorted(events, key=lambda event: event[1])
+    backwards = [start for name, start in events if name == "CompiledFunctionBackward"]
+    launches = [start for name, start in events if name.endswith("_launch")]
+    on_the_wire = [start for name, start in events if name == "gloo:all_reduce"]
+    assert len(backwards) == len(launches) == len(on_the_wire) >= 6
+    early = [start for start in launches if start < backwards[-1]]
+    assert len(early) == len(launches) - 1
+    # Every launch but the last comes right after the partition that made its bucket ready.
+    assert all(launch < following for launch, following in zip(launches, backwards[1:], strict=False))
+    assert [name for name, _ in events if name.endswith("_launch")] == [
+        f"ddp_compile::bucket_{i}_launch" for i in range(len(launches))
+    ]
 
 
 def cut_by_rank_0s_plan() -> tuple[int, int, str]:
@@ -122,16 +119,12 @@ def test_ranks_that_planned_differently_reduce_by_rank_0s_plan(each_split: str, 
     assert rank_1[0] == 12 and rank_1[1] < 12 and rank_1[2] == rank_0[2]
 
 
-def recompile_after_the_seal() -> tuple[list[int], int]:
+@on_ranks(2)
+def test_a_recompiled_graph_is_cut_at_the_sealed_boundaries() -> None:
     model = ddp_compile(large_mlp(), bucket_cap_mb=3.0, split="forward", backend="eager", dynamic=False)
     for rows in (2, 3):
         model.zero_grad()
         loss_of(model(torch.randn(rows, 512))).backward()
-    return [report.num_partitions for report in model._ddp_compile_state.backend.reports], len(
-        model.bucket_plan.buckets
-    )
-
-
-def test_a_recompiled_graph_is_cut_at_the_sealed_boundaries(ranks: Ranks) -> None:
-    for partitions, num_buckets in ranks(2).run(recompile_after_the_seal):
-        assert partitions == [num_buckets, num_buckets]
+    partitions = [report.num_partitions for report in model._ddp_compile_state.backend.reports]
+    num_buckets = len(model.bucket_plan.buckets)
+    assert partitions == [num_buckets, num_buckets]

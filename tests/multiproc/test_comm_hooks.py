@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import comm_hooks, ddp_compile
+from ddp_compile import RanksDifferError, ReductionError, comm_hooks, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -174,16 +174,13 @@ def in_two_steps(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future
 
 
-def train_in_two_steps() -> float:
+@on_ranks(2)
+def test_collectives_of_callbacks_meet_no_others() -> None:
     model, reference = two_models(find_unused_parameters=True)
     model.register_comm_hook(None, in_two_steps)
     torch.manual_seed(100 + dist.get_rank())
-    return train(model, reference, num_steps=2)
-
-
-def test_collectives_of_callbacks_meet_no_others(ranks: Ranks) -> None:
     # Neither the next bucket's nor, after the last bucket, those that find unused parameters.
-    assert ranks(2).run(train_in_two_steps) == [0.0, 0.0]
+    assert train(model, reference, num_steps=2) == 0.0
 
 
 @pytest.mark.parametrize(("name", "tolerance"), only([("allreduce", 1e-6)], [("allreduce", 1e-6), ("fp16", 1e-2)]))
@@ -204,22 +201,20 @@ def test_our_hooks_agree_with_torchs(ours: str, theirs: str, tolerance: float, r
     assert max(ranks(2).run(train_with_hook, ours, theirs)) <= tolerance
 
 
-def train_with_builtin_hook(name: str) -> float:
+@pytest.mark.parametrize(
+    ("name", "tolerance"), only([("FP16_COMPRESS", 2e-3)], [("ALLREDUCE", 0.0), ("FP16_COMPRESS", 2e-3)])
+)
+@on_ranks(2)
+def test_builtin_hooks_are_ours(name: str, tolerance: float) -> None:
     model, reference = two_models()
     model.register_comm_hook(None, getattr(dist.BuiltinCommHookType, name))
     reference._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
     torch.manual_seed(100 + dist.get_rank())
-    return train(model, reference)
+    assert train(model, reference) <= tolerance
 
 
-@pytest.mark.parametrize(
-    ("name", "tolerance"), only([("FP16_COMPRESS", 2e-3)], [("ALLREDUCE", 0.0), ("FP16_COMPRESS", 2e-3)])
-)
-def test_builtin_hooks_are_ours(name: str, tolerance: float, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_with_builtin_hook, name)) <= tolerance
-
-
-def register_between_steps() -> float:
+@on_ranks(2)
+def test_a_hook_can_be_registered_between_steps() -> None:
     model, reference = two_models()
     torch.manual_seed(100 + dist.get_rank())
     before = train(model, reference, num_steps=2)
@@ -234,14 +229,11 @@ def register_between_steps() -> float:
     assert model.bucket_plan.num_bytes < padded
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
-    return max(before, worst, train(model, reference))
+    assert max(before, worst, train(model, reference)) == 0.0
 
 
-def test_a_hook_can_be_registered_between_steps(ranks: Ranks) -> None:
-    assert ranks(2).run(register_between_steps) == [0.0, 0.0]
-
-
-def sparse_gradients() -> float:
+@on_ranks(2)
+def test_a_hook_gets_sparse_gradients_as_they_are() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6))
     reference = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6))
@@ -263,24 +255,17 @@ def sparse_gradients() -> float:
         ours, theirs = model[0].weight.grad.to_dense(), reference[0].weight.grad.to_dense()
         worst = max(worst, relative_difference(ours, theirs))
         model = model.unwrap()
-    return worst
-
-
-def test_a_hook_gets_sparse_gradients_as_they_are(ranks: Ranks) -> None:
-    assert ranks(2).run(sparse_gradients) == [0.0, 0.0]
-
-
-def train_with_an_unfit_hook() -> None:
-    model = ddp_compile(nn.Linear(4, 4), backend="aot_eager")
-    model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
-    loss_of(model(torch.randn(2, 4))).backward()
+    assert worst == 0.0
 
 
 @pytest.mark.skipif(QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
-def test_a_hook_of_torchs_that_gloo_cannot_run_is_named(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(train_with_an_unfit_hook):
-        assert failure.kind == "ReductionError"
-        assert "quantization_pertensor_hook failed on bucket 0" in failure.message
+@on_ranks(2)
+def test_a_hook_of_torchs_that_gloo_cannot_run_is_named() -> None:
+    with pytest.raises(ReductionError) as raised:
+        model = ddp_compile(nn.Linear(4, 4), backend="aot_eager")
+        model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+        loss_of(model(torch.randn(2, 4))).backward()
+    assert "quantization_pertensor_hook failed on bucket 0" in str(raised.value)
 
 
 def gradient_with_quantization(replicate: Callable[[nn.Module], Any]) -> Tensor:
@@ -294,27 +279,20 @@ def gradient_with_quantization(replicate: Callable[[nn.Module], Any]) -> Tensor:
     return module.weight.grad
 
 
-def train_with_quantization() -> float:
-    ours = gradient_with_quantization(functools.partial(ddp_compile, backend="aot_eager"))
-    return relative_difference(ours, gradient_with_quantization(DistributedDataParallel))
-
-
 @pytest.mark.skipif(not QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
-def test_gradients_are_those_of_ddp_with_torchs_quantization(ranks: Ranks) -> None:
-    assert ranks(2).run(train_with_quantization) == [0.0, 0.0]
+@on_ranks(2)
+def test_gradients_are_those_of_ddp_with_torchs_quantization() -> None:
+    ours = gradient_with_quantization(functools.partial(ddp_compile, backend="aot_eager"))
+    assert relative_difference(ours, gradient_with_quantization(DistributedDataParallel)) == 0.0
 
 
-def register_on_rank_0() -> None:
-    model = ddp_compile(Mlp(WIDTH, NUM_LAYERS), backend="aot_eager")
-    if dist.get_rank() == 0:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    loss_of(model(torch.randn(2, WIDTH))).backward()
-
-
-def test_a_hook_on_one_rank_only_is_an_error_on_both(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(register_on_rank_0):
-        assert failure.kind == "RanksDifferError"
-        assert (
-            "comm hook allreduce_hook on rank 0, gradient all-reduce on rank 1. Pass the same algorithm"
-            in failure.message
-        )
+@on_ranks(2)
+def test_a_hook_on_one_rank_only_is_an_error_on_both() -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        model = ddp_compile(Mlp(WIDTH, NUM_LAYERS), backend="aot_eager")
+        if dist.get_rank() == 0:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        loss_of(model(torch.randn(2, WIDTH))).backward()
+    assert "comm hook allreduce_hook on rank 0, gradient all-reduce on rank 1. Pass the same algorithm" in str(
+        raised.value
+    )

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile, torch_internals
+from ddp_compile import GradientArrivalError, ddp_compile, torch_internals
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -108,7 +108,9 @@ def make_complex() -> nn.Module:
     return Complex()
 
 
-def complex_gradients(**settings: bool) -> float:
+@pytest.mark.parametrize("settings", only([{}], [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}]))
+@on_ranks(2)
+def test_complex_gradients_are_ddps(settings: dict[str, bool]) -> None:
     ours, theirs = pair(make_complex, **settings)
     worst = 0.0
     for step in range(3):
@@ -116,15 +118,11 @@ def complex_gradients(**settings: bool) -> float:
             model.zero_grad(set_to_none=step < 2)
             loss_of(model(own_batch(step))).backward()
         worst = max(worst, difference(ours, theirs))
-    return worst
+    assert worst < 1e-6
 
 
-@pytest.mark.parametrize("settings", only([{}], [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}]))
-def test_complex_gradients_are_ddps(settings: dict[str, bool], ranks: Ranks) -> None:
-    assert max(ranks(2).run(complex_gradients, **settings)) < 1e-6
-
-
-def gradient_penalty() -> float:
+@on_ranks(2)
+def test_double_backward_by_autograd_grad_is_ddps() -> None:
     ours, theirs = pair(backend="eager")  # AOTAutograd's backwards cannot be differentiated
     worst = 0.0
     for step in range(2):
@@ -135,28 +133,24 @@ def gradient_penalty() -> float:
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             (loss + slope.square().sum()).backward()
         worst = max(worst, difference(ours, theirs))
-    return worst
-
-
-def test_double_backward_by_autograd_grad_is_ddps(ranks: Ranks) -> None:
-    assert ranks(2).run(gradient_penalty) == [0.0, 0.0]
-
-
-def backward_with_a_graph(backend: str) -> None:
-    model = ddp_compile(small_mlp(), backend=backend)
-    with torch._functorch.config.patch(donated_buffer=False):
-        loss_of(model(own_batch(0))).backward(create_graph=True)
+    assert worst == 0.0
 
 
 @pytest.mark.parametrize("backend", only(["aot_eager"], ["eager", "aot_eager"]))
-def test_double_backward_through_grad_is_refused(backend: str, ranks: Ranks) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(backward_with_a_graph, backend)):
-        assert failure.kind == "GradientArrivalError"
-        assert f"rank {rank}: the gradient of layers.2." in failure.message
-        assert "torch.autograd.grad(..., create_graph=True)" in failure.message
+@on_ranks(2)
+def test_double_backward_through_grad_is_refused(backend: str) -> None:
+    with pytest.raises(GradientArrivalError) as raised:
+        model = ddp_compile(small_mlp(), backend=backend)
+        with torch._functorch.config.patch(donated_buffer=False):
+            loss_of(model(own_batch(0))).backward(create_graph=True)
+    rank = dist.get_rank()
+    message = str(raised.value)
+    assert f"rank {rank}: the gradient of layers.2." in message
+    assert "torch.autograd.grad(..., create_graph=True)" in message
 
 
-def scaled_training() -> tuple[float, list[float]]:
+@on_ranks(2)
+def test_grad_scaler() -> None:
     """The second step's gradients are not finite on rank 1, so no rank may take it, and the scale is halved."""
     ours, theirs = pair()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
@@ -174,11 +168,7 @@ def scaled_training() -> tuple[float, list[float]]:
             scaler.update()
         parameters = zip(ours.parameters(), theirs.parameters(), strict=True)
         worst = max(worst, *(relative_difference(p, q) for p, q in parameters))
-    return worst, [scaler.get_scale() for scaler in scalers]
-
-
-def test_grad_scaler(ranks: Ranks) -> None:
-    assert ranks(2).run(scaled_training) == [(0.0, [512.0, 512.0])] * 2
+    assert (worst, [scaler.get_scale() for scaler in scalers]) == (0.0, [512.0, 512.0])
 
 
 class WithBuffers(nn.Module):
@@ -255,19 +245,16 @@ def test_parameters_and_buffers_come_from_rank_0_at_construction(init_sync: bool
     assert rank_1 == ([1.0 if init_sync else 2.0], [2.0])
 
 
-def ignored_parameter() -> tuple[float, float]:
+@on_ranks(2)
+def test_an_ignored_parameter_keeps_this_ranks_gradient() -> None:
     model = ddp_compile(small_mlp(), backend="aot_eager", parameters_to_ignore=["layers.1.weight"])
     plain = small_mlp()
     for each in (model, plain):
         loss_of(each(own_batch(0))).backward()
     local = relative_difference(model.layers[1].weight.grad, plain.layers[1].weight.grad)
     dist.all_reduce(plain.layers[0].weight.grad)
-    return local, relative_difference(model.layers[0].weight.grad, plain.layers[0].weight.grad / 2)
-
-
-def test_an_ignored_parameter_keeps_this_ranks_gradient(ranks: Ranks) -> None:
-    for local, mean in ranks(2).run(ignored_parameter):
-        assert local == 0.0 and mean < 1e-6
+    mean = relative_difference(model.layers[0].weight.grad, plain.layers[0].weight.grad / 2)
+    assert local == 0.0 and mean < 1e-6
 
 
 def train_in_a_subgroup(with_mesh: bool) -> float | None:
@@ -291,7 +278,8 @@ def test_the_mean_is_over_the_group_or_mesh_that_is_given(with_mesh: bool, ranks
     assert max(value for value in differences if value is not None) < 1e-6
 
 
-def gradients_by_autograd_grad() -> tuple[float, float]:
+@on_ranks(2)
+def test_autograd_grad_gives_this_ranks_gradients() -> None:
     """They are this rank's own, and the backward that follows is reduced as if nothing had been."""
     ours, theirs = pair()
     plain = small_mlp()
@@ -301,14 +289,11 @@ def gradients_by_autograd_grad() -> tuple[float, float]:
     expected = torch.autograd.grad(own_loss, list(plain.parameters()))
     loss.backward()
     loss_of(theirs(x)).backward()
-    return max(map(relative_difference, local, expected)), difference(ours, theirs)
+    assert (max(map(relative_difference, local, expected)), difference(ours, theirs)) == (0.0, 0.0)
 
 
-def test_autograd_grad_gives_this_ranks_gradients(ranks: Ranks) -> None:
-    assert ranks(2).run(gradients_by_autograd_grad) == [(0.0, 0.0)] * 2
-
-
-def train_with_sharded_optimizer() -> float:
+@on_ranks(2)
+def test_zero_redundancy_optimizer() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its imports take a second
 
     ours, theirs = pair()
@@ -324,14 +309,11 @@ def train_with_sharded_optimizer() -> float:
             optimizer.step()
         parameters = zip(ours.parameters(), theirs.parameters(), strict=True)
         worst = max(worst, *(relative_difference(p, q) for p, q in parameters))
-    return worst
+    assert worst == 0.0
 
 
-def test_zero_redundancy_optimizer(ranks: Ranks) -> None:
-    assert ranks(2).run(train_with_sharded_optimizer) == [0.0, 0.0]
-
-
-def frozen_parameters() -> tuple[list[str], float]:
+@on_ranks(2)
+def test_frozen_parameters_are_not_sent() -> None:
     def make() -> nn.Module:
         model = small_mlp()
         model.layers[1].requires_grad_(False)
@@ -342,24 +324,17 @@ def frozen_parameters() -> tuple[list[str], float]:
         loss_of(model(own_batch(0))).backward()
     sent = [gradient.fqn for bucket in ours.bucket_plan.buckets for gradient in bucket.gradients]
     trained = [(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True) if p.requires_grad]
-    return sorted(sent), max(relative_difference(p.grad, q.grad) for p, q in trained)
+    sent, worst = sorted(sent), max(relative_difference(p.grad, q.grad) for p, q in trained)
+    assert sent == ["layers.0.bias", "layers.0.weight", "layers.2.bias", "layers.2.weight"]
+    assert worst == 0.0
 
 
-def test_frozen_parameters_are_not_sent(ranks: Ranks) -> None:
-    for sent, worst in ranks(2).run(frozen_parameters):
-        assert sent == ["layers.0.bias", "layers.0.weight", "layers.2.bias", "layers.2.weight"]
-        assert worst == 0.0
-
-
-def copy_for_averaging() -> bool:
+@on_ranks(2)
+def test_a_deep_copy_is_not_reduced() -> None:
     """A deep copy, for a moving average of the weights for example, is a module that no gradient is reduced of."""
     model = ddp_compile(small_mlp(), backend="aot_eager")
     copied = copy.deepcopy(model)
     if dist.get_rank() == 0:
         loss_of(copied(own_batch(0))).backward()  # alone, and yet nobody waits
     loss_of(model(own_batch(0))).backward()
-    return type(copied) is Mlp
-
-
-def test_a_deep_copy_is_not_reduced(ranks: Ranks) -> None:
-    assert ranks(2).run(copy_for_averaging) == [True, True]
+    assert type(copied) is Mlp

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
@@ -36,8 +36,9 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(x @ self.table))) * self.scale.sum().float()
 
 
-def train(by_itself: bool) -> dict[str, float]:
-    """For each parameter the largest relative difference to the mean of the plain module's gradients."""
+@pytest.mark.parametrize("by_itself", [False, True])
+@on_ranks(2)
+def test_they_are_the_mean_of_all_backwards(by_itself: bool) -> None:
     torch.manual_seed(dist.get_rank())  # rank 0's parameters go to all
     module = Net()
     delayed = [("table", module.table), ("scale", module.scale)]
@@ -61,13 +62,7 @@ def train(by_itself: bool) -> dict[str, float]:
         for (name, ours), alone in zip(model.named_parameters(), plain.parameters(), strict=True):
             dist.all_reduce(alone.grad)
             worst[name] = max(worst[name], relative_difference(ours.grad, alone.grad / dist.get_world_size()))
-    return worst
-
-
-@pytest.mark.parametrize("by_itself", [False, True])
-def test_they_are_the_mean_of_all_backwards(by_itself: bool, ranks: Ranks) -> None:
-    for worst in ranks(2).run(train, by_itself):
-        assert max(worst.values()) < 1e-6, worst
+    assert max(worst.values()) < 1e-6, worst
 
 
 def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
@@ -122,7 +117,8 @@ class FirstOnOneRank(nn.Module):
         return h, self.unused(h)
 
 
-def arrive_in_another_order() -> float:
+@on_ranks(2)
+def test_ranks_may_meet_the_trigger_at_another_time() -> None:
     torch.manual_seed(0)
     module = FirstOnOneRank()
     plain = copy.deepcopy(module)
@@ -144,11 +140,7 @@ def arrive_in_another_order() -> float:
             if alone.grad is not None:
                 dist.all_reduce(alone.grad)
                 worst = max(worst, relative_difference(ours.grad, alone.grad / dist.get_world_size()))
-    return worst
-
-
-def test_ranks_may_meet_the_trigger_at_another_time(ranks: Ranks) -> None:
-    assert max(ranks(2).run(arrive_in_another_order)) < 1e-6
+    assert worst < 1e-6
 
 
 class InCheckpoint(Net):
@@ -188,19 +180,16 @@ def nothing(module: Net) -> None:
     pass
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_would_not_be_averaged_is_refused_on_every_rank() -> None:
     cases: list[tuple[Any, Any, int]] = [
         (Net, another_shape, 1),
         (Net, stepped_in_backward, 1),
         (InCheckpoint, nothing, 1),
         (Net, nothing, 3),
     ]
-    return [refused(*case) for case in cases]
-
-
-def test_what_would_not_be_averaged_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for shape, stepped, checkpointed, replaced in ranks(2).run(refusals):
-        assert "parameter table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]" in shape
-        assert "_apply_optimizer_in_backward of table: such a step would take this rank's own gradients" in stepped
-        assert "has come in a backward inside another one, of a reentrant checkpoint" in checkpointed
-        assert "replaced by another Parameter: table" in replaced
+    shape, stepped, checkpointed, replaced = [refused(*case) for case in cases]
+    assert "parameter table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]" in shape
+    assert "_apply_optimizer_in_backward of table: such a step would take this rank's own gradients" in stepped
+    assert "has come in a backward inside another one, of a reentrant checkpoint" in checkpointed
+    assert "replaced by another Parameter: table" in replaced

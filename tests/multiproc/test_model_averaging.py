@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -46,7 +46,14 @@ def are_equal(ours: nn.Module, theirs: nn.Module) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def averaged_over_steps() -> bool:
+def is_same_everywhere(tensor: Tensor) -> bool:
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor.detach())
+    return all(torch.equal(each, tensors[0]) for each in tensors)
+
+
+@on_ranks(2)
+def test_a_model_averaged_over_steps_is_ddps() -> None:
     models = pair()
     settings: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
     averages = [[AveragedModel(each, **given) for each in models] for given in ({}, settings)]
@@ -71,10 +78,11 @@ def averaged_over_steps() -> bool:
         assert torch.equal(ours.eval()(own_batch(30)), theirs.eval()(own_batch(30)))
     again = ddp_compile(copy.deepcopy(averages[1][0].module), backend="aot_eager")  # averages may be trained on
     again(own_batch(40)).sum().backward()
-    return all(parameter.grad is not None for parameter in again.parameters())
+    assert all(parameter.grad is not None for parameter in again.parameters())
 
 
-def averaged_over_ranks() -> bool:
+@on_ranks(2)
+def test_models_averaged_over_ranks_are_ddps() -> None:
     for make_averager in (
         lambda: PeriodicModelAverager(period=2, warmup_steps=2),
         lambda: HierarchicalModelAverager({2: 2}, warmup_steps=2),
@@ -95,18 +103,3 @@ def averaged_over_ranks() -> bool:
             assert are_equal(models[0], models[1].module), step
             drifted = drifted or not is_same_everywhere(next(models[0].parameters()))
         assert drifted
-    return True
-
-
-def is_same_everywhere(tensor: Tensor) -> bool:
-    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensors, tensor.detach())
-    return all(torch.equal(each, tensors[0]) for each in tensors)
-
-
-def test_a_model_averaged_over_steps_is_ddps(ranks: Ranks) -> None:
-    assert ranks(2).run(averaged_over_steps) == [True, True]
-
-
-def test_models_averaged_over_ranks_are_ddps(ranks: Ranks) -> None:
-    assert ranks(2).run(averaged_over_ranks) == [True, True]

@@ -21,7 +21,7 @@ from differing_ranks import (
 )
 from in_ci import only
 from models import loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -88,8 +88,9 @@ def test_one_rank_of_three_is_named(ranks: Ranks) -> None:
         assert "torch.no_grad()" in failure.message
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def go_on_after_the_error() -> str:
+def test_no_rank_goes_on_after_the_error() -> None:
     with pytest.raises(RuntimeError, match="out of step"):
         model = make_model()
         loss_of(model(some_rows())).backward()
@@ -98,12 +99,9 @@ def go_on_after_the_error() -> str:
         loss_of(model(some_rows())).backward()
     with pytest.raises(RuntimeError) as refused:
         model(some_rows())
-    return str(refused.value)
-
-
-def test_no_rank_goes_on_after_the_error(ranks: Ranks) -> None:
-    for rank, refusal in enumerate(ranks(2).run(go_on_after_the_error)):
-        assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
+    rank = dist.get_rank()
+    refusal = str(refused.value)
+    assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
 
 
 # Two models in one process group
@@ -171,17 +169,14 @@ def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
     assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
 
 
-def shares_process_group() -> list[bool]:
+@on_ranks(2)
+def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves() -> None:
     models = [
         ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
         for algorithm in (GradientAllReduce(), ByteGrad(), GradientAllReduce())
     ]
     shard_optimizer(torch.optim.SGD(models[2].parameters(), lr=0.1), models[2])
-    return [model.comm_algorithm.shares_process_group for model in models]
-
-
-def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves(ranks: Ranks) -> None:
-    assert ranks(2).run(shares_process_group) == [[True, False, False]] * 2
+    assert [model.comm_algorithm.shares_process_group for model in models] == [True, False, False]
 
 
 # Ranks that differ, and yet average what they should
@@ -211,8 +206,15 @@ def difference_to_the_mean_of(plain: nn.Module, model: nn.Module) -> float:
     return worst
 
 
-def train_beside(only_rank_1: Callable[[nn.Module], Tensor | None]) -> float:
-    """The largest difference to the mean in five iterations."""
+@pytest.mark.parametrize(
+    "only_rank_1",
+    only(
+        [evaluate, forward_in_no_sync, two_forwards_for_one_backward, recompile],
+        [evaluate, evaluate_with_gradients, forward_in_no_sync, two_forwards_for_one_backward, recompile],
+    ),
+)
+@on_ranks(2)
+def test_what_one_rank_may_do_alone(only_rank_1: Callable[[nn.Module], Tensor | None], each_split: str) -> None:
     model = make_model(dynamic=False, backend="aot_eager")
     worst = 0.0
     for iteration_number in range(5):
@@ -223,24 +225,11 @@ def train_beside(only_rank_1: Callable[[nn.Module], Tensor | None]) -> float:
             loss = only_rank_1(each) if dist.get_rank() == 1 else None
             (loss_of(each(some_rows())) if loss is None else loss).backward()
         worst = max(worst, difference_to_the_mean_of(plain, model))
-    return worst
+    assert worst < 1e-6
 
 
-@pytest.mark.parametrize(
-    "only_rank_1",
-    only(
-        [evaluate, forward_in_no_sync, two_forwards_for_one_backward, recompile],
-        [evaluate, evaluate_with_gradients, forward_in_no_sync, two_forwards_for_one_backward, recompile],
-    ),
-)
-def test_what_one_rank_may_do_alone(
-    only_rank_1: Callable[[nn.Module], Tensor | None], each_split: str, ranks: Ranks
-) -> None:
-    assert max(ranks(2).run(train_beside, only_rank_1)) < 1e-6
-
-
-def one_rank_in_evaluation_mode() -> float:
-    """The largest difference to DistributedDataParallel; rank 1 fine-tunes with fixed statistics every other step."""
+@on_ranks(2)
+def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp() -> None:
     models = [ddp_compile(with_batch_norm(), backend="aot_eager"), DistributedDataParallel(with_batch_norm())]
     worst = 0.0
     for number in range(4):
@@ -251,48 +240,41 @@ def one_rank_in_evaluation_mode() -> float:
             forward_and_backward(model)
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             worst = max(worst, relative_difference(ours.grad, theirs.grad))
-    return worst
-
-
-def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp(ranks: Ranks) -> None:
     # A bias before BatchNorm has a gradient of zero but for rounding; in evaluation mode it has another one.
-    assert max(ranks(2).run(one_rank_in_evaluation_mode)) < 1e-5
+    assert worst < 1e-5
 
 
-def parameters_that_one_rank_shares() -> None:
-    head = nn.Linear(WIDTH, WIDTH)
-    kept = ddp_compile(nn.Sequential(head), backend="eager")
-    if dist.get_rank() == 0:
-        kept.unwrap()
-    ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), head), backend="eager")
-
-
-def test_parameters_that_one_rank_shares_are_refused_on_every_rank(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(parameters_that_one_rank_shares):
-        assert failure.kind == "RanksDifferError"
-        assert "another replicated module reduces=none on rank 0" in failure.message
-        assert "1.weight is 0.weight of a Sequential" in failure.message
+@on_ranks(2)
+def test_parameters_that_one_rank_shares_are_refused_on_every_rank() -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        head = nn.Linear(WIDTH, WIDTH)
+        kept = ddp_compile(nn.Sequential(head), backend="eager")
+        if dist.get_rank() == 0:
+            kept.unwrap()
+        ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), head), backend="eager")
+    message = str(raised.value)
+    assert "another replicated module reduces=none on rank 0" in message
+    assert "1.weight is 0.weight of a Sequential" in message
 
 
 # Comm hooks
 
 
-@torch.compiler.set_stance("force_eager")
-def register_different_hooks(iterations_before: int) -> None:
-    model = make_model()
-    for _ in range(iterations_before):
-        loss_of(model(some_rows())).backward()
-    hook = default_hooks.fp16_compress_hook if dist.get_rank() else default_hooks.allreduce_hook
-    model.register_comm_hook(None, hook)
-    loss_of(model(some_rows())).backward()
-
-
 @pytest.mark.parametrize("iterations_before", [0, 1])
-def test_different_comm_hooks_are_refused_on_every_rank(iterations_before: int, ranks: Ranks) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(register_different_hooks, iterations_before)):
-        assert failure.kind == "RanksDifferError"
-        assert failure.message.startswith(f"rank {rank}: ")
-        assert "comm hook allreduce_hook on rank 0, comm hook fp16_compress_hook on rank 1" in failure.message
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_different_comm_hooks_are_refused_on_every_rank(iterations_before: int) -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        model = make_model()
+        for _ in range(iterations_before):
+            loss_of(model(some_rows())).backward()
+        hook = default_hooks.fp16_compress_hook if dist.get_rank() else default_hooks.allreduce_hook
+        model.register_comm_hook(None, hook)
+        loss_of(model(some_rows())).backward()
+    rank = dist.get_rank()
+    message = str(raised.value)
+    assert message.startswith(f"rank {rank}: ")
+    assert "comm hook allreduce_hook on rank 0, comm hook fp16_compress_hook on rank 1" in message
 
 
 class HookObject:
@@ -300,8 +282,10 @@ class HookObject:
         return default_hooks.allreduce_hook(None, bucket)
 
 
+@pytest.mark.parametrize("iterations_before", [0, 1])
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def register_hook_objects(iterations_before: int) -> float:
+def test_hooks_that_are_objects_of_one_class_are_equal(iterations_before: int) -> None:
     model = make_model()
     for _ in range(iterations_before):
         loss_of(model(some_rows())).backward()
@@ -311,9 +295,4 @@ def register_hook_objects(iterations_before: int) -> float:
     plain, x = copy.deepcopy(model), some_rows()
     for each in (plain, model):
         loss_of(each(x)).backward()
-    return difference_to_the_mean_of(plain, model)
-
-
-@pytest.mark.parametrize("iterations_before", [0, 1])
-def test_hooks_that_are_objects_of_one_class_are_equal(iterations_before: int, ranks: Ranks) -> None:
-    assert max(ranks(2).run(register_hook_objects, iterations_before)) < 1e-6
+    assert difference_to_the_mean_of(plain, model) < 1e-6

@@ -17,7 +17,7 @@ from backward_patterns import (
 )
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -150,8 +150,12 @@ def test_gradients_are_exact_under_inductor(pattern: str, static_graph: bool, ra
         assert trained.num_early == PATTERNS[pattern].num_early
 
 
-def late_with_a_comm_hook(pattern: str) -> tuple[str, float]:
-    """The error, and how far the gradients are off when the step is done again."""
+LATE_PATTERNS = ["contributor_that_appears_on_one_rank", "tensor_hook_on_data_on_one_rank"]
+
+
+@pytest.mark.parametrize("pattern", only(LATE_PATTERNS[:1], LATE_PATTERNS))
+@on_ranks(2)
+def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be_sent_again(pattern: str) -> None:
     torch.manual_seed(3)
     reference = DistributedDataParallel(Mlp(33, 4))
     model = ddp_compile(Mlp(33, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
@@ -172,24 +176,64 @@ def late_with_a_comm_hook(pattern: str) -> tuple[str, float]:
         reference.zero_grad()
         step_of(reference, x, step)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return str(raised.value), max(relative_difference(p.grad, q.grad) for p, q in pairs)
+    rank = dist.get_rank()
+    said = str(raised.value)
+    difference = max(relative_difference(p.grad, q.grad) for p, q in pairs)
+    assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
+    assert "the comm hook allreduce_hook must not be called twice" in said
+    assert difference == 0.0
 
 
-LATE_PATTERNS = ["contributor_that_appears_on_one_rank", "tensor_hook_on_data_on_one_rank"]
+@pytest.mark.inductor
+@on_ranks(2)
+def test_gradients_whose_places_are_not_aligned_wait_for_their_hooks() -> None:
+    """With a comm hook places have no gaps, so that some are not aligned, and compiled code expects that they are."""
+    torch.manual_seed(3)
+    # Products alone, which take no C++ kernels, of a number of elements that leaves the next place unaligned.
+    reference = DistributedDataParallel(nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(4))))
+    model = ddp_compile(
+        copy.deepcopy(reference.module), bucket_cap_mb=0.009, split="backward", backend="inductor", static_graph=True
+    )
+    model.register_comm_hook(None, allreduce_hook)
+    launched = count_early(model)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(6, 33)
+    for _ in range(3):
+        launched.clear()
+        for each in (model, reference):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+    assert model._ddp_compile_state.compiler.failures == []
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
+    assert worst < 1e-5
+    assert launched == []
 
 
 @pytest.mark.parametrize("pattern", only(LATE_PATTERNS[:1], LATE_PATTERNS))
-def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be_sent_again(
-    pattern: str, ranks: Ranks
+@on_ranks(2)
+def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(pattern: str) -> None:
+    model = ddp_compile(Mlp(33, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager", static_graph=True)
+    for step in range(APPEARS_AT):
+        model.zero_grad()
+        PATTERNS[pattern].step(model, torch.ones(6, 33), step)
+    model.zero_grad()
+    with pytest.raises(GradientArrivalError) as raised:
+        PATTERNS[pattern].step(model, torch.ones(6, 33), APPEARS_AT)
+    rank = dist.get_rank()
+    said = str(raised.value)
+    assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
+    assert "static_graph=True, which promises that every iteration is like the first" in said
+
+
+CAPACITIES = [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)]
+
+
+@pytest.mark.parametrize(("cap_mb", "checkpointed"), only([(0.25, True)], CAPACITIES))
+@on_ranks(2)
+def test_every_bucket_but_the_last_leaves_inside_one_backward_whatever_the_capacity(
+    cap_mb: float, checkpointed: bool
 ) -> None:
-    for rank, (said, difference) in enumerate(ranks(2).run(late_with_a_comm_hook, pattern)):
-        assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
-        assert "the comm hook allreduce_hook must not be called twice" in said
-        assert difference == 0.0
-
-
-def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, float]:
-    """Buckets launched early in the second step, in order; how many graphs and buckets there are; the difference."""
     torch.manual_seed(3)
     make = (lambda: Checkpointed(257, 8)) if checkpointed else (lambda: Mlp(257, 8))
     reference = DistributedDataParallel(make())
@@ -207,71 +251,18 @@ def one_step(cap_mb: float, checkpointed: bool) -> tuple[list[int], int, int, fl
             early = list(launched)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
-    return early, len(model._ddp_compile_state.backend.reports), len(model.bucket_plan.buckets), worst
-
-
-def train_with_hook(backend: str) -> tuple[float, list[int]]:
-    """With a comm hook places have no gaps, so that some are not aligned, and compiled code expects that they are."""
-    torch.manual_seed(3)
-    # Products alone, which take no C++ kernels, of a number of elements that leaves the next place unaligned.
-    reference = DistributedDataParallel(nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(4))))
-    model = ddp_compile(
-        copy.deepcopy(reference.module), bucket_cap_mb=0.009, split="backward", backend=backend, static_graph=True
-    )
-    model.register_comm_hook(None, allreduce_hook)
-    launched = count_early(model)
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(6, 33)
-    for _ in range(3):
-        launched.clear()
-        for each in (model, reference):
-            each.zero_grad()
-            loss_of(each(x)).backward()
-    assert model._ddp_compile_state.compiler.failures == []
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(relative_difference(p.grad, q.grad) for p, q in pairs), launched
+    num_graphs = len(model._ddp_compile_state.backend.reports)
+    num_buckets = len(model.bucket_plan.buckets)
+    assert early == list(range(num_buckets - 1))
+    assert num_buckets == {0.25: 8, 1: 2, 5: 2, 25: 2}[cap_mb]
+    assert num_graphs == 1
+    assert worst == 0.0
 
 
 @pytest.mark.inductor
-def test_gradients_whose_places_are_not_aligned_wait_for_their_hooks(ranks: Ranks) -> None:
-    for worst, launched in ranks(2).run(train_with_hook, "inductor"):
-        assert worst < 1e-5
-        assert launched == []
-
-
-def broken_promise(pattern: str) -> str:
-    model = ddp_compile(Mlp(33, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager", static_graph=True)
-    for step in range(APPEARS_AT):
-        model.zero_grad()
-        PATTERNS[pattern].step(model, torch.ones(6, 33), step)
-    model.zero_grad()
-    with pytest.raises(GradientArrivalError) as raised:
-        PATTERNS[pattern].step(model, torch.ones(6, 33), APPEARS_AT)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("pattern", only(LATE_PATTERNS[:1], LATE_PATTERNS))
-def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(pattern: str, ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(2).run(broken_promise, pattern)):
-        assert said.startswith(f"rank {rank}: layers.1.weight got another gradient, on this rank or another one")
-        assert "static_graph=True, which promises that every iteration is like the first" in said
-
-
-CAPACITIES = [(0.25, False), (1, False), (5, False), (25, False), (0.25, True)]
-
-
-@pytest.mark.parametrize(("cap_mb", "checkpointed"), only([(0.25, True)], CAPACITIES))
-def test_every_bucket_but_the_last_leaves_inside_one_backward_whatever_the_capacity(
-    cap_mb: float, checkpointed: bool, ranks: Ranks
-) -> None:
-    for early, num_graphs, num_buckets, worst in ranks(2).run(one_step, cap_mb, checkpointed):
-        assert early == list(range(num_buckets - 1))
-        assert num_buckets == {0.25: 8, 1: 2, 5: 2, 25: 2}[cap_mb]
-        assert num_graphs == 1
-        assert worst == 0.0
-
-
-def starts_in_a_step(backend: str) -> tuple[list[float], list[float]]:
+@pytest.mark.parametrize("backend", only(["inductor"], ["aot_eager", "inductor"]))
+@on_ranks(2)
+def test_buckets_leave_while_the_rest_is_computed(backend: str) -> None:
     """Microseconds at which buckets were launched and matrix products begun, in one backward after the learning one."""
     torch.manual_seed(3)
     layers = [nn.Linear(257, 257, bias=False) for _ in range(8)]  # products alone: no C++ for inductor to compile
@@ -286,14 +277,8 @@ def starts_in_a_step(backend: str) -> tuple[list[float], list[float]]:
         loss.backward()
     events: Any = profile.events()
     launches = [event.time_range.start for event in events if event.name.endswith("_launch")]
-    return launches, [event.time_range.start for event in events if event.name == "aten::mm"]
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("backend", only(["inductor"], ["aot_eager", "inductor"]))
-def test_buckets_leave_while_the_rest_is_computed(backend: str, ranks: Ranks) -> None:
-    for launches, products in ranks(2).run(starts_in_a_step, backend):
-        # Two products for each layer but the first one, whose bucket is launched when the backward ends.
-        assert len(launches) == 8 and len(products) == 15
-        for i, start in enumerate(sorted(launches)[:7]):
-            assert sum(product > start for product in products) >= 15 - 2 * (i + 1)
+    products = [event.time_range.start for event in events if event.name == "aten::mm"]
+    # Two products for each layer but the first one, whose bucket is launched when the backward ends.
+    assert len(launches) == 8 and len(products) == 15
+    for i, start in enumerate(sorted(launches)[:7]):
+        assert sum(product > start for product in products) >= 15 - 2 * (i + 1)

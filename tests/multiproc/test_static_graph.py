@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +66,10 @@ def pair(use_reentrant: bool, as_view: bool = True, **options: object) -> tuple[
     return ours, theirs
 
 
-def train(use_reentrant: bool, as_view: bool, num_backwards: int) -> tuple[float, list[bool], list[int]]:
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
+@on_ranks(2)
+def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(use_reentrant: bool, as_view: bool) -> None:
     ours, theirs = pair(use_reentrant, as_view)
     torch.manual_seed(100 + dist.get_rank())
     worst = 0.0
@@ -75,29 +78,23 @@ def train(use_reentrant: bool, as_view: bool, num_backwards: int) -> tuple[float
     for _ in range(4):
         x = torch.randn(4, WIDTH)
         for model in (ours, theirs):
-            for _ in range(num_backwards):
+            for _ in range(1):
                 model(x).square().sum().backward()
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             if q.grad is not None and q.grad.count_nonzero():
                 worst = max(worst, relative_difference(p.grad, q.grad))
         for model in (ours, theirs):
             model.zero_grad(set_to_none=True)
-    return worst, [p.grad is None for p in ours.spare.parameters()], arrivals
+    unused = [p.grad is None for p in ours.spare.parameters()]
+    assert worst < 1e-6
+    assert unused == [True, True]
+    # The case is there: a reentrant checkpoint brings the weight's gradient once for each of its uses.
+    assert len(arrivals) == 4 * (3 if use_reentrant else 1)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("as_view", only([True], [True, False]))
-def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(
-    ranks: Ranks, use_reentrant: bool, as_view: bool
-) -> None:
-    for worst, unused, arrivals in ranks(2).run(train, use_reentrant, as_view, 1):
-        assert worst < 1e-6
-        assert unused == [True, True]
-        # The case is there: a reentrant checkpoint brings the weight's gradient once for each of its uses.
-        assert len(arrivals) == 4 * (3 if use_reentrant else 1)
-
-
-def train_in_one_checkpoint(use_reentrant: bool) -> float:
+@pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
+@on_ranks(2)
+def test_a_checkpoint_around_the_whole_module(use_reentrant: bool) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -113,12 +110,7 @@ def train_in_one_checkpoint(use_reentrant: bool) -> float:
             checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
         pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
         worst = max(worst, *(relative_difference(p.grad, q.grad) for p, q in pairs))
-    return worst
-
-
-@pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
-def test_a_checkpoint_around_the_whole_module(use_reentrant: bool, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_in_one_checkpoint, use_reentrant)) < 1e-6
+    assert worst < 1e-6
 
 
 class Checkpoints(nn.Sequential):
@@ -131,7 +123,8 @@ class Checkpoints(nn.Sequential):
         return x
 
 
-def train_in_checkpoints_only() -> list[float]:
+@on_ranks(2)
+def test_nothing_but_reentrant_checkpoints() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -147,15 +140,11 @@ def train_in_checkpoints_only() -> list[float]:
             model(x).square().sum().backward()
         pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
         worst.append(max(relative_difference(p.grad, q.grad) for p, q in pairs))
-    return worst
+    assert max(worst) < 1e-6, worst
 
 
-def test_nothing_but_reentrant_checkpoints(ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_in_checkpoints_only):
-        assert max(worst) < 1e-6, worst
-
-
-def used_elsewhere() -> float:
+@on_ranks(2)
+def test_a_parameter_that_only_the_loss_uses() -> None:
     """A parameter that the forward does not use, but the loss does, in every iteration."""
     ours, _ = pair(use_reentrant=False)
     worst = 0.0
@@ -164,11 +153,7 @@ def used_elsewhere() -> float:
         x = torch.full((4, WIDTH), 1.0 + dist.get_rank())
         (ours(x).sum() + (1 + dist.get_rank()) * ours.spare.weight.square().sum()).backward()
         worst = max(worst, relative_difference(ours.spare.weight.grad, 3 * ours.spare.weight.detach()))
-    return worst
-
-
-def test_a_parameter_that_only_the_loss_uses(ranks: Ranks) -> None:
-    assert max(ranks(2).run(used_elsewhere)) < 1e-6
+    assert worst < 1e-6
 
 
 def broken_promise(first: bool, second: bool) -> None:

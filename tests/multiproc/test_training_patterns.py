@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, needs_ddp_to_keep_buffers, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ParametersChangedError, ddp_compile
+from ddp_compile import GradientArrivalError, ParametersChangedError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -216,7 +215,8 @@ class TwoBranches(nn.Module):
         return left, self.right(x)
 
 
-def backward_branch_by_branch() -> list[float]:
+@on_ranks(2)
+def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_brings_the_rest() -> None:
     torch.manual_seed(dist.get_rank())
     model = ddp_compile(TwoBranches(), backend="aot_eager", bucket_cap_mb=1e-4)
     x = torch.randn(3, 4)
@@ -230,15 +230,11 @@ def backward_branch_by_branch() -> list[float]:
             loss.backward()
             # Each branch is averaged when its own backward returns, though the first one does not end the iteration.
             differences.append(relative_difference(layer.weight.grad, mean / dist.get_world_size()))
-    return differences
+    assert len(differences) == 4 and max(differences) < 1e-6
 
 
-def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_brings_the_rest(ranks: Ranks) -> None:
-    for differences in ranks(2).run(backward_branch_by_branch):
-        assert len(differences) == 4 and max(differences) < 1e-6
-
-
-def functional_sparse_embedding() -> float:
+@on_ranks(2)
+def test_a_sparse_gradient_that_no_module_announced_is_averaged() -> None:
     torch.manual_seed(dist.get_rank())
 
     class Lookup(nn.Module):
@@ -258,36 +254,31 @@ def functional_sparse_embedding() -> float:
     loss_of(plain(tokens)).backward()
     theirs = plain.table.grad.to_dense()
     dist.all_reduce(theirs)
-    return relative_difference(ours, theirs / dist.get_world_size())
+    assert relative_difference(ours, theirs / dist.get_world_size()) < 1e-6
 
 
-def test_a_sparse_gradient_that_no_module_announced_is_averaged(ranks: Ranks) -> None:
-    assert max(ranks(2).run(functional_sparse_embedding)) < 1e-6
+@on_ranks(2)
+def test_a_gradient_that_arrives_twice_is_named_with_both_causes() -> None:
+    with pytest.raises(GradientArrivalError) as raised:
 
+        class TwoHeads(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
-def losses_of_two_heads() -> Any:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+                h = self.trunk(x)
+                torch._dynamo.graph_break()
+                left = self.left(h)
+                torch._dynamo.graph_break()
+                return left, self.right(h)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.trunk(x)
-            torch._dynamo.graph_break()
-            left = self.left(h)
-            torch._dynamo.graph_break()
-            return left, self.right(h)
-
-    model = ddp_compile(TwoHeads(), backend="aot_eager", bucket_cap_mb=1e-5)
-    left, right = model(torch.randn(2, 4))
-    loss_of(left).backward(retain_graph=True)
-    loss_of(right).backward()
-
-
-def test_a_gradient_that_arrives_twice_is_named_with_both_causes(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(losses_of_two_heads):
-        assert failure.kind == "GradientArrivalError"
-        assert "trunk.weight arrived twice" in failure.message and "add the losses up" in failure.message
+        model = ddp_compile(TwoHeads(), backend="aot_eager", bucket_cap_mb=1e-5)
+        left, right = model(torch.randn(2, 4))
+        loss_of(left).backward(retain_graph=True)
+        loss_of(right).backward()
+    message = str(raised.value)
+    assert "trunk.weight arrived twice" in message and "add the losses up" in message
 
 
 class NotCompiled(Mlp):
@@ -320,18 +311,15 @@ def test_a_dtype_that_has_changed_is_named_where_the_bucket_is_filled(dtype: tor
         assert f"float32[64] before and {name}[64] now: layers.0.weight" in failure.message
 
 
-def optimizer_in_backward() -> None:
-    model = ddp_compile(Mlp(width=8, num_layers=3), backend="aot_eager")
+@on_ranks(2)
+def test_a_hook_that_clears_gradients_is_named() -> None:
+    with pytest.raises(GradientArrivalError) as raised:
+        model = ddp_compile(Mlp(width=8, num_layers=3), backend="aot_eager")
 
-    def step(parameter: nn.Parameter) -> None:
-        parameter.grad = None
+        def step(parameter: nn.Parameter) -> None:
+            parameter.grad = None
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    loss_of(model(torch.randn(2, 8))).backward()
-
-
-def test_a_hook_that_clears_gradients_is_named(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(optimizer_in_backward):
-        assert failure.kind == "GradientArrivalError"
-        assert "was set to None before it was averaged" in failure.message
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        loss_of(model(torch.randn(2, 8))).backward()
+    assert "was set to None before it was averaged" in str(raised.value)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,14 +130,11 @@ STOPPED_IN_CI = [STOPPED[4], STOPPED[5], STOPPED[7]]
 OTHERS_STOPPED = [case for case in STOPPED if case not in STOPPED_IN_CI]
 
 
-def stopped(cases: list[Case]) -> list[list[float]]:
-    return [differences(Stopped, when, False, zeroed, hooked, **flags) for when, flags, zeroed, hooked in cases]
-
-
 @pytest.mark.parametrize("cases", only([STOPPED_IN_CI], [STOPPED_IN_CI, OTHERS_STOPPED]), ids=["some", "others"])
-def test_a_function_that_returns_no_gradient(cases: list[Case], ranks: Ranks) -> None:
-    for found in ranks(2).run(stopped, cases):
-        assert max(map(max, found)) < 1e-6, found
+@on_ranks(2)
+def test_a_function_that_returns_no_gradient(cases: list[Case]) -> None:
+    found = [differences(Stopped, when, False, zeroed, hooked, **flags) for when, flags, zeroed, hooked in cases]
+    assert max(map(max, found)) < 1e-6, found
 
 
 def in_micro_batches(hooked: bool, program: str) -> list[float]:
@@ -177,28 +174,22 @@ MICRO_BATCHES_IN_CI = [(False, "dU"), (True, "DdUuDU")]
 OTHER_MICRO_BATCHES = [case for case in MICRO_BATCHES if case not in MICRO_BATCHES_IN_CI]
 
 
-def micro_batches(cases: list[tuple[bool, str]]) -> list[list[float]]:
-    return [in_micro_batches(hooked, program) for hooked, program in cases]
-
-
 @pytest.mark.parametrize(
     "cases", only([MICRO_BATCHES_IN_CI], [MICRO_BATCHES_IN_CI, OTHER_MICRO_BATCHES]), ids=["some", "others"]
 )
-def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, str]], ranks: Ranks) -> None:
-    for found in ranks(2).run(micro_batches, cases):
-        assert max(map(max, found)) < 1e-6, found
-
-
-def read() -> list[list[float]]:
-    # Eager DistributedDataParallel awaits what nothing leads to, unless it is told not to.
-    every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
-    return [differences(Read, "always", not flags, False, False, **flags) for flags in every]
+@on_ranks(2)
+def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, str]]) -> None:
+    found = [in_micro_batches(hooked, program) for hooked, program in cases]
+    assert max(map(max, found)) < 1e-6, found
 
 
 @pytest.mark.parametrize("world_size", only([2], [1, 2]))
-def test_a_parameter_that_a_graph_reads_without_a_gradient(ranks: Ranks, world_size: int) -> None:
-    for found in ranks(world_size).run(read):
-        assert max(map(max, found)) < 1e-6, found
+@on_ranks()
+def test_a_parameter_that_a_graph_reads_without_a_gradient(world_size: int) -> None:
+    # Eager DistributedDataParallel awaits what nothing leads to, unless it is told not to.
+    every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    found = [differences(Read, "always", not flags, False, False, **flags) for flags in every]
+    assert max(map(max, found)) < 1e-6, found
 
 
 def test_on_one_rank_the_mean_is_zero(single_rank_group: None) -> None:

@@ -17,7 +17,7 @@ from stage import DISTINCT, perform
 Ranks = Callable[[int], RankPool]
 
 #: What `ddp_compile.runtime.comm.streams` offers to keep streams in order.
-ORDERING = {"record", "record_on", "used_here", "after_current"}
+ORDERING = {"record", "record_on", "used_here", "after_current", "synchronize"}
 
 
 def sites_of(program: str) -> set[Site]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
 
@@ -178,6 +179,31 @@ def test_a_frame_that_another_module_has_had_given_up_is_not_quoted(single_rank_
     backward(model)
     (first,) = (line for line in model.explain().splitlines() if ", at " in line)
     assert line_of(Middle.forward, "graph_break()") in first
+
+
+class Recomputed(Loop):
+    """The plan is sealed before blocks in reentrant checkpoints are called with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+            print(end="")
+        return self.last(x)
+
+
+def test_blocks_in_reentrant_checkpoints_are_said_to_be_compiled(
+    single_rank_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ddp_compile(Recomputed(), backend="aot_eager", bucket_cap_mb=1e-5)
+    with caplog.at_level(logging.WARNING, "ddp_compile"):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+    (said,) = warnings_of(caplog)
+    assert "each block is compiled by itself: 3 regions of Block" in said
+    assert f"at {line_of(Recomputed.forward, 'print')}" in said
 
 
 def test_nothing_compiled_is_said_with_the_break(single_rank_group: None, caplog: pytest.LogCaptureFixture) -> None:

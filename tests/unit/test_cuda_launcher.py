@@ -68,9 +68,10 @@ def check_both_ways(
 ) -> None:
     """Move tensors that the kernels can move, and compare with the reference, also around the places."""
     executor = CudaExecutor(tensors, flat, offsets, device)
-    places = [layout.place_of(tensor, flat, executor.offset(i)) for i, tensor in enumerate(tensors)]
+    pairs = list(zip(tensors, layout.packed_offsets(tensors) if offsets is None else offsets, strict=True))
+    places = [layout.place_of(tensor, flat, offset) for tensor, offset in pairs]
     expected = flat.clone()
-    expected_places = [layout.place_of(tensor, expected, executor.offset(i)) for i, tensor in enumerate(tensors)]
+    expected_places = [layout.place_of(tensor, expected, offset) for tensor, offset in pairs]
     for to_flat in (True, False):
         sources, destinations = (tensors, expected_places) if to_flat else (places, [t.clone() for t in tensors])
         stats = torch.full((16,), 255, dtype=torch.uint8) if with_stats else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from ddp_compile import passes
 from ddp_compile.compile import pipelines
 from ddp_compile.compile.pipelines import digest_of_sources, pipelines_version
 
@@ -30,6 +32,11 @@ def test_any_source_changes_it_and_their_order_does_not(package: Path) -> None:
     (package / "second.py").write_text("NAME = 'third!'\n")
     assert digest_of_sources(names) != before
     assert digest_of_sources(names[:1]) != before
+
+
+def test_the_folder_of_passes_names_each_file() -> None:
+    folder = Path(passes.__path__[0])
+    assert {p.name for p in folder.rglob("*.py")} - {"__init__.py"} <= set(re.findall(r"\w+\.py", passes.__doc__ or ""))
 
 
 def test_every_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_compile.plan.spec import number_of, with_article
+from ddp_compile.errors import number_of, with_article
 
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 buckets"), (1, "1 bucket"), (2, "2 buckets")])
