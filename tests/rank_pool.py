@@ -39,7 +39,7 @@ PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is go
 
 
 class RankFailure(NamedTuple):
-    """What a rank raised in place of a result."""
+    """The error that a rank raised."""
 
     kind: str
     message: str
@@ -151,6 +151,10 @@ def _call_body(test: Any, **arguments: Any) -> None:
     test.__wrapped__(**arguments)
 
 
+#: The fixture ``ranks``: ``ranks(2)`` is a pool of two.
+Ranks = Callable[[int], RankPool]
+
+
 def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function returns on ranks that have never had another mesh.
 
@@ -196,14 +200,7 @@ on_one_stack(_serve)
 
 
 def _call(
-    rank: int,
-    world_size: int,
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    store: str,
-    timeout_s: float,
-    groups: list[Any],
+    rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float, groups: list[Any]
 ) -> Any:
     """The function's result on this rank; ``groups`` keeps the process groups that it has made."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -25,25 +26,24 @@ class MLP(nn.Module):
         return x
 
 
-class Handler(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+@contextlib.contextmanager
+def collected(level: int) -> Iterator[list[str]]:
+    """Messages of the ddp_graphs logger, at this level meanwhile."""
+    messages: list[str] = []
+    handler, log = logging.Handler(logging.DEBUG), torch_internals.graphs_log()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    yield messages
+    log.setLevel(before)
+    log.removeHandler(handler)
 
 
 @pytest.fixture
 def dumps() -> Iterator[list[str]]:
-    """Messages of the ddp_graphs logger, which is turned on meanwhile."""
-    handler, log = Handler(), torch_internals.graphs_log()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
-    yield handler.messages
-    log.setLevel(level)
-    log.removeHandler(handler)
+    with collected(logging.DEBUG) as messages:
+        yield messages
 
 
 def heading(message: str) -> str:
@@ -206,11 +206,7 @@ def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -
 
 
 def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:
-    handler, log = Handler(), torch_internals.graphs_log()
-    log.addHandler(handler)
-    try:
+    with collected(torch_internals.graphs_log().level) as messages:
         model = ddp_compile(MLP(), bucket_cap_mb=1e-4, backend="eager")
         model(torch.randn(5, 8)).sum().backward()
-    finally:
-        log.removeHandler(handler)
-    assert handler.messages == []
+    assert messages == []

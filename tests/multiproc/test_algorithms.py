@@ -36,22 +36,13 @@ from ddp_compile.algorithms import (
 Ranks = Callable[[int], RankPool]
 
 
-@pytest.fixture
-def with_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of `ddp_compile` that names no ``algorithm`` has this one, in the ranks of a `RankPool` as well."""
-    defaults = ddp_compile.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "algorithm", HalvesConfig())
-
-
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "mlp" else [pytest.mark.long]) for case in CASES]
-)
-def test_it_passes_the_parity_tests(case: str, world_size: int, split: str, with_halves: None, ranks: Ranks) -> None:
-    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.005, split):
-        assert worst["ranks"] == 0.0
-        assert worst["ddp"] < 1e-5 and worst["whole"] < 1e-5
+@pytest.mark.parametrize("case", only(["mlp"], CASES))
+@on_ranks()
+def test_it_passes_the_parity_tests(case: str, world_size: int, split: str) -> None:
+    worst = train_three_ways(case, "aot_eager", 0.005, split, algorithm=HalvesConfig())
+    assert worst["ranks"] == 0.0
+    assert worst["ddp"] < 1e-5 and worst["whole"] < 1e-5
 
 
 # Those in which the reducer asks most of an algorithm: no launch, another one, and gradients that others change.
@@ -59,29 +50,21 @@ PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between"]
 OTHER_PATTERNS = [name for name in PATTERNS if name not in PATTERNS_IN_CI]
 
 
-def train_in_all_ways(train: Callable[..., Any], names: list[str], *arguments: Any) -> dict[str, Any]:
-    return {name: train(name, *arguments) for name in names}
-
-
 @pytest.mark.parametrize("patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, OTHER_PATTERNS]), ids=["some", "others"])
-def test_it_passes_the_patterns_of_training(
-    patterns: list[str], split: str, each_split: str, with_halves: None, ranks: Ranks
-) -> None:
-    for worst in ranks(2).run(train_in_all_ways, train_pattern, patterns):
-        assert max(worst.values()) < 1e-5, worst
+@on_ranks(2)
+def test_it_passes_the_patterns_of_training(patterns: list[str], split: str) -> None:
+    worst = {name: train_pattern(name, split=split, algorithm=HalvesConfig()) for name in patterns}
+    assert max(worst.values()) < 1e-5, worst
 
 
-EARLY_PATTERNS = ["plain", "accumulate_in_no_sync", "two_forwards", "shared_gradients"]
+LATE = "contributor_that_appears_on_one_rank"
+EARLY = ["plain", "accumulate_in_no_sync", "two_forwards", "shared_gradients"]
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    only([["contributor_that_appears_on_one_rank"]], [["contributor_that_appears_on_one_rank"], EARLY_PATTERNS]),
-    ids=["sent again", "others"],
-)
-def test_buckets_may_leave_early_and_be_sent_again(patterns: list[str], with_halves: None, ranks: Ranks) -> None:
-    for trained in ranks(2).run(train_in_all_ways, train_backward_pattern, patterns, "aot_eager"):
-        assert max(each.worst for each in trained.values()) < 1e-6, trained
+@pytest.mark.parametrize("pattern", only([LATE], [LATE, *EARLY]))
+@on_ranks(2)
+def test_buckets_may_leave_early_and_be_sent_again(pattern: str) -> None:
+    assert train_backward_pattern(pattern, "aot_eager", algorithm=HalvesConfig()).worst < 1e-6
 
 
 class ParameterAverage(CommAlgorithm):
@@ -302,7 +285,7 @@ def test_settings_are_values() -> None:
 
 
 class Miscounted(CollectiveChain):
-    """Two collectives, one behind the other, of which ``num_collectives`` need not know."""
+    """Two collectives, one after the other, whatever ``num_collectives`` says."""
 
     name = "all-reduce of twice the half"
 

@@ -1,4 +1,4 @@
-"""``require_manual_backward_finalization``: what runs behind a backward has its last reductions behind it."""
+"""``require_manual_backward_finalization``: code after a backward runs before its last reductions are waited for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward_patterns import accumulate_in_no_sync, contributor_that_appears_on_one_rank, plain, two_forwards
+from beside import pair, train_beside
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
+from models import Mlp, largest, loss_of
 from rank_pool import RankPool, on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
@@ -24,29 +24,20 @@ STEPS = [plain, two_forwards, accumulate_in_no_sync, contributor_that_appears_on
 
 
 def mlp() -> nn.Module:
-    torch.manual_seed(0)
     return Mlp(width=33, num_layers=4)
 
 
 def train(step_of: Any, **settings: Any) -> float:
     """The largest relative difference of a gradient to DistributedDataParallel's."""
-    model = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager", **settings)
-    model.require_manual_backward_finalization = True
-    replica = DistributedDataParallel(mlp())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, replica)]
-    worst = 0.0
-    for step in range(NUM_STEPS):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(6, 33)
-        for each, optimizer in zip((model, replica), optimizers, strict=True):
-            optimizer.zero_grad()
-            step_of(each, x, step)
-            if each is model:
-                model.finalize_backward()
-            optimizer.step()
-        for ours, theirs in zip(model.parameters(), replica.parameters(), strict=True):
-            worst = max(worst, relative_difference(ours.grad, theirs.grad))
-    return worst
+    models = pair(mlp, bucket_cap_mb=0.003, **settings)
+    models[0].require_manual_backward_finalization = True
+
+    def finalized(model: Any, x: torch.Tensor, step: int) -> None:
+        step_of(model, x, step)
+        if model is models[0]:
+            model.finalize_backward()
+
+    return largest(train_beside(models, finalized, NUM_STEPS, width=33, rows=6, lr=0.1))
 
 
 WAYS = [step.__name__ for step in STEPS] + ["find_unused_parameters", "static_graph", "lazy_bucket_allocation"]
@@ -67,7 +58,7 @@ def test_gradients_are_those_of_ddp(ways: list[str], split: str) -> None:
 @pytest.mark.parametrize("find_unused_parameters", only([True], [False, True]))
 @on_ranks(2)
 def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, split: str) -> None:
-    """The last rank begins its backward when the others' has returned."""
+    """The last rank begins its backward after those of the others have returned."""
     model = ddp_compile(
         mlp(), split=split, find_unused_parameters=find_unused_parameters, bucket_cap_mb=0.003, backend="aot_eager"
     )
@@ -133,7 +124,7 @@ def test_forgotten_it_is_named_on_every_rank() -> None:
 
 @on_ranks(2)
 def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
-    """Another gradient of one parameter, when buckets are launched inside the backward where ``split`` lets them."""
+    """Also if buckets are launched inside the backward."""
     model: Any = ddp_compile(mlp(), split=split, bucket_cap_mb=0.003, backend="aot_eager")
     model.require_manual_backward_finalization = True
     x = torch.randn(6, 33)
@@ -155,8 +146,8 @@ def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_behind_a_backward_anything_may_be_sent() -> None:
-    """The hook starts a second collective when its first one is over; another one is sent behind the backward."""
+def test_after_a_backward_anything_may_be_sent() -> None:
+    """The hook starts a second collective when its first one is over; another one is sent after the backward."""
     started = []
 
     def two_collectives(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -206,24 +197,18 @@ def test_forgotten_inside_join_nothing_has_been_sent(ranks: Ranks) -> None:
 @pytest.mark.parametrize("by_hand", only([True], [False, True]))
 @on_ranks(2)
 def test_a_whole_step_may_be_compiled(by_hand: bool) -> None:
-    """The whole step is compiled, with the backward in it: Dynamo sees the frames of our hooks."""
-    model, replica = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager"), DistributedDataParallel(mlp())
-    model.require_manual_backward_finalization = by_hand
+    """Including the backward: Dynamo sees the frames of our hooks."""
+    models = pair(mlp, bucket_cap_mb=0.003)
+    models[0].require_manual_backward_finalization = by_hand
 
     @torch.compile(backend="eager")
-    def step(x: torch.Tensor) -> None:
-        model.zero_grad()
-        loss_of(model(x)).backward()
+    def compiled(x: torch.Tensor) -> None:
+        models[0].zero_grad()
+        loss_of(models[0](x)).backward()
         if by_hand:
-            model.finalize_backward()
+            models[0].finalize_backward()
 
-    worst = 0.0
-    for seed in range(4):
-        torch.manual_seed(10 * seed + dist.get_rank())
-        x = torch.randn(6, 33)
-        step(x)
-        replica.zero_grad()
-        loss_of(replica(x)).backward()
-        for ours, theirs in zip(model.parameters(), replica.parameters(), strict=True):
-            worst = max(worst, relative_difference(ours.grad, theirs.grad))
-    assert worst < 1e-6
+    def step_of(model: Any, x: torch.Tensor, step: int) -> None:
+        compiled(x) if model is models[0] else plain(model, x, step)
+
+    assert largest(train_beside(models, step_of, 4, width=33, rows=6)) < 1e-6

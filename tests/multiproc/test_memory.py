@@ -116,38 +116,27 @@ def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
     return live
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def bytes_live_behind_forwards(gradient_as_bucket_view: bool, lazy_bucket_allocation: bool) -> list[int]:
-    trained = ddp_compile(
-        products(),
-        bucket_cap_mb=0.5,
-        backend="eager",
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        lazy_bucket_allocation=lazy_bucket_allocation,
-    )
+def test_flat_buffers_stay_or_lazily_allocated_are_gone_when_gradients_are(as_view: bool, lazily: bool) -> None:
+    settings = {"gradient_as_bucket_view": as_view, "lazy_bucket_allocation": lazily}
+    trained = ddp_compile(products(), bucket_cap_mb=0.5, backend="eager", **settings)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     x = torch.randn(ROWS_PER_RANK, WIDTH)
     found: list[int] = []
     for _ in range(3):
         optimizer.zero_grad()
         loss = loss_of(trained(x))
-        expected = 1.01 * found[0] if found and lazy_bucket_allocation else math.inf
+        expected = 1.01 * found[0] if found and lazily else math.inf
         found.append(live_in_the_end(list(trained.parameters()), expected))
         loss.backward()
         optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize("gradient_as_bucket_view", only([True], [True, False]))
-def test_flat_buffers_are_made_in_the_first_backward_and_stay(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
     gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
-    for first, second, third in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, False):
+    first, second, third = found
+    if lazily:
+        assert max(second, third) - first <= 0.01 * first < 0.1 * gradients
+    else:  # they are made in the first backward
         assert 0.99 * gradients < second - first < 1.01 * gradients
         assert abs(third - second) < 0.01 * gradients  # what gloo's threads hold for a moment is less
-
-
-@pytest.mark.parametrize("gradient_as_bucket_view", only([True], [True, False]))
-def test_lazily_allocated_they_are_gone_when_gradients_are(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
-    gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
-    for first, *later in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, True):
-        assert max(later) - first <= 0.01 * first < 0.1 * gradients

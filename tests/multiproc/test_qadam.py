@@ -218,7 +218,7 @@ def difference_of_momenta(pairs: list[tuple[Any, Any]]) -> float:
 @pytest.mark.parametrize("set_to_none", only([True], [True, False]))
 @on_ranks(2)
 def test_parameters_may_be_unused(set_to_none: bool) -> None:
-    """Ranks take other branches, in some steps all of them the same one, and nobody the last one."""
+    """Ranks take different branches, or in some steps the same one, and no rank the last one."""
     pairs = both(Branches, 4, find_unused_parameters=True)
     for step in range(8):
         x, branch = own_batch(step, 33, 6), 0 if step % 3 == 1 else (step + dist.get_rank()) % 2

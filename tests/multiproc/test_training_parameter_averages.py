@@ -189,7 +189,7 @@ def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard() -> None:
                 optimizer.zero_grad()
                 loss_of(model(batch(dist.get_rank(), step, 0))).backward()
                 step_function()
-            assert is_same_everywhere(flat_of(model))  # behind the step, not at the next forward
+            assert is_same_everywhere(flat_of(model))  # after the step, not at the next forward
             expected = flat_of(model) if expected is None else expected
             off.append((flat_of(model) - expected).abs().max().item())
     assert max(off) < 1e-4
@@ -213,7 +213,7 @@ class Many:
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_parameters_are_averaged_behind_steps_of_all_kinds_and_in_place() -> None:
+def test_parameters_are_averaged_after_steps_of_all_kinds_and_in_place() -> None:
     alike = []
     for make in (lambda p: torch.optim.SGD(p, lr=0.1), Many):
         torch.manual_seed(0)
@@ -263,29 +263,32 @@ def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> Non
 # Bytes on the wire.
 
 
+def four_bytes(numel: int) -> int:
+    return 4 * numel
+
+
 def row(numel: int) -> int:
     return -(-(8 + numel) // 16) * 16  # one chunk: minimum, maximum, codes, up to 16 bytes
+
+
+def two_rows(numel: int) -> int:
+    return 2 * row(numel)
 
 
 @pytest.mark.parametrize(
     ("config", "world_size", "expected"),
     [
-        (PAIRS, 4, lambda numel: 4 * numel),
-        (RING, 4, lambda numel: 2 * row(numel)),
+        (PAIRS, 4, four_bytes),
+        (RING, 4, two_rows),
         (RING, 2, row),  # both neighbours are one rank
     ],
     ids=["pairs", "ring", "ring of two"],
 )
-def test_bytes_sent_are_those_of_the_formula(config: Any, world_size: int, expected: Any, ranks: Any) -> None:
-    for sent, numel in ranks(world_size).run(bytes_of_an_exchange, config):
-        assert sent == expected(numel)
-
-
+@on_ranks()
 @torch.compiler.set_stance("force_eager")
-def bytes_of_an_exchange(config: AlgorithmConfig) -> tuple[int, int]:
-    """Sent by this rank to others, and the number of parameters."""
+def test_bytes_sent_are_those_of_the_formula(config: Any, world_size: int, expected: Any) -> None:
     model, optimizer = make_model(config)
-    sent = []
+    sent: list[int] = []
     batch_isend_irecv = dist.batch_isend_irecv
 
     def count(operations: Any) -> Any:
@@ -295,7 +298,7 @@ def bytes_of_an_exchange(config: AlgorithmConfig) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dist, "batch_isend_irecv", count)
         train_step(model, optimizer, 0)
-    return sum(sent), flat_of(model).numel()
+    assert sum(sent) == expected(flat_of(model).numel())
 
 
 # What is refused, what goes wrong, and one algorithm in the place of another.
@@ -325,7 +328,7 @@ def test_what_goes_wrong_is_named() -> None:
     rank = dist.get_rank()
     written, hook, join, state, dtype, no_config = said
     assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
-    assert "cannot be used with the low-precision decentralized average (every 2): a hook" in hook
+    assert "cannot be used with the low-precision decentralized average (every 2): a hook can only replace" in hook
     assert "Join cannot be used with the low-precision decentralized average" in join
     assert "was given the state of another, and has that of" in state
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
@@ -435,7 +438,7 @@ def test_a_last_forward_on_one_rank_does_not_hold_up_the_end() -> None:
 
 @on_ranks(2)
 def test_ranks_that_get_out_of_step_are_told() -> None:
-    """One rank has left out a backward."""
+    """One rank leaves out a backward."""
     model, optimizer = make_model(LowPrecisionDecentralized())
     train_step(model, optimizer, 0)
     if dist.get_rank() == 1:

@@ -65,9 +65,9 @@ def choose(branch: int, *models: nn.Module) -> None:
         getattr(model, "module", model).branch = branch
 
 
-def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, backend: str) -> tuple[float, list[bool]]:
+def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, **ours: Any) -> tuple[float, list[bool]]:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
-    models = branches(returns, {"gradient_as_bucket_view": as_view}, backend=backend)
+    models = branches(returns, {"gradient_as_bucket_view": as_view}, **ours)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     rank, worst = dist.get_rank(), 0.0
     for step, branch in enumerate([rank % 2, 0, 1, 2 if rank == 0 else 1, 1 - rank % 2, 0]):
@@ -88,22 +88,28 @@ WAYS = [(False, False, 2), (True, True, 2), (False, True, 2), (True, False, 2), 
 @pytest.mark.parametrize(("set_to_none", "as_view", "world_size"), only(WAYS[:1], WAYS))
 @on_ranks()
 def test_ranks_that_use_different_branches(set_to_none: bool, as_view: bool, world_size: int) -> None:
-    worst, never_used = branch_by_rank_and_step("tensor", as_view, set_to_none, "aot_eager")
+    worst, never_used = branch_by_rank_and_step("tensor", as_view, set_to_none)
     assert worst < 1e-6
     assert never_used == [True, True]
+
+
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
+@on_ranks(2)
+def test_lazy_buckets_keep_what_unused_parameters_hold(as_view: bool) -> None:
+    assert branch_by_rank_and_step("tensor", as_view, not as_view, lazy_bucket_allocation=True)[0] < 1e-6
 
 
 @pytest.mark.parametrize("returns", only(["dataclass"], ["dict", "dataclass"]))
 @on_ranks(2)
 def test_outputs_in_containers(returns: str) -> None:
-    assert branch_by_rank_and_step(returns, True, True, "aot_eager")[0] < 1e-6
+    assert branch_by_rank_and_step(returns, True, True)[0] < 1e-6
 
 
 @pytest.mark.long
 @pytest.mark.inductor
 @on_ranks(2)
 def test_with_inductor() -> None:
-    worst, never_used = branch_by_rank_and_step("tensor", True, True, "inductor")
+    worst, never_used = branch_by_rank_and_step("tensor", True, True, backend="inductor")
     assert worst < 1e-5
     assert never_used == [True, True]
 
@@ -112,7 +118,7 @@ def test_with_inductor() -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 @on_ranks()
 def test_a_gradient_that_nobody_adds_to_keeps_every_bit(world_size: int, as_view: bool) -> None:
-    """The gradient of a branch that is used once, and by nobody later, is not touched, nor its memory changed."""
+    """The gradient of a branch that no rank uses any more stays as it is, in its memory."""
     ours, _ = branches(both={"gradient_as_bucket_view": as_view})
     choose(1, ours)
     backward(ours, own_batch(0, WIDTH))

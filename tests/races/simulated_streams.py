@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 @dataclass
 class _Backward:
-    """What the engine does in one thread; None of it is code of ours."""
+    """The engine's state in one thread."""
 
     forward: int
     accumulate: Callable[[Parameter], int]
@@ -49,9 +49,7 @@ class SimulatedStreams:
     AccumulateGrad's. (``InputBuffer::add`` and ``GraphTask::exec_post_processing`` of torch 2.13, csrc/autograd. The
     former also tells the allocator which stream reads a gradient, see `Stage.watch`.)
 
-    Args:
-        detector: Gets every access and wait.
-        ignored: A place in the sources whose waits, or records, do nothing, so that a race has to be found.
+    The waits, or records, of the place ``ignored`` do nothing, so that a race has to be found.
     """
 
     def __init__(self, detector: RaceDetector, ignored: Site | None = None) -> None:
@@ -129,14 +127,10 @@ class SimulatedStreams:
 
     @contextmanager
     def backward(self, forward: int, accumulate: Callable[[Parameter], int]) -> Iterator[Callable[[], None]]:
-        """Inside, a backward runs in this thread.
+        """Inside, a backward runs in this thread, whose forward ran on ``forward``.
 
-        Args:
-            forward: The stream that its forward ran on.
-            accumulate: The stream that the AccumulateGrad node of a parameter was made on.
-
-        Yields:
-            A function to call after the engine has run all nodes, and before its final callbacks.
+        ``accumulate`` returns the stream that a parameter's AccumulateGrad node was made on. Yields a function to call
+        after the engine has run all nodes and before its final callbacks.
         """
         caller = self.current()
         self._threads.backward = backward = _Backward(forward, accumulate, caller, len(self._stack()), set())

@@ -222,7 +222,7 @@ class InputWritten(Layers):
 
 
 class WriteThroughViewOfASlice(Layers):
-    """The views are made right before the writes, where a cut would like to be."""
+    """The views are made right before the writes, at the natural place for a cut."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)

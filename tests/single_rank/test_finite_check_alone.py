@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
 from ddp_compile.algorithms import Decentralized, LocalSGD
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
-def test_one_rank_alone_is_checked_though_nothing_is_sent(single_rank_group: None) -> None:
+
+def test_one_rank_alone_is_checked_though_nothing_is_sent() -> None:
     model = replicated(check_finite_gradients=True)
     backward(model)
     model.zero_grad()
@@ -23,14 +25,14 @@ def test_one_rank_alone_is_checked_though_nothing_is_sent(single_rank_group: Non
     backward(model)
 
 
-def test_what_is_not_finite_is_let_through_unless_that_is_asked_for(single_rank_group: None) -> None:
+def test_what_is_not_finite_is_let_through_unless_that_is_asked_for() -> None:
     (replicated()(torch.randn(4, 6)) * float("inf")).sum().backward()
 
 
 DELAYED = r"delay_all_reduce_named_params.*\. Leave check_finite.* out, and pass error_if_nonfinite=True to clip_grad_"
 
 
-def test_gradients_that_do_not_pass_through_buckets_are_refused(single_rank_group: None) -> None:
+def test_gradients_that_do_not_pass_through_buckets_are_refused() -> None:
     settings: dict[str, Any] = {"check_finite_gradients": True, "backend": "eager"}
     with pytest.raises(ReplicationError, match=r"True cannot be used with the local SGD"):
         ddp_compile(Net(), algorithm=LocalSGD(period=2), **settings)
@@ -54,7 +56,7 @@ class OneOfTwo(nn.Module):
         return self.used(x)
 
 
-def test_parameters_without_a_gradient_are_passed_over(single_rank_group: None) -> None:
+def test_parameters_without_a_gradient_are_passed_over() -> None:
     model = ddp_compile(OneOfTwo(), check_finite_gradients=True, find_unused_parameters=True, backend="eager")
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     model(x).sum().backward()

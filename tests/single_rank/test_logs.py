@@ -42,7 +42,7 @@ def run_training(**environment: str) -> str:
 
 
 def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(tmp_path: Path) -> None:
-    """And what the log of the passes and torch's trace have of them, in one process."""
+    """So do the log of the passes and torch's trace; all in one process."""
     printed = run_training(TORCH_LOGS="ddp_graphs,+ddp_compile.passes", TORCH_TRACE=str(tmp_path))
     for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
         assert f"--- graph 0: {heading} ---" in printed, printed

@@ -39,7 +39,7 @@ class BackwardBuilder:
         return node
 
     def output(self, *nodes: fx.Node | None, of: Sequence[int | None] | None = None) -> fx.GraphModule:
-        """Args: nodes: one for each input of the forward; of: whose gradients they are said to be."""
+        """Return ``nodes``, one for each input of the forward, described as the gradients of the inputs ``of``."""
         output = self.graph.output(nodes)
         of = of or [None if node is None else i for i, node in enumerate(nodes)]
         output.meta["desc"] = [None if i is None else GradAOTOutput(grad_of=PlainAOTInput(idx=i)) for i in of]
@@ -57,7 +57,7 @@ def context(*buckets: Sequence[int], parameter_of_input: dict[int, int] | None =
 
 
 def calls(gm: fx.GraphModule) -> list[str]:
-    """What the graph calls, in order; where a bucket is ready, its parameters."""
+    """The calls of the graph in order; for a ready bucket, its parameters."""
     return [
         f"ready {node.args[2]}" if node.target is bucket_ready else node.name
         for node in gm.graph.nodes

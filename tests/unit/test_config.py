@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
@@ -62,3 +63,13 @@ def test_every_argument_of_ddp_is_taken_or_refused_but_not_both() -> None:
     ours = set(inspect.signature(ddp_compile).parameters) - {"module", "positional", "unknown"}
     assert theirs - ours - set(DDP_ARGUMENTS_REPLACED) == set()
     assert ours & set(DDP_ARGUMENTS_REPLACED) == set()
+
+
+def test_without_a_process_group_the_error_shows_how_to_start_one() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"init_process_group\(\).*torchrun --standalone --nproc-per-node 2"
+    ) as refused:
+        ddp_compile(nn.Linear(3, 3))
+    assert isinstance(refused.value, ValueError)
+    with pytest.raises(ValueError):
+        DistributedDataParallel(nn.Linear(3, 3))

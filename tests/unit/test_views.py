@@ -59,11 +59,7 @@ def view_of_an_input(x: Any, p0: Any) -> Any:
         (two_views, ["sin"], ["unbind", "t", "getitem", "cos", "matmul"]),
         (lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1)), ["narrow"], ["cos"]),
         # An expanded value is made again, and so are views of it.
-        (
-            lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1).expand(3, -1).t()),
-            ["narrow"],
-            ["expand", "t", "cos"],
-        ),
+        (lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1).expand(3, -1).t()), ["narrow"], ["expand", "t", "cos"]),
         (view_of_an_input, ["matmul"], ["t", "cos", "matmul_1"]),
     ],
 )
