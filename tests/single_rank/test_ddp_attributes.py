@@ -166,5 +166,5 @@ def test_a_backward_is_not_finalized_inside_itself() -> None:
     x.register_hook(lambda _: model.finalize_backward())
     loss = model(x).sum()
     model.first.weight.register_hook(lambda _: None)
-    with pytest.raises(RuntimeError, match=r"call it (once )?behind"):
+    with pytest.raises(RuntimeError, match=r"call it (once )?after"):
         loss.backward()
