@@ -51,7 +51,6 @@ class RankStatuses:
     """Where this rank stands, and where the others were heard last.
 
     Args:
-        store: The store that the ranks post to.
         rank: The global rank of this process.
         ranks: The global ranks of the process group.
     """
