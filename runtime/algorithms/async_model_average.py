@@ -118,9 +118,9 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     # What users call.
 
     def abort(self) -> None:
-        """Stop averaging, and leave all ranks with the same parameters; to be called on every rank by the thread that trains.
+        """Stop averaging, and leave all ranks with the same parameters.
 
-        It returns when all ranks have called it; until then averages go on. Further calls do nothing. The steps that
+        To be called on every rank by the thread that trains. It returns when all ranks have called it; until then averages go on. Further calls do nothing. The steps that
         follow are each rank's own, until `resume`.
 
         Raises:
