@@ -2,9 +2,9 @@
 
     python benchmarks/bench_algorithm_memory.py [--layers 16] [--width 512] [--ranks 2] [--output FILE.csv]
 
-Each way trains in processes of its own. "between_steps": bytes that are live behind a step and ``zero_grad``; "peak":
-the most that are live at once in a step; "states": those of the optimizer's states on this rank, which both hold as
-well. "_x": in bytes of the parameters, of the first two what they are more than with an all-reduce ("beside").
+Each algorithm trains in its own processes. "between_steps": bytes that are live after a step and ``zero_grad``; "peak":
+the most that are live at once in a step; "states": the optimizer's states on this rank, which both include. "_x": as a
+multiple of the parameters' bytes; of the first two, the difference to an all-reduce ("beside").
 """
 
 from __future__ import annotations

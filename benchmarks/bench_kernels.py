@@ -36,7 +36,7 @@ ROTATED_BYTES = {"cpu": 0, "cuda": 256 << 20}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is moved.
+    """The tensors to move.
 
     Args:
         name: For the table.

@@ -1,13 +1,13 @@
-"""What it costs that the ranks tell each other where they are (docs/divergence.md): microseconds of each step.
+"""The cost of posting each rank's status (docs/divergence.md), in microseconds of a step.
 
     python benchmarks/bench_progress.py [--step-ms 25] [--pairs 1000] [--buckets 10] [--output FILE.csv]
 
-Two ranks on gloo with a TCPStore train a small model eagerly. Steps go with `DesyncMonitor` and without it in turns;
-small products after each make it last ``--step-ms``. What counts is the processor time of the thread that trains: the
-clock's has the threads of gloo in it, which reduce buckets on the same core meanwhile. Median and mean differences of
-neighbours, on the dearer rank, agreement points left out; all posts are in the mean. ``agreeing_us`` is the clock's
-median time in the questions of an agreement point, in which a rank waits for the store. ``share_percent`` is the mean
-and a 128th of that, of the step.
+Two ranks on gloo with a TCPStore train a small model eagerly. Steps with and without `DesyncMonitor` alternate; small
+products after each make it last ``--step-ms``. The times are processor times of the thread that trains, since
+wall-clock time would include gloo's threads, which reduce buckets on the same core. Printed are the median and mean
+differences of neighbouring steps, on the rank with the higher cost, without agreement points; the mean includes all
+posts. ``agreeing_us`` is the median wall-clock time of the store requests at an agreement point. ``share_percent`` is
+the mean and a 128th of that, as a share of the step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tabulate import tabulate
 from torch import nn
 
 from ddp_compile import ddp_compile
-from ddp_compile.bench.provenance import commit, processor
-from ddp_compile.bench.report import write_csv
+from ddp_compile.bench.report import report_rows
 from ddp_compile.runtime.desync.model_order import ITERATIONS_BETWEEN_AGREEMENTS
 
 WORLD_SIZE = 2
@@ -151,11 +149,7 @@ def main() -> None:
         mp.spawn(measure_rank, args=(folder, arguments), nprocs=WORLD_SIZE)
         rows = [row_of(torch.load(Path(folder) / f"rank_{rank}"), arguments) for rank in range(WORLD_SIZE)]
     row = max(rows, key=lambda row: float(str(row["share_percent"])))
-    about = {"processor": processor(), "torch": torch.__version__, "commit": commit()}
-    print(", ".join(about.values()))
-    print(tabulate([row], headers="keys"))
-    if arguments.output:
-        write_csv(arguments.output, [*row, *about], [{**row, **about}])
+    report_rows([row], arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the reducer costs: the backward of a model of many small parameters, beside DistributedDataParallel's.
+"""The cost of the reducer: the backward of a model of many small parameters, beside DistributedDataParallel's.
 
     python benchmarks/bench_reducer.py [--parameters 1000] [--rounds 60] [--output FILE.csv]
 
-Both run eagerly, so that nothing but the reducers differs, on one core for each rank and in turns. For one rank and for
-two: milliseconds of a backward (of the slower rank), and the median of the ratios of the rounds with its 95 % interval.
+Both run eagerly, so that only the reducers differ, in turns, on one core for each rank. Printed are, for one rank and
+two, the milliseconds of a backward (of the slower rank) and the median ratio over the rounds with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
-from ddp_compile.bench.provenance import commit, processor
-from ddp_compile.bench.report import write_csv
+from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 
 NUMEL = 16
@@ -126,11 +124,7 @@ def main() -> None:
     for world_size in (1, 2):
         times = measure(world_size, arguments.parameters, arguments.rounds)
         rows += [row_of(world_size, name, times) for name in WAYS]
-    about = {"processor": processor(), "torch": torch.__version__, "commit": commit()}
-    print(", ".join(about.values()))
-    print(tabulate(rows, headers="keys"))
-    if arguments.output:
-        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
+    report_rows(rows, arguments.output)
 
 
 if __name__ == "__main__":

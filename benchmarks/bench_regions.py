@@ -1,16 +1,16 @@
-"""What regional compilation takes and gives: the first step without any cache, and the steps that follow.
+"""Costs and gains of regional compilation: the first step with empty caches, and later steps.
 
     python benchmarks/bench_regions.py [--model gpt-small] [--depth 24] [--backend inductor] [--rounds 10]
         [--output FILE.csv]
 
-As bench_simulated_link.py: one rank on a link that only takes time, whole steps with AdamW, each way to compile in a
-process of its own and in turns. Each process has an empty cache directory of its own, and compiles while the others
-sleep. Beside the milliseconds of a step:
+Like bench_simulated_link.py: one rank on a simulated link, whole steps with AdamW, each way to compile in its own
+process and in turns. Each process has its own empty cache directory, and compiles while the others sleep. Beside the
+milliseconds of a step:
 
-- start_s: what it takes to compile the sum of one tensor, before there is a model: imports, a precompiled header, which
-  vector instructions there are. A process, or a cache directory, pays that once, whatever it compiles;
-- cold_s: what the first step, which compiles, takes longer than the third one. Inductor compiles in this process and in
-  C++ compilers that it waits for, so that cold_cpu_s, the same in processor seconds, says it on a busy machine too;
+- start_s: time to compile the sum of one tensor, before there is a model: imports, a precompiled header, a test for
+  vector instructions. A process, or a cache directory, pays this once;
+- cold_s: how much longer the first step, which compiles, takes than the third. Inductor compiles in this process and in
+  C++ compilers that it waits for, so cold_cpu_s, the same in processor seconds, holds on a busy machine too;
 - cpu_ms: median of the processor time of a step;
 - early: buckets launched before the gradient of the parameter that is registered first, and all buckets.
 
@@ -82,7 +82,7 @@ def processor_s() -> float:
 
 
 class Measured(NamedTuple):
-    """Trains, and keeps a file of what was found.
+    """Trains, and writes its figures to a file.
 
     Args:
         training: What trains.

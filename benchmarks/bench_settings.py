@@ -1,14 +1,13 @@
-"""What some settings cost and give: lazily allocated buckets, backwards finalized by hand, lower precision.
+"""Costs and gains of some settings: lazily allocated buckets, backwards finalized by hand, lower precision.
 
     python benchmarks/bench_settings.py [--model gpt-medium] [--rate 5.3e9] [--rounds 20] [--output FILE.csv]
         [--variants "default;sharded"]
 
-As bench_simulated_link.py: one rank on a link that only takes time, whole steps with AdamW, each setting in a process
-of its own and in turns. Beside the milliseconds: the most bytes that are live at once in a step, and the loss after as
-many steps as warm up.
+Like bench_simulated_link.py: one rank on a simulated link, whole steps with AdamW, each setting in its own process and
+in turns. Beside the milliseconds: the most bytes that are live at once in a step, and the loss after the warm-up steps.
 
-"other work" is a product of matrices that takes a tenth of a step, as the step of an optimizer over sparse parameters
-would: behind the backward, or between the backward and ``finalize_backward()``.
+"other work" is a product of matrices that takes a tenth of a step, like an optimizer step over sparse parameters: after
+the backward, or between the backward and ``finalize_backward()``.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Variant(NamedTuple):
         settings: Of `ddp_compile`.
         autocast: Whether the forward runs in bfloat16 under autocast.
         compresses: Whether gradients are sent in bfloat16.
-        works: Whether there is other work behind the backward.
-        finalizes: Whether that comes before ``finalize_backward()``.
+        works: Whether there is other work after the backward.
+        finalizes: Whether this work comes before ``finalize_backward()``.
         sharded: Whether the optimizer is sharded.
         bfloat16: Whether parameters are; a sharded optimizer then steps master weights.
     """
@@ -63,7 +62,7 @@ VARIANTS = {
     DEFAULT: Variant(),
     "lazy_bucket_allocation": Variant({"lazy_bucket_allocation": True}),
     "static_graph": Variant({"static_graph": True, "split": "backward"}),
-    "other work behind the backward": Variant(works=True),
+    "other work after the backward": Variant(works=True),
     "other work, then finalize_backward": Variant(works=True, finalizes=True),
     "autocast": Variant(autocast=True),
     "autocast, bf16_compress_hook": Variant(autocast=True, compresses=True),

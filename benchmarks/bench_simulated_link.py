@@ -1,10 +1,10 @@
-"""Whole training steps where communication costs no computation: one rank on a link that only takes time.
+"""Whole training steps with communication that slows no computation: one rank on a simulated link.
 
     python benchmarks/bench_simulated_link.py [--model gpt-medium] [--rate 5.3e9] [--rounds 30] [--output FILE.csv]
 
-Every implementation has a process of its own, and takes its turn of a few steps in each round while the others sleep.
-Printed are milliseconds of a step with its optimizer, and the median over the rounds of the ratio to the best peer: the
-one whose median is the smallest. "again" is a second process of that peer, which says what the machine resolves.
+Every implementation has its own process, and takes a turn of a few steps in each round while the others sleep. Printed
+are milliseconds of a step with its optimizer, and the median over the rounds of the ratio to the best peer: the one
+with the smallest median. "again" is a second process of that peer, which shows the noise of the machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import Protocol
 
 import torch
 import torch.multiprocessing as mp
-from tabulate import tabulate
 
 from ddp_compile.bench.implementations import OURS_PREFIX, implementation_named
-from ddp_compile.bench.provenance import commit, processor
-from ddp_compile.bench.report import write_csv
+from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
@@ -80,9 +78,9 @@ def measure(make: Make, names: list[str], arguments: argparse.Namespace) -> dict
     """The median step of each round in seconds, by name.
 
     Args:
-        make: Makes what is measured; a function that another process can import.
-        names: What it is given, each with ``" again"`` where it is measured twice.
-        arguments: Of `add_arguments`, and of one's own.
+        make: Makes the training of a name; a function that another process can import.
+        names: Its arguments, with ``" again"`` at the end of one that is measured twice.
+        arguments: Those of `add_arguments`, and the script's own.
     """
     context = mp.get_context("spawn")
     connections = {}
@@ -103,10 +101,9 @@ def measure(make: Make, names: list[str], arguments: argparse.Namespace) -> dict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of every benchmark on this link."""
     parser.add_argument("--model", default="gpt-medium")
     parser.add_argument("--rate", type=float, default=5.3e9, help="bits a second")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that are pretended")
+    parser.add_argument("--ranks", type=int, default=2, help="simulated ranks")
     parser.add_argument("--bucket-cap-mb", type=float, default=5.0)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OpenMP threads of a process")
     parser.add_argument("--rounds", type=int, default=30)
@@ -124,14 +121,8 @@ def compare(times: dict[str, list[float]], best: str) -> list[dict[str, object]]
 
 
 def report(rows: list[dict[str, object]], best: str, arguments: argparse.Namespace) -> None:
-    """Print the rows, and write them where that was asked for."""
-    about = {"processor": processor(), "torch": torch.__version__, "commit": commit(), "model": arguments.model}
-    about |= {"bits_per_second": f"{arguments.rate:g}", "bucket_cap_mb": f"{arguments.bucket_cap_mb:g}"}
-    about |= {"ratio_to": best}
-    print(", ".join(about.values()))
-    print(tabulate(rows, headers="keys"))
-    if arguments.output:
-        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
+    about = {"bits_per_second": f"{arguments.rate:g}", "bucket_cap_mb": f"{arguments.bucket_cap_mb:g}"}
+    report_rows(rows, arguments.output, model=arguments.model, **about, ratio_to=best)
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""How long a step of the fast ranks takes while one rank is slow: with an all-reduce, and with asynchronous averaging.
+"""The step time of fast ranks while one rank is slow, with an all-reduce and with asynchronous averaging.
 
     python benchmarks/bench_slow_rank.py [--model gpt-small] [--slower 3] [--rounds 10] [--output FILE.csv]
 
-The last rank sleeps in every step, so that it takes ``--slower`` times as long as the others. Each way has its model on
-every rank, and takes its turn in each round: the fast ranks their steps, the slow one as many as it comes to. "alone"
-is training without any communication: what the fast ranks could do. Printed are milliseconds of a step on rank 0, and
-the median over the rounds of its speed, as a part of that alone. Two ranks on two cores: the thread that averages, and
-gloo's own, take their time from the cores that compute.
+The last rank sleeps in every step, so that it takes ``--slower`` times as long as the others. Each way has its own
+model on every rank, and takes a turn in each round, in which the slow rank takes as many steps as it can. "alone" is
+training without any communication. Printed are milliseconds of a step on rank 0, and the median over the rounds of its
+speed as a share of "alone". With two ranks on two cores, the thread that averages and gloo's threads take time from the
+cores that compute.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tabulate import tabulate
 from torch import nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AsyncModelAverage, GradientAllReduce
 from ddp_compile.bench.implementations import Implementation
-from ddp_compile.bench.provenance import commit, processor
-from ddp_compile.bench.report import write_csv
+from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import WorkloadSettings
 from ddp_compile.bench.training import Training
@@ -136,12 +134,9 @@ def main() -> None:
         milliseconds = 1000 * statistics.median(each[name] for each in rounds)
         rows.append({"way": name, "step_ms": round(milliseconds, 1), "speed": round(speed, 3)})
         rows[-1] |= {"from": round(low, 3), "to": round(high, 3)}
-    about = {"processor": processor(), "torch": torch.__version__, "commit": commit(), "model": arguments.model}
-    about |= {"ranks": arguments.ranks, "slower": arguments.slower, "interval_ms": arguments.sync_interval_ms}
-    print(", ".join(map(str, about.values())), f"{averages} averages")
-    print(tabulate(rows, headers="keys"))
-    if arguments.output:
-        write_csv(arguments.output, [*rows[0], *about], [{**row, **about} for row in rows])
+    print(f"{averages} averages")
+    about = {"ranks": arguments.ranks, "slower": arguments.slower, "interval_ms": arguments.sync_interval_ms}
+    report_rows(rows, arguments.output, model=arguments.model, **about)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Packages whose versions say what was checked.
+#: Packages whose versions are printed.
 PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "pytest", "pytest-timeout", "hypothesis")
 
 # Every allocation is the driver's own, so that compute-sanitizer knows where each one ends.
@@ -52,7 +52,7 @@ class Part:
         command: What runs.
         limit_s: When it is stopped, in seconds.
         environment: Variables beside those of this process.
-        missing: What it needs and does not have; it is not run then.
+        missing: The name of something missing, without which it does not run.
         optional: Whether it may be missing.
     """
 
@@ -132,7 +132,7 @@ def parts(device_name: str, cache: Path, output: Path | None) -> list[Part]:
         missing = no_pytest if sanitizer else "compute-sanitizer is not installed"
         options = ["--error-exitcode", "99", "--target-processes", "all"]
         if tool == "memcheck":
-            options += ["--report-api-errors", "no"]  # torch asks the driver for what it may not have
+            options += ["--report-api-errors", "no"]  # torch queries features that a driver may lack
         tests_of_it = [*pytest, "-x", "tests/gpu/test_kernels_memory.py", "-k", tests]
         command = [sanitizer or "", "--tool", tool, *options, *tests_of_it]
         return Part(f"compute-sanitizer {tool}", command, limit_s, {**paths, **NO_CACHING}, missing, not sanitizer)

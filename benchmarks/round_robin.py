@@ -2,7 +2,7 @@
 
     python -m ddp_compile bench --implementations ddp_compile-auto,benchmarks.round_robin:two
 
-What it gives: docs/decisions/round_robin.md.
+Results: docs/decisions/round_robin.md.
 """
 
 from __future__ import annotations

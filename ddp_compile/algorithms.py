@@ -1,4 +1,4 @@
-"""Ways to reduce gradients, for ``ddp_compile(model, algorithm=...)``, and what a way of your own derives from."""
+"""Algorithms for ``ddp_compile(model, algorithm=...)``, and the base classes for your own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.plan.spec import GradientSpec, shorten_names
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank
+from ddp_compile.plan.spec import GradientSpec
 from ddp_compile.runtime.algorithms.all_reduce import GradientAllReduce
 from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverage, AsyncModelAverageAlgorithm
 from ddp_compile.runtime.algorithms.byte_grad import ByteGrad
@@ -41,7 +41,7 @@ _in_use: weakref.WeakValueDictionary[int, CommAlgorithm] = weakref.WeakValueDict
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Raise a TypeError unless this is what ``ddp_compile(model, algorithm=...)`` takes."""
+    """Raise a TypeError unless this is an `AlgorithmConfig`."""
     if isinstance(algorithm, CommAlgorithm):
         raise TypeError(
             f"algorithm={type(algorithm).__name__}(...) is an algorithm at work, which belongs to one model; pass its"
@@ -58,40 +58,17 @@ def check_algorithm(algorithm: object) -> None:
 
 
 def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -> CommAlgorithm:
-    """The algorithm of one module.
+    """Build the algorithm of one module, and check it.
 
     Raises:
-        TypeError: What ``config.build`` returned is none, lacks a name or `launch` or `sends_gradients`, or contradicts
-            itself.
-        ReplicationError: Another module has it already.
+        TypeError: ``config.build`` returned something else, or an algorithm that is incomplete or contradicts itself.
+        ReplicationError: Another module has the algorithm already.
     """
     algorithm = config.build(process_group)
     if not isinstance(algorithm, CommAlgorithm):
         raise TypeError(f"{type(config).__name__}.build() returned {algorithm!r}; it must return a CommAlgorithm")
-    if not isinstance(getattr(algorithm, "name", None), str):
-        raise TypeError(f"{type(algorithm).__name__} has no name; it needs one, for errors and for comparing ranks")
-    if algorithm.traits.payload != "parameters" and type(algorithm).launch is CommAlgorithm.launch:
-        raise TypeError(
-            f"{type(algorithm).__name__} has no launch(), which reduces a bucket of gradients; write it, or say"
-            " traits = Traits(payload='parameters') of an algorithm that communicates parameters instead"
-        )
-    if algorithm.traits.payload == "both" and type(algorithm).sends_gradients is CommAlgorithm.sends_gradients:
-        raise TypeError(
-            f"{type(algorithm).__name__} has the payload 'both' and does not say when gradients are sent;"
-            " override the property sends_gradients, or say traits = Traits(payload='gradients') for all of them"
-        )
-    if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "num_collectives"):
-        raise TypeError(
-            f"{type(algorithm).__name__} has no num_collectives; it has to say how many works reduce() yields for a"
-            " bucket"
-        )
-    if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "process_group"):
-        raise TypeError(f"{type(algorithm).__name__} has no process_group; its __init__ has to call super().__init__()")
-    if algorithm.traits.payload == "parameters" and algorithm.gives_way_to_comm_hook:
-        raise TypeError(
-            f"{type(algorithm).__name__} has the payload 'parameters' and gives_way_to_comm_hook, but a comm hook"
-            " reduces gradients; leave gives_way_to_comm_hook out"
-        )
+    if flaw := _flaw_of(algorithm):
+        raise TypeError(f"{type(algorithm).__name__} has {flaw}")
     if id(algorithm) in _in_use:
         raise ReplicationError(
             f"{type(config).__name__}.build() returned the {algorithm.name} of another model; it must make a new one in"
@@ -101,14 +78,35 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     return algorithm
 
 
-def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec], rank: int) -> None:
-    """Raise a ReplicationError where an algorithm is to reduce gradients of a kind that it does not take.
+def _flaw_of(algorithm: CommAlgorithm) -> str:
+    """The part that a user's algorithm lacks, or that contradicts another, and the way out; empty if there is none."""
+    cls, payload = type(algorithm), algorithm.traits.payload
+    if not isinstance(getattr(algorithm, "name", None), str):
+        return "no name; it needs one, for errors and for comparing ranks"
+    if payload != "parameters" and cls.launch is CommAlgorithm.launch:
+        return (
+            "no launch(), which reduces a bucket of gradients; write it, or say traits = Traits(payload='parameters')"
+            " of an algorithm that communicates parameters instead"
+        )
+    if payload == "both" and cls.sends_gradients is CommAlgorithm.sends_gradients:
+        return (
+            "the payload 'both' and does not say when gradients are sent; override the property sends_gradients, or say"
+            " traits = Traits(payload='gradients') for all of them"
+        )
+    if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "num_collectives"):
+        return "no num_collectives; it has to say how many works reduce() yields for a bucket"
+    if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "process_group"):
+        return "no process_group; its __init__ has to call super().__init__()"
+    if payload == "parameters" and algorithm.gives_way_to_comm_hook:
+        return (
+            "the payload 'parameters' and gives_way_to_comm_hook, but a comm hook reduces gradients; leave"
+            " gives_way_to_comm_hook out"
+        )
+    return ""
 
-    Args:
-        algorithm: The algorithm.
-        gradients: All that are reduced; those are sparse whose layers announce it.
-        rank: This rank.
-    """
+
+def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]) -> None:
+    """Raise a ReplicationError if an algorithm does not take one of the gradients that are to be reduced."""
     sparse = [each.fqn for each in gradients if each.is_sparse]
     if sparse and not algorithm.traits.takes_sparse:
         raise ReplicationError(

@@ -1,4 +1,4 @@
-"""``ddp_compile``, the function that all begins with."""
+"""``ddp_compile``, the main function of the package."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ddp_compile.config import (
     refuse_positional_arguments,
     refuse_unknown_arguments,
 )
+from ddp_compile.features.compatibility import Feature, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import delayed_parameters
 from ddp_compile.module.module_checks import check_devices, check_module, names_to_ignore, resolve_process_group
 from ddp_compile.module.replicated_class import replicate
@@ -63,67 +64,66 @@ def ddp_compile(
 ) -> ModuleT:
     """Make ``module`` train data-parallel and compiled, in place.
 
-    Takes the place of ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the
-    same parameter names and the same ``state_dict()`` keys; it gains ``no_sync()``,
-    ``require_backward_grad_sync``, ``bucket_plan``, ``explain()``, ``register_comm_hook()`` and ``unwrap()``. Type
-    checkers know of them where `ddp_compile.is_replicated` has been asked; `ddp_compile.no_sync`, `ddp_compile.explain`
-    and `ddp_compile.unwrap` are functions as well, and a module that has such a name itself keeps its own.
+    Replaces ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the same
+    parameter names and the same ``state_dict()`` keys. It gains ``no_sync()``, ``require_backward_grad_sync``,
+    ``bucket_plan``, ``explain()``, ``register_comm_hook()``, ``unwrap()`` and others, of which type checkers know after
+    ``assert ddp_compile.is_replicated(model)``. `ddp_compile.no_sync`, `ddp_compile.explain` and `ddp_compile.unwrap`
+    are also functions, and a module that has such a name itself keeps its own.
 
-    After a backward, each ``.grad`` is the mean over the ranks, on every rank the same bits.
+    After a backward, each ``.grad`` is the mean over the ranks, with the same bits on every rank.
 
     Args:
         module: The module, on its device, built alike on every rank.
-        *positional: Nothing else is taken by position; ``device_ids``, DistributedDataParallel's second argument, is
-            refused with what to write instead.
-        process_group: Ranks to average over; the default group when None.
-        device_mesh: A one-dimensional mesh, in place of ``process_group``.
-        bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one for each bucket in launch order.
+        *positional: Nothing else is taken by position. ``device_ids``, the second argument of DistributedDataParallel,
+            is refused with advice.
+        process_group: The ranks to average over; the default group if None.
+        device_mesh: A one-dimensional mesh, instead of ``process_group``.
+        bucket_cap_mb: Bucket capacity in MiB, any positive number; or a list with one for each bucket in launch order.
             None means 5 for a module on a CPU and 25 for one on a GPU.
-        first_bucket_cap_mb: Capacity in MiB of the first bucket to be launched; cut down to ``bucket_cap_mb``.
-        split: How buckets come to be launched while a compiled backward goes on. "forward" cuts graphs at bucket
-            boundaries, "backward" leaves them whole and launches each bucket inside the compiled backward, "none"
-            launches all of them when it has ended. "auto" chooses for each graph: "forward" where every bucket is
-            launched early so, and "backward" where some could not be cut apart, for example under one checkpoint; the
-            log of ``ddp_compile`` says which.
-        broadcast_buffers: Broadcast rank 0's buffers before each forward with gradients outside of ``no_sync``.
+        first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
+        split: How buckets are launched while a compiled backward runs. "forward" cuts graphs at bucket boundaries;
+            "backward" leaves them whole and launches buckets inside the compiled backward; "none" launches all of them
+            after it. "auto" chooses for each graph: "forward" if that launches every bucket early, and "backward" if
+            some could not be cut apart, for example under one checkpoint. The log of ``ddp_compile`` tells which.
+        broadcast_buffers: Broadcast rank 0's buffers before each forward with gradients outside ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
-        gradient_as_bucket_view: ``.grad`` is a view into the flat buffer of its bucket, which saves a copy, unless
-            somebody else holds the gradient, or a view of before. False copies the result into the gradients that
+        gradient_as_bucket_view: Make each ``.grad`` a view into the flat buffer of its bucket, which saves a copy,
+            unless other code holds the gradient or an earlier view. False copies the mean into the gradients that
             autograd made.
-        lazy_bucket_allocation: Allocate each flat buffer when its gradients are there, and let it go when the backward
-            has ended: forwards have that much more memory, once ``zero_grad()`` has freed the gradients.
-        find_unused_parameters: Backwards may leave parameters without a gradient, each time and on each rank others.
-            The ranks tell each other which; a parameter that no rank used keeps the ``.grad`` it has, None for example.
-        skip_all_reduce_unused_params: Do not send a bucket again that no rank uses in the first iteration. If one is
-            used after all, every rank raises with ``find_unused_parameters``, and the rank that uses it with
-            ``static_graph``; it has no effect without one of them.
-        static_graph: The same gradients come in every iteration, as often as in the first one: for reentrant
+        lazy_bucket_allocation: Allocate each flat buffer when its gradients are there, and free it after the backward.
+            Forwards then have that much more memory, once ``zero_grad()`` has freed the gradients.
+        find_unused_parameters: Allow backwards that leave parameters without a gradient, different ones each time and
+            on each rank. The ranks tell each other which. A parameter that no rank used keeps its ``.grad``.
+        skip_all_reduce_unused_params: Do not send buckets that no rank uses in the first iteration. If one is used
+            later, every rank raises with ``find_unused_parameters``, and the rank that uses it with ``static_graph``.
+            Without either of these it has no effect.
+        static_graph: The same gradients come in every iteration, each as often as in the first: for reentrant
             checkpoints that run over a weight several times, and for unused parameters that are always the same. The
-            first iteration's gradients are launched at its end. Takes the place of ``find_unused_parameters``.
-        check_finite_gradients: Look at every gradient before it is reduced. If one is infinite or NaN on any rank,
-            every rank raises a NonFiniteGradientError at the end of the backward, which names rank, bucket and
-            parameter. The ranks send one byte more in each iteration, and the host waits for the device once. Not with
-            a ``GradScaler``, whose gradients may be infinite.
+            buckets of the first iteration are launched at its end. Replaces ``find_unused_parameters``.
+        check_finite_gradients: Check every gradient before it is reduced. If one is infinite or NaN on any rank, every
+            rank raises a NonFiniteGradientError at the end of the backward, which names rank, bucket and parameter. In
+            each iteration the ranks send one more byte, and the host waits for the device once. Not for a
+            ``GradScaler``, whose gradients may be infinite.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
-        delay_all_reduce_named_params: Names and parameters that the reducer leaves out: their gradients are averaged at
-            the end of a backward in which that of ``param_to_hook_all_reduce`` comes, inside ``no_sync`` as well. That
-            parameter must not be in a reentrant checkpoint.
-        param_to_hook_all_reduce: See ``delay_all_reduce_named_params``.
+        delay_all_reduce_named_params: Pairs of name and parameter. The reducer leaves these parameters out. Their
+            gradients are averaged at the end of each backward that brings the gradient of
+            ``param_to_hook_all_reduce``, inside ``no_sync`` as well.
+        param_to_hook_all_reduce: See ``delay_all_reduce_named_params``; not a parameter in a reentrant checkpoint.
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
-        backend: As in ``torch.compile``; compiles each graph, or each part of a cut one.
+        backend: As in ``torch.compile``; compiles each graph, or each part of a graph that is cut.
         mode: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``: raise at a graph break. And raise the compiler's error where it fails at a
-            graph, which otherwise runs eagerly with a warning.
+        fullgraph: As in ``torch.compile``, raise at a graph break. Also raise the compiler's error if a graph does not
+            compile, which otherwise runs eagerly with a warning.
         dynamic: As in ``torch.compile``.
         options: As in ``torch.compile``.
-        compile_evaluation: Whether forwards without gradients, as under ``torch.no_grad()``, are compiled. "auto": all
-            but those inside of the module's method ``generate``, which gives each forward another shape; True: those as
-            well; False: none.
-        regions: Compile blocks that repeat by themselves, once for all that are alike, rather than the whole module,
-            which takes much less time to compile. "auto": the children of a ModuleList, Sequential or ModuleDict of
-            which two or more are of one class, and have submodules. Or a list of classes of modules. What is outside of
-            them runs eagerly. Buckets begin and end where regions do; ``split`` stays "auto".
-        **unknown: Nothing else is taken; an argument of DistributedDataParallel is refused with what to write instead.
+        compile_evaluation: Whether to compile forwards without gradients, as under ``torch.no_grad()``. "auto": all but
+            those of the module's method ``generate``, each of which has another shape; True: those as well; False:
+            none.
+        regions: Instead of the whole module, compile blocks that repeat, once for all that are alike, which takes much
+            less time. "auto": children of a ModuleList, Sequential or ModuleDict that have submodules, if two or more
+            are of one class. Or a list of module classes. Everything outside regions runs eagerly. Buckets begin and
+            end where regions do.
+        **unknown: Nothing else is taken. An argument of DistributedDataParallel is refused with advice.
 
     Returns:
         ``module`` itself.
@@ -131,12 +131,22 @@ def ddp_compile(
     Raises:
         TypeError: Not a module, or an argument that is not taken.
         ValueError: A setting out of range.
-        ReplicationError: A module that cannot be replicated, or no process group has been initialised; a RuntimeError,
-            as DistributedDataParallel's, and a ValueError.
+        ReplicationError: The module cannot be replicated, settings exclude each other (docs/feature_compatibility.md),
+            or no process group has been initialised. It is a RuntimeError, as those of DistributedDataParallel, and a
+            ValueError.
         RanksDifferError: The ranks were given different models.
     """
     refuse_positional_arguments(positional)
     refuse_unknown_arguments(unknown, argument_names())
+    chosen = {
+        Feature.SPLIT: f"split={split!r}" if split != "auto" else None,
+        Feature.REGIONS: f"regions={regions!r}" if regions is not None else None,
+        Feature.MODE: f"mode={mode!r}" if mode is not None else None,
+        Feature.OPTIONS: f"options={options!r}" if options is not None else None,
+        Feature.PROCESS_GROUP: "process_group" if process_group is not None else None,
+        Feature.DEVICE_MESH: "device_mesh" if device_mesh is not None else None,
+    }
+    refuse_pairs({feature: said for feature, said in chosen.items() if said is not None})
     delayed = delayed_parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
     ignored = names_to_ignore(parameters_to_ignore) - delayed.named.keys()
     check_module(module, ignored | delayed.named.keys())
@@ -160,8 +170,8 @@ def ddp_compile(
     )
     if find_unused_parameters and static_graph:
         warnings.warn(
-            "find_unused_parameters=True has no effect beside static_graph=True, which learns from the first iteration"
-            " what is unused; drop one of them",
+            "find_unused_parameters=True has no effect with static_graph=True, which learns from the first iteration"
+            " which parameters are unused; drop one of them",
             stacklevel=2,
         )
     if skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
@@ -179,6 +189,6 @@ def ddp_compile(
 
 
 def argument_names() -> set[str]:
-    """The arguments that ``ddp_compile`` takes by name."""
+    """The names of the arguments that ``ddp_compile`` takes."""
     parameters = inspect.signature(ddp_compile).parameters.values()
     return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

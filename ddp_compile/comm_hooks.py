@@ -1,8 +1,7 @@
-"""Comm hooks of our own, for ``module.register_comm_hook(process_group, hook)``; torch's own can be used as well.
+"""Comm hooks for ``module.register_comm_hook(process_group, hook)``; those of torch can be used as well.
 
-They differ from torch's of the same names in that scaling and cast are one pass over memory with one rounding: torch
-rounds to the half format first and divides then, so that small values are rounded twice and large ones overflow before
-they are divided.
+Unlike the hooks of torch with the same names, these scale and cast in one pass over memory with one rounding. torch
+casts before it divides, so that small values are rounded twice, and large ones overflow before they are divided.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     """Average over the ranks, as without a hook.
 
     Args:
-        process_group: The ranks; the default group when None.
-        bucket: What the reducer passes.
+        process_group: The ranks; the default group if None.
+        bucket: The bucket, from the reducer.
 
     Returns:
         A future that holds the averaged buffer, of the dtype and shape of ``bucket.buffer()``.
@@ -34,12 +33,13 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     """
     group = _group_of(process_group)
     buffer = bucket.buffer().div_(group.size())
-    return _future_of(dist.all_reduce(buffer, group=group, async_op=True))
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future()
 
 
 @starts_at_once
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks in float16, which halves what float32 gradients send.
+    """Average over the ranks in float16, half the bytes of float32.
 
     Arguments and result are those of `allreduce_hook`. Means beyond 65504 become infinite, which a GradScaler sees.
 
@@ -50,9 +50,9 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBuck
 
 @starts_at_once
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks in bfloat16, which halves what float32 gradients send; on the CPU as on CUDA.
+    """Average over the ranks in bfloat16, half the bytes of float32; on CPUs as on GPUs.
 
-    Arguments and result are those of `allreduce_hook`. The range is that of float32, three digits are kept.
+    Arguments and result are those of `allreduce_hook`. bfloat16 has the range of float32, and about three digits.
 
     Source: ``bf16_compress_hook`` of torch 2.13, but divided and rounded in one step, and not bound to NCCL.
     """
@@ -60,10 +60,10 @@ def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBuck
 
 
 def builtin_hook(kind: object) -> Callable[..., torch.futures.Future[Tensor]] | None:
-    """The hook that stands for torch's ``BuiltinCommHookType``, which torch implements for its own reducer only.
+    """The hook for a ``BuiltinCommHookType``, which torch implements for its own reducer only.
 
     Returns:
-        One of this file's hooks, whose state is a process group; None for anything but a ``BuiltinCommHookType``.
+        A hook of this file, whose state is a process group; None for anything but a ``BuiltinCommHookType``.
     """
     kinds: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]  # exported without saying so
     if not isinstance(kind, kinds):
@@ -86,7 +86,8 @@ def _average_in(
         unflatten(future.value()[0], [buffer])
         return buffer
 
-    return _future_of(dist.all_reduce(compressed, group=group, async_op=True)).then(decompress)
+    work: Any = dist.all_reduce(compressed, group=group, async_op=True)
+    return work.get_future().then(decompress)
 
 
 def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -97,7 +98,3 @@ def _group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             " torch.distributed.init_process_group() first, or pass a process group as the hook's state"
         )
     return group
-
-
-def _future_of(work: Any) -> torch.futures.Future[Any]:
-    return work.get_future()

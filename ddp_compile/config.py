@@ -1,11 +1,11 @@
-"""The settings of one ``ddp_compile`` call, checked once and frozen."""
+"""The settings of one ``ddp_compile`` call: checked once, then frozen."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,8 +20,8 @@ RegionClasses = Literal["auto"] | Sequence[type[Module]]
 
 _MIB = 1024 * 1024
 
-# Arguments of DistributedDataParallel, of torch 2.11 to 2.15, that have another name here, or none, and what to do
-# instead. docs/arguments.md lists all of them, and a test compares the two.
+# Arguments of DistributedDataParallel, of torch 2.11 to 2.15, that are not taken here, and what to do instead. A test
+# compares them with docs/ddp_parity.md.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
     "output_device": "the output stays on the module's device; drop output_device",
@@ -38,7 +38,7 @@ DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
 
 
 def refuse_positional_arguments(values: Sequence[Any]) -> None:
-    """Raise a TypeError that names what was given by position beside the module, and says what to write."""
+    """Raise a TypeError if anything but the module was given by position."""
     if not values:
         return
     raise TypeError(
@@ -48,15 +48,14 @@ def refuse_positional_arguments(values: Sequence[Any]) -> None:
 
 
 def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] = ()) -> None:
-    """Raise a TypeError that says what to write instead of an argument that ``ddp_compile`` does not take.
+    """Raise a TypeError for arguments that ``ddp_compile`` does not take, with advice.
 
-    Arguments of DistributedDataParallel that are given with the value that changes nothing (``None``, ``False``,
-    ``dim=0``) are let through, so that a call written for it keeps working; so are defaults of arguments that only a
-    torch has that is newer than this package.
+    An argument of DistributedDataParallel passes if its value changes nothing (``None``, ``False``, ``dim=0``), so that
+    calls written for it keep working. So does the default of an argument that is newer than this package.
 
     Args:
-        arguments: They, by name.
-        taken: The names that it takes, one of which may have been meant.
+        arguments: Mapping from name to value.
+        taken: The names that are taken, for suggestions.
     """
     for name, value in arguments.items():
         if name not in DDP_ARGUMENTS_REPLACED:
@@ -73,17 +72,17 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
             )
         if value is None or (name == "dim" and value == 0):
             continue
-        if value is False and name != "forward_sync_buffers":  # its False turns something off that is on here
+        if value is False and name != "forward_sync_buffers":  # False would turn off what is on by default here
             continue
         raise TypeError(f"ddp_compile() does not take {name}={value!r}; {DDP_ARGUMENTS_REPLACED[name]}")
 
 
 @dataclass(frozen=True, slots=True)
 class DelayedParameters:
-    """Parameters whose gradients are averaged when another one has come.
+    """Parameters whose gradients are averaged after that of another one, the trigger, has come.
 
     Args:
-        named: They, by name; most often none.
+        named: Mapping from name to parameter; usually empty.
         trigger: The parameter whose gradient is waited for.
         trigger_name: Its name.
     """
@@ -95,24 +94,14 @@ class DelayedParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicateConfig:
-    """What one replicated module was asked to do.
+    """The settings of one replicated module; see `ddp_compile.ddp_compile` for those that are not explained here.
 
     Args:
-        caps_bytes: Bucket capacities in bytes in launch order; the last one holds for all further buckets.
-        split: How backward graphs are made to hand over buckets early.
-        broadcast_buffers: Broadcast rank 0's buffers before each synchronised forward with gradients.
-        init_sync: Broadcast rank 0's parameters and buffers once, when the module is replicated.
-        gradient_as_bucket_view: ``.grad`` is a view into the bucket's flat buffer; otherwise results are copied back.
-        lazy_bucket_allocation: Flat buffers are allocated in each backward, and let go when it ends.
-        find_unused_parameters: Parameters may stay without a gradient, others in each backward and on each rank.
-        skip_all_reduce_unused_params: Buckets that no rank uses in the first iteration are not sent again.
-        static_graph: The same gradients come in every iteration, as often as in the first one.
-        check_finite_gradients: Every rank raises if a gradient of any rank is infinite or NaN.
+        caps_bytes: Bucket capacities in bytes in launch order; the last one is that of all further buckets.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
-        delayed: Those that the reducer leaves out, and that are averaged all the same.
-        device_mesh: The mesh that the ranks were given as, if they were.
-        compile_evaluation: Whether forwards without gradients are compiled; "auto": but for those of ``generate``.
-        regions: Which submodules are compiled by themselves, in place of the whole module; None for none.
+        delayed: Parameters that the reducer leaves out, and that are averaged all the same.
+        device_mesh: The mesh that gave the ranks, if any.
+        regions: The submodules to compile by themselves; None for none.
     """
 
     caps_bytes: tuple[int, ...]
@@ -138,37 +127,23 @@ class ReplicateConfig:
         if self.compile_evaluation != "auto" and not isinstance(self.compile_evaluation, bool):
             raise ValueError(f"compile_evaluation={self.compile_evaluation!r} is not known; pass True, False or 'auto'")
         if self.regions is not None:
-            _check_regions(self.regions, self.split)
-        for name in (
-            "broadcast_buffers",
-            "init_sync",
-            "gradient_as_bucket_view",
-            "lazy_bucket_allocation",
-            "find_unused_parameters",
-            "skip_all_reduce_unused_params",
-            "static_graph",
-            "check_finite_gradients",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False; pass one of them")
+            _check_regions(self.regions)
+        for each in fields(self):
+            if each.type == "bool" and not isinstance(value := getattr(self, each.name), bool):
+                raise ValueError(f"{each.name}={value!r} is neither True nor False; pass one of them")
 
 
-def _check_regions(regions: RegionClasses, split: SplitMode) -> None:
-    if regions != "auto":
-        is_list = isinstance(regions, Sequence) and not isinstance(regions, str)
-        if not is_list or not regions or not all(isinstance(c, type) and issubclass(c, Module) for c in regions):
-            raise ValueError(f"regions={regions!r} is neither 'auto' nor a list of classes of modules, as [Block] is")
-    if split != "auto":
-        raise ValueError(
-            f"split={split!r} cannot be used with regions={regions!r}: what is compiled for a region is shared by all"
-            " regions of its class, and never cut; buckets are launched behind the backward of each region. Drop split,"
-            " or regions"
-        )
+def _check_regions(regions: RegionClasses) -> None:
+    is_list = isinstance(regions, Sequence) and not isinstance(regions, str)
+    if regions != "auto" and not (
+        is_list and regions and all(isinstance(c, type) and issubclass(c, Module) for c in regions)
+    ):
+        raise ValueError(f"regions={regions!r} is neither 'auto' nor a list of classes of modules, as [Block] is")
 
 
-# Measured on two CPU ranks (benchmarks/README.md): at 1 Gbit/s 5 MiB saves a tenth of the step that 25 MiB takes, on an
-# unshaped link it makes no difference that could be told. On GPUs, where starting a collective costs more beside what
-# it takes, it is DistributedDataParallel's value (Li et al. 2020, "PyTorch Distributed", section 5.2).
+# On two CPU ranks (benchmarks/README.md), 5 MiB instead of 25 MiB saves a tenth of a step at 1 Gbit/s, and makes no
+# measurable difference on a fast link. On GPUs, where starting a collective is a larger part of its cost, the value is
+# that of DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 5.2).
 DEFAULT_CAP_MIB: Mapping[str, float] = {"cpu": 5.0, "cuda": 25.0}
 
 
@@ -178,11 +153,11 @@ def caps_from_mib(
     """Bucket capacities in bytes from the MiB values of the public interface.
 
     Args:
-        bucket_cap_mb: One capacity in MiB, or a list with one for each bucket (the last one holds for the rest). None
-            stands for the value in ``DEFAULT_CAP_MIB``.
-        first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early. A
-            larger value than ``bucket_cap_mb`` is cut down to it; it is not used beside a list.
-        device_type: Where the gradients are: "cpu" or "cuda".
+        bucket_cap_mb: One capacity in MiB, or a list with one for each bucket, the last one for all further buckets.
+            None stands for the value in ``DEFAULT_CAP_MIB``.
+        first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early;
+            at most ``bucket_cap_mb``. Not used if that is a list.
+        device_type: The device of the gradients: "cpu" or "cuda".
 
     Raises:
         ValueError: A capacity is not a number above zero, or the list is empty.

@@ -1,9 +1,11 @@
-"""Errors a training job may want to catch by name.
+"""Errors a training job may want to catch by name, and the words of their messages.
 
 Wrong settings raise ``ValueError`` (or ``TypeError``) where they are given; the classes here are for what cannot be
 replicated, and for what goes wrong later, between ranks or inside a backward. All of them are ``RuntimeError``, as
 DistributedDataParallel's are.
 """
+
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -11,6 +13,22 @@ import torch.distributed as dist
 def this_rank() -> str:
     """How messages name this process: "rank 3", its global rank; "this process" without a process group."""
     return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Names for a message: all of a few, or the ends of a long list."""
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def number_of(count: int, what: str) -> str:
+    """A count for a message: ``"1 bucket"``, ``"2 buckets"``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def with_article(name: str) -> str:
+    """A name for a message, with its article: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
+    vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 
 class DDPCompileError(RuntimeError):

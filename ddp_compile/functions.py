@@ -1,4 +1,4 @@
-"""Functions of replicated modules: type checkers know them, and no name that a module has itself stands before them."""
+"""Methods of replicated modules as functions: known to type checkers, and never hidden by a module's own names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from ddp_compile.errors import ReplicationError
+from ddp_compile.errors import ReplicationError, with_article
 from ddp_compile.module.mixin import ReplicatedModule
-from ddp_compile.plan.spec import with_article
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -20,10 +19,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def is_replicated(model: object) -> TypeIs[ReplicatedModule]:
     """Whether ``ddp_compile`` has replicated a module, and nothing has unwrapped it since.
 
-    Where it has been asked, ``assert is_replicated(model)`` for example, type checkers know all methods of ``model``.
+    After ``assert is_replicated(model)``, type checkers know all methods of ``model``.
 
     Args:
-        model: Anything; a module that holds a replicated one is none itself.
+        model: Anything. A module that merely holds a replicated one is not replicated.
     """
     return isinstance(model, ReplicatedModule)
 
@@ -34,7 +33,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     The first backward of a forward made outside reduces everything accumulated until then.
 
     Args:
-        model: What ``ddp_compile`` has returned.
+        model: A module that ``ddp_compile`` has returned.
 
     Returns:
         A context.
@@ -49,10 +48,10 @@ def explain(model: nn.Module) -> str:
     """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled.
 
     Args:
-        model: What ``ddp_compile`` has returned.
+        model: A module that ``ddp_compile`` has returned.
 
     Returns:
-        Lines for people.
+        Lines of text.
 
     Raises:
         ReplicationError: The module is not replicated.
@@ -61,13 +60,14 @@ def explain(model: nn.Module) -> str:
 
 
 def unwrap(model: ModuleT) -> ModuleT:
-    """Make a module what it was before ``ddp_compile``; parameters and gradients keep their values.
+    """Undo ``ddp_compile``; parameters and gradients keep their values.
 
-    Nothing is reduced or compiled any more. Where an algorithm lets parameters differ between the ranks, all ranks
-    unwrap together, and parameters become the mean over them.
+    Nothing is reduced or compiled any more. If the algorithm lets parameters differ between the ranks, all ranks have
+    to unwrap together, and parameters become the mean over the ranks; states of optimizers stay each rank's own. After
+    a backward that raised in the middle of an iteration, gradients become None, since only some had been averaged.
 
     Args:
-        model: What ``ddp_compile`` has returned.
+        model: A module that ``ddp_compile`` has returned.
 
     Returns:
         ``model`` itself.

@@ -1,25 +1,25 @@
-"""The operators by which compiled code and a reducer tell each other how far they are.
+"""The operators by which compiled code calls the reducer.
 
 Note [What bucket_ready tells compilers]
 The operator is declared to write into the gradients, and never does. From the declaration a compiler concludes all
-that is needed: the operator has an effect and may not be removed, what it is given has to be complete when it runs, and
-the graph's outputs are still those tensors, so that no copy is made. A functional operator would have to return new
-tensors, since a result must not share memory with an argument that it does not name; and inductor removes an operator
-that neither writes nor returns anything.
+that is needed: the operator has an effect and may not be removed, its arguments must be complete when it runs, and the
+graph's outputs are still those tensors, so that no copy is made. A functional operator would have to return new
+tensors, since a result must not share memory with an undeclared argument; and inductor removes an operator that neither
+writes nor returns anything.
 
-What an operator only reads, a scheduler may compute at the very end, and the operator with it: inductor does, since a
-gradient that nothing but the output needs takes memory from its computation on. So the operator is also declared to
-write into a value that the rest of the backward goes on from, ``held``, which therefore comes after it.
+A scheduler may delay an operator that only reads to the very end, with the computation of its arguments. Inductor does,
+since a gradient that only the output needs takes memory from its computation on. So the operator is also declared to
+write into ``held``, a value that the rest of the backward depends on and that therefore comes after it.
 
-``move_bucket`` is for gradients that nobody adds to, by the promise of ``static_graph``: what the graph returns in
-their places lies in the reducer's flat buffer, and they themselves need no memory from then on. Its results share no
-memory with its arguments: where the bucket cannot be launched yet, they are copies. As inductor takes no operator that
-both writes and returns a list, ``hold_back`` does the writing into ``held``. Alone, it keeps what it is given as
-``moved`` from being freed before ``held`` is computed.
+``move_bucket`` is for gradients that nothing is added to, as ``static_graph`` promises: the graph returns views of the
+reducer's flat buffer instead, and the gradients themselves can be freed. Its results share no memory with its
+arguments: if the bucket cannot be launched yet, they are copies. As inductor takes no operator that both writes and
+returns a list, ``hold_back`` is declared to write into ``held``. By itself, it keeps its argument ``moved`` from being
+freed before ``held`` is computed.
 
 ``await_parameters`` is the dual of ``bucket_ready``, in forwards: it returns when parameters are complete that are
-written behind an optimizer's step. It is declared to write into the parameters, so that whatever reads them comes after
-it; and into ``held``, a value computed before, without which a scheduler may wait at once for all of them.
+still gathered after an optimizer's step. It is declared to write into the parameters, so that all readers come after
+it; and into ``held``, a value computed before, without which a scheduler may wait for all parameters at once.
 
 The operators find their reducer by number: compiled code that was read from a cache knows no Python object.
 """
@@ -28,19 +28,19 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-# cudagraph_unsafe: a collective is started, at another moment in each step, which no recorded graph can repeat.
+# cudagraph_unsafe: they start collectives, or wait for them, which a recorded graph cannot repeat.
 _LIBRARY = torch.library.Library("ddp_compile", "FRAGMENT")
 _LIBRARY.define(
     "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters, Tensor(b!)[] held) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-# strides: of each result, one list after the other; those of a gradient are up to the compiler.
+# strides: of each result, one list after the other; the compiler chooses those of the gradients.
 _LIBRARY.define(
     "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters) -> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -53,7 +53,7 @@ _LIBRARY.define(
 
 
 class ReceivesBuckets(Protocol):
-    """What takes whole buckets in: a reducer."""
+    """A reducer, as the operators call it."""
 
     @property
     def gathers_parameters(self) -> bool: ...
@@ -72,39 +72,26 @@ _ordinals = itertools.count()
 
 
 def next_reducer_ordinal() -> int:
-    """A number for one ``ddp_compile`` call: equal in every process that makes the same calls in the same order.
+    """A number for one ``ddp_compile`` call, equal in every process that makes the same calls in the same order.
 
-    It stands in compiled code and in the keys of compile caches, so that two models with one plan share no entry.
+    It is part of compiled code and of cache keys, so that two models with equal plans share no cache entry.
     """
     return next(_ordinals)
 
 
 def register_receiver(ordinal: int, receiver: ReceivesBuckets) -> None:
-    """Let operators with this number call ``receiver``, for as long as somebody else keeps it alive."""
+    """Let operators with this number call ``receiver``, which is not kept alive."""
     _receivers[ordinal] = receiver
 
 
 def gathers_parameters(reducer: int) -> bool:
-    """Whether parameters may still be written when a forward begins; the same on every rank.
-
-    Args:
-        reducer: Number of the receiver.
-    """
+    """Whether parameters may still be gathered when a forward begins; the same on every rank."""
     receiver = _receivers.get(reducer)
     return receiver is not None and receiver.gathers_parameters
 
 
-def await_before(compiled: Callable[..., Any], param_indices: Sequence[int], reducer: int) -> Callable[..., Any]:
-    """Let a graph, or a part of one, wait for its parameters before it runs.
-
-    Args:
-        compiled: The compiled graph.
-        param_indices: Numbers of the reduced parameters that it reads.
-        reducer: Number of the receiver.
-
-    Returns:
-        What to call in its place.
-    """
+def await_before(compiled: Callable[..., Any], param_indices: Collection[int], reducer: int) -> Callable[..., Any]:
+    """Wrap a compiled graph, or a part of one: the wrapper waits for the reduced parameters that the graph reads."""
     if not param_indices:
         return compiled
     numbers = tuple(param_indices)
@@ -123,26 +110,23 @@ def watch_parameters(
     buckets: Sequence[tuple[int, ...]],
     reducer: int,
 ) -> Callable[..., Any]:
-    """Tell the reducer where a graph runs for other parameters than those it was compiled for.
+    """Wrap a compiled graph: the wrapper tells the reducer if the graph runs for parameters of another module.
 
-    Dynamo gives one graph to all instances of a class, if they are frames of their own, and the numbers in it are those
-    of the first. One parameter of each bucket is looked at; where two instances share that one, the reducer finds out
-    by the gradients. A parameter that is part of the graph itself cannot be another, and is not looked at.
+    Dynamo uses one graph for all instances of a class that are frames of their own, and the indices in it are those of
+    the first. The wrapper compares one parameter of each bucket; if two instances share that one, the reducer finds out
+    by the gradients. Parameters that are attributes of the graph cannot change and are not compared.
 
     Args:
         compiled: The compiled graph.
-        example_inputs: What it was compiled for, parameters included.
+        example_inputs: The inputs that it was compiled for, parameters included.
         parameter_of_input: Index of the reduced parameter at each position among them.
         buckets: The parameters of each bucket that the graph's backward computes.
         reducer: Number of the receiver.
-
-    Returns:
-        What to call in the graph's place.
     """
     position_of = {parameter: position for position, parameter in parameter_of_input.items()}
     found = ([position_of[index] for index in param_indices if index in position_of] for param_indices in buckets)
     watched = [positions[0] for positions in found if positions]
-    # Not the parameters themselves: Dynamo keeps what it was given for good.
+    # Not the parameters themselves: Dynamo keeps compiled code, with all that it refers to, for good.
     numbers = [id(example_inputs[position]) for position in watched]
 
     def run(*arguments: Any) -> Any:
@@ -161,12 +145,6 @@ def _bucket_ready(gradients: Sequence[Tensor], reducer: int, parameters: Sequenc
     receiver = _receivers.get(reducer)
     if receiver is not None:
         receiver.mark_bucket_ready(parameters, gradients)
-
-
-def _bucket_ready_fake(
-    gradients: Sequence[Tensor], reducer: int, parameters: Sequence[int], held: Sequence[Tensor]
-) -> None:
-    """No result to describe."""
 
 
 def _move_bucket(
@@ -189,10 +167,6 @@ def _move_bucket_fake(
     ]
 
 
-def _hold_back(moved: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-    """Nothing is done; what counts is that it comes before whatever reads ``held`` next."""
-
-
 def _await_parameters(
     parameters: Sequence[Tensor], reducer: int, param_indices: Sequence[int], held: Sequence[Tensor]
 ) -> None:
@@ -201,25 +175,23 @@ def _await_parameters(
         receiver.await_parameters(param_indices)
 
 
-def _await_parameters_fake(
-    parameters: Sequence[Tensor], reducer: int, param_indices: Sequence[int], held: Sequence[Tensor]
-) -> None:
-    """No result to describe."""
+def _do_nothing(*_: Any) -> None:
+    """The fakes of operators without results; and ``hold_back``, of which only its place in a graph matters."""
 
 
-_LIBRARY.impl("bucket_ready", _bucket_ready, "CompositeExplicitAutograd")
-_LIBRARY.impl("move_bucket", _move_bucket, "CompositeExplicitAutograd")
-_LIBRARY.impl("hold_back", _hold_back, "CompositeExplicitAutograd")
-_LIBRARY.impl("await_parameters", _await_parameters, "CompositeExplicitAutograd")
-torch.library.register_fake("ddp_compile::bucket_ready", _bucket_ready_fake, lib=_LIBRARY)
-torch.library.register_fake("ddp_compile::move_bucket", _move_bucket_fake, lib=_LIBRARY)
-torch.library.register_fake("ddp_compile::hold_back", _hold_back, lib=_LIBRARY)
-torch.library.register_fake("ddp_compile::await_parameters", _await_parameters_fake, lib=_LIBRARY)
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # and fakes
+    "bucket_ready": (_bucket_ready, _do_nothing),
+    "move_bucket": (_move_bucket, _move_bucket_fake),
+    "hold_back": (_do_nothing, _do_nothing),
+    "await_parameters": (_await_parameters, _do_nothing),
+}
+for _name, (_function, _fake) in _IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ddp_compile::{_name}", _fake, lib=_LIBRARY)
 
-#: What stands in graphs.
 BUCKET_READY = torch.ops.ddp_compile.bucket_ready.default
 MOVE_BUCKET = torch.ops.ddp_compile.move_bucket.default
 HOLD_BACK = torch.ops.ddp_compile.hold_back.default
 AWAIT_PARAMETERS = torch.ops.ddp_compile.await_parameters.default
-#: Those of backwards.
+#: The operators in backwards.
 OPERATORS = (BUCKET_READY, MOVE_BUCKET, HOLD_BACK)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile.errors import this_rank
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import shorten_names, this_rank
 from ddp_compile.runtime.algorithms.parameter_average import refuse_interval
 from ddp_compile.runtime.algorithms.q_adam import MomentumExchange, QAdamAlgorithm
 

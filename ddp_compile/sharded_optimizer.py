@@ -11,10 +11,10 @@ from torch import Tensor, nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_compile.errors import RanksDifferError, ReplicationError, this_rank
+from ddp_compile.errors import RanksDifferError, ReplicationError, shorten_names, this_rank, with_article
+from ddp_compile.features.algorithm_switch import set_comm_algorithm
+from ddp_compile.features.compatibility import Feature
 from ddp_compile.module.mixin import ReplicatedModule, state_of
-from ddp_compile.plan.spec import shorten_names, with_article
-from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.comm.rank_names import format_ranks
@@ -110,7 +110,7 @@ def shard_optimizer(
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
     pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of_now(model))
-    state.algorithms.set_algorithm(_Sharded(pieces, _names_of_reduced(state), master_weights), None)
+    set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), master_weights), None)
     return optimizer
 
 
@@ -135,7 +135,7 @@ def _names_of_reduced(state: Any) -> list[str]:
 
 
 class _Sharded(AlgorithmConfig):
-    """What `AlgorithmSwitch` builds the algorithm of."""
+    """What `set_comm_algorithm` builds the algorithm of."""
 
     def __init__(self, optimizer: SteppedPieces, names: Sequence[str], master_weights: bool) -> None:
         self._optimizer = optimizer
@@ -189,24 +189,7 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> Non
 
 
 def _refuse_model(model: nn.Module, state: Any, rank: int) -> None:
-    algorithm = state.reducer.algorithm
-    if isinstance(algorithm, ShardedAlgorithm):
-        raise ReplicationError(
-            f"{this_rank()}: the model has a sharded optimizer already, which steps all of its parameters; put these"
-            " into groups of one optimizer"
-        )
-    conflicts = [] if isinstance(algorithm, AllReduce) else [f"the {algorithm.name}"]
-    if state.config.delayed.named:
-        conflicts.append("delay_all_reduce_named_params")
-    if state.sharded.describe():
-        conflicts.append("submodules of fully_shard")
-    if state.optimizers.are_registered:
-        conflicts.append("optimizer steps inside backward()")
-    if conflicts:
-        raise ReplicationError(
-            f"{this_rank()}: an optimizer cannot be sharded together with {', '.join(conflicts)}; leave out one or the"
-            " other"
-        )
+    state.refuse_if_excluded(Feature.SHARDED_OPTIMIZER, "a sharded optimizer")
     if objection := _objection_to_moving(model):
         raise ReplicationError(f"{this_rank()}: {objection}")
     if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:

@@ -142,9 +142,9 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def usable_backend(requested: str, world: World) -> str:
-    """The backend asked for, or "aot_eager", and a line that says so, where inductor could not compile.
+    """The requested backend; if inductor lacks a C++ compiler, prints a line and returns "aot_eager".
 
-    For the CPU inductor writes C++, and takes the compiler that CXX names or the platform's usual one.
+    For the CPU inductor writes C++, and uses the compiler that CXX names or the platform's usual one.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if requested == "inductor" and world.device.type == "cpu" and shutil.which(compiler) is None:
@@ -242,7 +242,7 @@ def add_file_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--checkpoint",
         type=Path,
-        help="file to write, OUT_DIR/checkpoint.pt if not given; {step} in it stands for the step",
+        help="file to write, OUT_DIR/checkpoint.pt if not given; {step} in it becomes the step",
     )
     group.add_argument("--checkpoint-every", type=positive_int, default=40, help="steps between checkpoints")
     group.add_argument("--resume", type=Path, help="checkpoint to go on from")
@@ -253,7 +253,7 @@ def add_file_arguments(group: argparse._ArgumentGroup) -> None:
 def main() -> None:
     args = parse_args()
     with join_world() as world:
-        # TF32 matrix products where the device has them.
+        # TF32 matrix products if the device has them.
         torch.set_float32_matmul_precision("high")
         args.backend = usable_backend(args.backend, world)
         if args.compare:

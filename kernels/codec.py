@@ -1,4 +1,4 @@
-"""The kernels on single tensors: the min-max codec of eight bits a value, and the update of asynchronous averaging."""
+"""The kernels on single tensors, with their checks: the min-max codec of eight bits a value, and averaging."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compress(values: Tensor, num_chunks: int, skip_chunk: int | None, implementa
 
 
 def check_rows(rows: Tensor, values: Tensor) -> None:
-    """Raise ValueError unless ``rows`` is the compressed form of as many values as ``values`` has."""
+    """Raise ValueError unless ``rows`` has the size of the compressed form of ``values``."""
     _check_values("out", values)
     if rows.dim() != 2 or not rows.is_contiguous() or rows.dtype != torch.uint8 or not len(rows):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which implementation moves the tensors of a bucket, and why."""
+"""The choice of an implementation, with its reason, and the interface of those that move a bucket's tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 ImplementationName = Literal["native", "cuda", "reference"]
 
-#: What "native" and "cuda" can read and write; all other floating dtypes are the reference's.
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Dtypes that "native" and "cuda" read and write; other floating dtypes are left to the reference.
+KERNEL_DTYPES = tuple(native_library.DTYPE_CODES)
 
 OPS = ("flatten_scale", "unflatten", "minmax_u8_compress", "minmax_u8_decompress", "average_into")
 
@@ -32,17 +32,17 @@ class FlattenExecutor(Protocol):
 
     @property
     def implementation(self) -> str:
-        """Its name, as `choose` gives it."""
+        """Its name, as `choose` returns it."""
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> Sequence[int]:
-        """Look where the tensors lie, without writing anything.
+        """Read the tensors' addresses, without writing anything.
 
         Returns:
             Indices of the tensors that `move` will leave to the reference.
 
         Raises:
-            ValueError: They do not fit the plan, or one that `move` will move shares memory with ``flat`` outside of
-                its place, or, where the tensors are ``written``, with any other tensor.
+            ValueError: The tensors do not fit the plan, or one that `move` will move shares memory with ``flat``
+                outside of its place or, if the tensors are ``written``, with another tensor.
         """
 
     def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
@@ -52,11 +52,8 @@ class FlattenExecutor(Protocol):
             flat: The flat buffer.
             to_flat: Whether to write the flat buffer, or the tensors.
             scale: Factor for every element.
-            stats: 16 bytes on the device of ``flat`` to be written: a float64 sum of squares, a bool non-finite flag.
+            stats: If given, 16 bytes on the device of ``flat`` for a float64 sum of squares and a bool non-finite flag.
         """
-
-    def offset(self, index: int) -> int:
-        """Where tensor ``index`` begins, in elements of ``flat``."""
 
 
 class ReferenceExecutor:
@@ -66,22 +63,15 @@ class ReferenceExecutor:
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
         layout.check_fit(tensors, flat, offsets)
-        self._offsets = layout.packed_offsets(tensors) if offsets is None else list(offsets)
         self._shapes = [tensor.shape for tensor in tensors]
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> Sequence[int]:
-        if len(tensors) != len(self._shapes):
-            raise ValueError(f"{len(tensors)} tensors were given to a plan for {len(self._shapes)}")
-        for i, (tensor, shape) in enumerate(zip(tensors, self._shapes, strict=True)):
-            layout.check_tensor(i, tensor, shape, flat)
+        layout.check_tensors(tensors, self._shapes, flat)
         return range(len(tensors))
 
     def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
         if stats is not None:
             stats.zero_()
-
-    def offset(self, index: int) -> int:
-        return self._offsets[index]
 
 
 _EXECUTORS: dict[str, Callable[[Sequence[Tensor], Tensor, Sequence[int] | None], FlattenExecutor]] = {
@@ -101,7 +91,7 @@ class OpStatus(NamedTuple):
 
 
 def status() -> list[OpStatus]:
-    """Which implementation of each op runs on the CPU and on the current CUDA device, and why; raises nothing."""
+    """The implementation of each op on the CPU and on the current CUDA device, with the reason; raises nothing."""
     current = torch.cuda.current_device() if torch.cuda.is_available() else 0
     devices = (torch.device("cpu"), torch.device("cuda", current))
     return [OpStatus(op, device.type, *available(device)) for device in devices for op in OPS]
@@ -129,14 +119,14 @@ def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | No
 def executor_for(
     tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None, forced: str | None
 ) -> FlattenExecutor:
-    """The executor of the chosen implementation; raises what `choose` and the layout's checks raise."""
+    """The executor of the chosen implementation; raises the errors of `choose` and of `layout`."""
     layout.check_flat(flat)
     return _EXECUTORS[choose(flat.device, [flat.dtype], forced)](tensors, flat, offsets)
 
 
 @functools.cache
 def available(device: torch.device) -> tuple[ImplementationName, str]:
-    """The best implementation for a device, and the reason; where there should be a better one, warns once."""
+    """The best implementation for a device, and the reason; warns once if kernels should be there and are not."""
     try:
         if device.type == "cpu":
             core = native_library.load()

@@ -18,7 +18,7 @@ _STATS_BYTES = 16
 
 
 class FlattenStats(NamedTuple):
-    """What was written, found on the way; it lies on the device of the flat buffer, so that nothing waits for it.
+    """Statistics of the written values, on the device of the flat buffer, so that the host does not wait.
 
     Args:
         sum_of_squares: Of the scaled values before they were rounded to the destination's dtype; float64, shape ().
@@ -30,7 +30,7 @@ class FlattenStats(NamedTuple):
 
 
 class FlattenPlan:
-    """Where each tensor of one bucket lies in its flat buffer; made once, used every step.
+    """Moves the tensors of one bucket to and from their places in a flat buffer; made once, used every step.
 
     A step reads the tensors' addresses and moves them in one call. Tensors that lie in the memory order of their place
     and are of a dtype with kernels (float32, bfloat16, float16) are moved by the kernels; others one by one by torch.
@@ -40,7 +40,7 @@ class FlattenPlan:
         flat: One-dimensional contiguous buffer of a floating dtype. The plan keeps it alive, the caller owns it. On a
             CUDA device it is written and read on the current stream.
         offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
-        implementation: "native", "cuda" or "reference", and nothing else then; the best one there is when None.
+        implementation: "native", "cuda" or "reference", with no other as a fallback; the best available when None.
 
     Raises:
         ValueError: Devices differ, ``flat`` is not one-dimensional, contiguous and floating, a tensor does not fit,
@@ -57,15 +57,15 @@ class FlattenPlan:
         implementation: str | None = None,
     ) -> None:
         self.flat = flat
-        # Another tensor on the same storage shows whether `flat` has been given other memory.
+        # Another tensor on the same storage, to notice if `flat` is given other memory.
         self._alias = flat.detach()
-        # Reading the addresses and moving what is there belong together.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # around reading addresses and moving
         if flat.numel() and not flat.data_ptr():
             raise ValueError(f"flat with {flat.numel()} elements has no memory: its storage has been freed")
         self._executor = executor_for(tensors, flat, offsets, implementation)
         self._is_forced = implementation in ("native", "cuda")
-        # Shapes and strides of the places are needed for views, and for what the kernels do not move: on demand.
+        # Views are made on demand: kernels need none.
+        self._offsets = None if offsets is None else tuple(offsets)
         self._examples = tuple(tensors)
         self._views: tuple[Tensor, ...] | None = None
 
@@ -132,7 +132,7 @@ class FlattenPlan:
         stats = torch.empty(_STATS_BYTES, dtype=torch.uint8, device=self.flat.device) if with_stats else None
         with self._lock:
             others = self._executor.read(tensors, self.flat, written=not to_flat)
-            # First what torch may refuse, so that nothing is written if it does.
+            # torch may refuse the others, so they come first, before anything is written.
             of_others = self._move_others(others, tensors, scale, with_stats, to_flat) if others else None
             self._executor.move(self.flat, to_flat, scale, stats)
         if stats is None:
@@ -147,7 +147,7 @@ class FlattenPlan:
     ) -> tuple[Tensor, Tensor] | None:
         for i in others:
             self._check_other(i, tensors[i])
-        # Where one of a pair is moved by a kernel, reading has checked the pair.
+        # `read` has checked the pairs of which a kernel moves one.
         layout.check_memory(tensors, self.views, self.flat, written=not to_flat, indices=others)
         places, moved = [self.views[i] for i in others], [tensors[i] for i in others]
         sources, destinations = (moved, places) if to_flat else (places, moved)
@@ -176,8 +176,8 @@ class FlattenPlan:
             )
 
     def _make_views(self) -> tuple[Tensor, ...]:
-        self._views = tuple(
-            layout.place_of(tensor, self.flat, self._executor.offset(i)) for i, tensor in enumerate(self._examples)
-        )
+        offsets = layout.packed_offsets(self._examples) if self._offsets is None else self._offsets
+        pairs = zip(self._examples, offsets, strict=True)
+        self._views = tuple(layout.place_of(tensor, self.flat, offset) for tensor, offset in pairs)
         self._examples = ()
         return self._views

@@ -1,11 +1,12 @@
-"""The kernels as functions that torch.compile can have in its graphs: operators of the namespace ``ddp_compile``.
+"""The kernels as functions that torch.compile can trace: operators of the namespace ``ddp_compile``.
 
-Registered with ``torch.library.Library``, whose call costs a fifth of one through ``torch.library.custom_op``. Their
-operators mutate what their schemas say, have no gradients, and are the same on every device.
+They are registered with ``torch.library.Library``, since a call through ``torch.library.custom_op`` costs five times as
+much. The operators have no gradients, and one implementation for every device.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +39,7 @@ def flatten_scale(
         scale: Factor for every element.
         offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
         with_stats: Whether to find the sum of squares and non-finite values on the way.
-        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Returns:
         With ``with_stats``, `FlattenStats`; else None.
@@ -84,7 +85,7 @@ def minmax_u8_compress(
         values: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
         num_chunks: Chunks with a minimum and maximum of their own; one for each rank in an all-to-all.
         skip_chunk: Number of a chunk that is left out, as a rank's own in an all-to-all; its row is not written.
-        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Returns:
         uint8 tensor of shape (num_chunks, row_bytes): minimum and maximum as float32, a code for each value, zeros up
@@ -110,7 +111,7 @@ def minmax_u8_decompress(
         compressed: What `minmax_u8_compress` returned, or rows of it from several ranks.
         out: Contiguous tensor of shape (n,), of float32, bfloat16 or float16; it has as many chunks as there are rows.
         accumulate: Add the values to those of ``out``, in float32, rounded once.
-        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Raises:
         ValueError: Another shape, dtype or device, or rows of another length than ``out`` needs.
@@ -127,7 +128,7 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implem
         total: Sum over the ranks of their copies; of the same shape, dtype and device.
         copy: What this rank had contributed to it; of the same shape, dtype and device.
         count: Number of ranks.
-        implementation: "native", "cuda" or "reference"; the best one that there is when None.
+        implementation: "native", "cuda" or "reference"; the best available when None.
 
     Raises:
         ValueError: Shapes, dtypes or devices differ, ``total`` or ``copy`` overlaps ``x``, or ``count`` <= 0.
@@ -137,54 +138,44 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implem
 
 
 def _flatten(
-    tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None, implementation: str | None
-) -> None:
-    FlattenPlan(tensors, flat, offsets, implementation=implementation).flatten(tensors, scale)
-
-
-def _flatten_stats(
-    tensors: Sequence[Tensor], flat: Tensor, scale: float, offsets: Sequence[int] | None, implementation: str | None
-) -> tuple[Tensor, Tensor]:
+    tensors: Sequence[Tensor],
+    flat: Tensor,
+    scale: float,
+    offsets: Sequence[int] | None,
+    implementation: str | None,
+    with_stats: bool = False,
+) -> tuple[Tensor, Tensor] | None:
     plan = FlattenPlan(tensors, flat, offsets, implementation=implementation)
-    stats = plan.flatten(tensors, scale, with_stats=True)
-    assert stats is not None
-    return _as_outputs(stats)
+    return _as_outputs(plan.flatten(tensors, scale, with_stats=with_stats))
 
 
 def _unflatten(
-    flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int] | None, implementation: str | None
-) -> None:
-    FlattenPlan(tensors, flat, offsets, implementation=implementation).unflatten(tensors, scale)
-
-
-def _unflatten_stats(
-    flat: Tensor, tensors: Sequence[Tensor], scale: float, offsets: Sequence[int] | None, implementation: str | None
-) -> tuple[Tensor, Tensor]:
+    flat: Tensor,
+    tensors: Sequence[Tensor],
+    scale: float,
+    offsets: Sequence[int] | None,
+    implementation: str | None,
+    with_stats: bool = False,
+) -> tuple[Tensor, Tensor] | None:
     plan = FlattenPlan(tensors, flat, offsets, implementation=implementation)
-    stats = plan.unflatten(tensors, scale, with_stats=True)
-    assert stats is not None
-    return _as_outputs(stats)
+    return _as_outputs(plan.unflatten(tensors, scale, with_stats=with_stats))
 
 
-def _as_outputs(stats: FlattenStats) -> tuple[Tensor, Tensor]:
-    # Two views of one buffer; operators return tensors that do not alias.
-    return stats.sum_of_squares, stats.non_finite.clone()
+def _as_outputs(stats: FlattenStats | None) -> tuple[Tensor, Tensor] | None:
+    # Two views of one buffer; results of operators must not alias.
+    return None if stats is None else (stats.sum_of_squares, stats.non_finite.clone())
 
 
-def _fake_move(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    # Real tensors get here too where one of them is a meta tensor.
+def _fake_move(tensors: Sequence[Tensor], flat: Tensor, with_stats: bool = False) -> tuple[Tensor, Tensor] | None:
+    # If one tensor is on the meta device, real tensors get here too.
     layout.check_flat(flat)
     for i, tensor in enumerate(tensors):
         layout.check_tensor(i, tensor, tensor.shape, flat)
-
-
-def _fake_move_stats(tensors: Sequence[Tensor], flat: Tensor) -> tuple[Tensor, Tensor]:
-    _fake_move(tensors, flat)
-    return flat.new_empty((), dtype=torch.float64), flat.new_empty((), dtype=torch.bool)
+    return (flat.new_empty((), dtype=torch.float64), flat.new_empty((), dtype=torch.bool)) if with_stats else None
 
 
 def _register() -> None:
-    """Define every operator with the function that computes it and the one that says what comes out."""
+    """Define every operator with its implementation and its fake."""
     places = "float scale, SymInt[]? offsets, str? implementation"
     for schema, implementation, fake in (
         (
@@ -194,8 +185,8 @@ def _register() -> None:
         ),
         (
             f"flatten_scale_stats(Tensor[] tensors, Tensor(a!) flat, {places}) -> (Tensor, Tensor)",
-            _flatten_stats,
-            lambda tensors, flat, *_: _fake_move_stats(tensors, flat),
+            functools.partial(_flatten, with_stats=True),
+            lambda tensors, flat, *_: _fake_move(tensors, flat, with_stats=True),
         ),
         (
             f"unflatten(Tensor flat, Tensor(a!)[] tensors, {places}) -> ()",
@@ -204,8 +195,8 @@ def _register() -> None:
         ),
         (
             f"unflatten_stats(Tensor flat, Tensor(a!)[] tensors, {places}) -> (Tensor, Tensor)",
-            _unflatten_stats,
-            lambda flat, tensors, *_: _fake_move_stats(tensors, flat),
+            functools.partial(_unflatten, with_stats=True),
+            lambda flat, tensors, *_: _fake_move(tensors, flat, with_stats=True),
         ),
         (
             "minmax_u8_compress(Tensor values, int num_chunks, int? skip_chunk, str? implementation) -> Tensor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import fx
@@ -15,23 +15,18 @@ log = logging.getLogger(__name__)
 
 
 class Declined(NamedTuple):
-    """Something a pass was asked to do and did not.
+    """Something a pass was asked to do and did not."""
 
-    Args:
-        node: Name of the node at which it was to be done.
-        reason: Why not, and what happens instead.
-    """
-
-    node: str
-    reason: str
+    node: str  #: name of the node that it concerns
+    reason: str  #: why not, and what happens instead
 
 
 class PassResult(NamedTuple):
-    """What a pass made of a graph.
+    """The result of a pass.
 
     Args:
         gm: The graph module to go on with; may be the one that was given, changed in place.
-        num_changed: Number of nodes moved, or of partitions made. 0: the graph is as it was.
+        num_changed: Number of nodes changed, or of partitions made; 0 if the graph is unchanged.
         declined: What was not done, and why.
     """
 
@@ -42,13 +37,13 @@ class PassResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassContext:
-    """What passes may know beside the graph.
+    """What passes over Dynamo graphs know beside the graph.
 
     Args:
         parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
-        buckets: The buckets that meet this graph, in launch order.
+        buckets: The buckets with gradients from this graph, in launch order.
         graph_name: Name of the graph, for logs.
-        every_cut_or_none: Leave the graph whole unless it can be cut for every bucket; something else is better then.
+        every_cut_or_none: Leave the graph whole unless it can be cut for every bucket.
     """
 
     parameter_of: Mapping[str, int]
@@ -57,8 +52,29 @@ class PassContext:
     every_cut_or_none: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AotContext:
+    """What passes over AOTAutograd's forward and backward graphs know beside the graph.
+
+    Args:
+        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
+        buckets: The buckets with gradients from the Dynamo graph, in launch order.
+        reducer: Number by which the operators find the reducer.
+        graph_name: Name of the graph, for logs.
+        reads: Indices of all reduced parameters that the Dynamo graph reads.
+        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
+    """
+
+    parameter_of_input: Mapping[int, int]
+    buckets: tuple[BucketSpec, ...]
+    reducer: int
+    graph_name: str
+    reads: tuple[int, ...] = ()
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
 class NamesGraph(Protocol):
-    """A context of any kind of pass."""
+    """The context of any pass."""
 
     @property
     def graph_name(self) -> str: ...
@@ -70,7 +86,7 @@ Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 
 
 class Observer(Protocol):
-    """Sees every graph before and after the passes; must not change one."""
+    """Sees the graph before, between and after the passes; must not change it."""
 
     def before_pipeline(self, gm: fx.GraphModule) -> None: ...
 
@@ -85,10 +101,10 @@ def run_pipeline(
     passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
-    """Run ``passes`` one after the other; each result is linted and recompiled before the next one sees it.
+    """Run passes in order, with observers around them; lint and recompile after each that changed something.
 
     Returns:
-        The last graph, with the sum of what all passes changed and everything that any of them declined.
+        The last graph, the sum of all ``num_changed``, and all that was declined.
     """
     for observer in observers:
         observer.before_pipeline(gm)

@@ -1,1 +1,1 @@
-"""What runs while a replicated module trains: buckets, reducer, agreement between ranks."""
+"""What runs while a replicated module trains: the reducer, its buckets, and what the ranks tell each other."""

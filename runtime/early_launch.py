@@ -3,38 +3,38 @@
 Note [Launched before AccumulateGrad]
 Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
 regulariser, a second forward, a layer used twice. So some iterations teach: the first one and, as graphs are compiled
-later too, every agreement point (`agreement_points`). A bucket that may not be launched early yet is watched there, and
+later too, every agreement point (`agreement_points`). There, a bucket that may not be launched early yet is watched. It
 has one contributor if one graph computed it once and each ``.grad`` then was the very tensor that was computed. The
-ranks agree on those buckets, and from then on they are launched when a graph has computed them; one that was found late
-never is again.
+ranks agree on those buckets, and launch them from then on as soon as a graph has computed them. A bucket that was found
+late is never launched early again.
 
-What was computed is kept as a detached alias until the iteration ends. The engine adds a second contribution *in place*
-into a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that writes
-into the gradient changes its version. A second arrival shows by itself.
+A detached alias of each computed gradient is kept until the iteration ends. The engine adds a second contribution *in
+place* into a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that
+writes into the gradient changes its version. A second arrival shows by itself.
 
 If another contribution comes after all, the bucket was launched too early. In each iteration the ranks tell each other,
-behind the last bucket, to which parameters that happened. Every rank still has its own gradients: in ``.grad``, which
-only the end of an iteration points at the flat buffer, or kept aside where the bucket was launched by its hooks. So
-every rank launches those buckets again, with what is complete now, and launches them by their hooks from then on. The
-result is exact. Where the algorithm is not replayable, as comm hooks, every rank raises. So it does where gradients
+after the last bucket, to which parameters that happened. Every rank still has its own gradients: in ``.grad``, which
+only the end of an iteration points at the flat buffer, or as copies if hooks launched the bucket. So every rank
+launches those buckets again, with what is complete now, and from then on their hooks launch them. The result is exact.
+If the algorithm is not replayable, as comm hooks are not, every rank raises. Every rank raises as well if gradients
 move: with ``static_graph`` a backward may return views of the flat buffer, and this rank's own gradients are gone when
 their bucket has been launched.
 
-Note [Launched in sight]
+Note [Observed gradients]
 A backward may have collectives of its own, a synchronised BatchNorm's for example, in the same process group. They meet
-their counterparts only if all ranks launch their buckets at the same places among them. So what one rank alone knows
+their counterparts only if all ranks launch their buckets at the same places among them. So what only one rank knows
 must not hold a bucket back: that somebody has put a hook on a parameter there, for example. Such a bucket is launched
-as the others are, but its ``.grad`` is not taken away, and its gradients do not move, since somebody looks at them. It
-is launched again whatever the hooks did, which happens once, as it waits for its hooks from then on, on every rank.
-With a comm hook that cannot be done, nor with ``static_graph`` where nobody looks on some rank. Then a bucket in whose
-``.grad`` there is something to be added to waits on that rank alone, and it is an error if the hooks have changed a
-gradient. Its values tell, since what is written through ``gradient.data`` shows in no version.
+as the others are, but its ``.grad`` is not taken away, and its gradients do not move, since the hook looks at them. It
+is launched again whatever the hook did. That happens once, since from then on its hooks launch it, on every rank. With
+a comm hook this is impossible, and so it is with ``static_graph`` if the gradients move on another rank. Then a bucket
+whose ``.grad`` holds something to be added to waits on that rank alone, and it is an error if the hook has changed a
+gradient. Values are compared for that, since a write through ``gradient.data`` shows in no version.
 
 Note [Hooks that nobody sees]
 Hooks on a parameter can be seen, those on its AccumulateGrad node cannot. A hook before the node may write through
 ``gradient.data``, so values are compared in iterations that teach, and in the first iteration after somebody has
-registered a hook, of whatever kind. What such a hook does later than that goes unnoticed. The device compares them as
-they arrive; the host reads all results at once, just before the ranks exchange theirs.
+registered a hook of any kind. What such a hook does later goes unnoticed. The device compares the values as they
+arrive; the host reads all results at once, just before the ranks exchange theirs.
 """
 
 from __future__ import annotations
@@ -42,106 +42,34 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.errors import this_rank
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket, EarlyDecision
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.desync.model_order import is_agreement_point
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 log = logging.getLogger(__name__)
 
 
-class Verdict(NamedTuple):
-    """What the ranks have found about one iteration; the same on every rank.
+class EarlyLaunch:
+    """Learns which buckets may be launched early, watches them, and launches those again that were too early.
 
     Args:
-        late: Parameters that on some rank got another contribution after their bucket had been launched.
-        buckets: Their buckets, in launch order.
-        can_be_replayed: Whether every rank can launch those buckets again.
-    """
-
-    late: list[int]
-    buckets: list[Bucket]
-    can_be_replayed: bool
-
-
-class NoEarlyLaunch:
-    """Every bucket is launched by its parameters' hooks."""
-
-    is_learning = False  #: whether buckets are watched in this iteration, on every rank
-    has_message = False  #: whether the ranks need to hear of each other at this iteration's end; the same on every rank
-    has_moved = False  #: whether a backward has ever returned other tensors than its gradients
-
-    def ignore(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Graphs that compute these buckets run for other parameters as well, and name those gradients as these."""
-
-    def decide(self, param_indices: tuple[int, ...], can_be_replayed: bool) -> EarlyDecision:
-        """A compiled backward has computed all gradients of a bucket; see `EarlyLaunch.decide`."""
-        return EarlyDecision.WAIT
-
-    def follow(
-        self,
-        bucket: Bucket,
-        decision: EarlyDecision,
-        gradients: Sequence[Tensor],
-        moved: Sequence[Tensor] | None = None,
-        can_be_replayed: bool = True,
-    ) -> None:
-        """Watch what becomes of the gradients of a computed bucket, and launch it unless it is only watched.
-
-        Args:
-            bucket: The bucket.
-            decision: What `decide` returned; not that it waits.
-            gradients: What the backward will return for them.
-            moved: Its own gradients where those are other tensors; then they cannot be launched again.
-            can_be_replayed: As `decide` was told.
-        """
-        raise NotImplementedError("nothing is decided to be followed")
-
-    def arrived(self, index: int) -> bool:
-        """AccumulateGrad has stored a gradient; returns whether its bucket was launched before that."""
-        return False
-
-    def hand_over_for_now(self) -> None:
-        """A backward has ended and another one may bring the rest: what was launched must be averaged all the same."""
-
-    def message(self, can_be_replayed: bool) -> bytearray:
-        """When the last bucket has been launched: what the other ranks have to hear; `verdict` reads it."""
-        return bytearray()
-
-    def verdict(self, said: Sequence[int]) -> Verdict:
-        """What has to be done about this iteration."""
-        return Verdict([], [], True)
-
-    def put_back(self) -> None:
-        """Let ``.grad`` be the tensors that they were before the iteration, for the result to be copied into."""
-
-    def begin_iteration(self, has_launched: bool) -> None:
-        """Forget what belongs to the iteration that has ended.
-
-        Args:
-            has_launched: Whether anything was launched in it: otherwise the other ranks know nothing of it.
-        """
-
-
-class EarlyLaunch(NoEarlyLaunch):
-    """Learns which buckets may be launched early, watches them, and finds those that were launched too early.
-
-    Args:
-        bucket_set: The buckets; ``may_launch_early`` and ``was_launched_too_early`` of each are set here alone.
+        bucket_set: The buckets and their iteration.
         queue: Launches them.
         hooks: Tell of what AccumulateGrad stores.
-        accumulators: Of the parameters.
-        rank: This rank, for the log.
+        accumulators: The AccumulateGrad nodes of the parameters.
+        is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learnt and no bucket is early.
     """
 
     def __init__(
@@ -150,36 +78,49 @@ class EarlyLaunch(NoEarlyLaunch):
         queue: LaunchQueue,
         hooks: ParameterHooks,
         accumulators: Accumulators,
-        rank: int,
+        is_enabled: bool,
     ) -> None:
         self._set = bucket_set
         self._queue = queue
         self._hooks = hooks
-        self._parameters = bucket_set.parameters
-        self._rank = rank
         self._accumulators = accumulators
-        self._iteration_number = 1  # the same on every rank
+        self._is_enabled = is_enabled
         self._has_learnt = False
+        self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
         self._ignored: set[tuple[int, ...]] = set()
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
-        self._has_new_hooks = False  # in this iteration
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether buckets are watched in this iteration; the same on every rank."""
+        return self._is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
+
+    @property
+    def has_message(self) -> bool:
+        """Whether the ranks tell each other which buckets were too early; the same on every rank."""
+        if not self._is_enabled or not self._set.iteration.has_launched:
+            return False
+        return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
 
     def ignore(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """Leave these buckets to their hooks; see `Reducer.ignore_computed_buckets`."""
         self._ignored.update(buckets)
 
-    def decide(self, param_indices: tuple[int, ...], can_be_replayed: bool) -> EarlyDecision:
+    # A compiled backward computes a bucket.
+
+    def decide(self, param_indices: tuple[int, ...], moves: bool) -> EarlyDecision:
         """A compiled backward has computed all gradients of a bucket.
 
         Args:
             param_indices: The bucket's parameters.
-            can_be_replayed: Whether the bucket could be launched twice.
+            moves: Whether the backward can return other tensors than it has computed.
 
         Returns:
-            What becomes of it. Unless it waits, `follow` is to be called.
+            What becomes of the bucket. Call `follow` unless it waits.
         """
         num_hooks = torch_internals.num_hooks_of_others()
         if num_hooks != self._num_hooks_of_others:
-            self._num_hooks_of_others, self._has_new_hooks = num_hooks, True
+            self._num_hooks_of_others, self._set.iteration.has_new_hooks = num_hooks, True
         bucket = self._set.of_param_indices.get(param_indices)
         if param_indices in self._ignored or (bucket is None and self._set.buckets):  # of another plan
             return EarlyDecision.WAIT
@@ -191,35 +132,53 @@ class EarlyLaunch(NoEarlyLaunch):
             return EarlyDecision.WAIT
         if not self._accumulators.are_going_to_run(param_indices):
             return EarlyDecision.WAIT
-        if any(_is_looked_at(self._parameters[index]) for index in param_indices):
-            may_launch = can_be_replayed or all(self._parameters[index].grad is None for index in param_indices)
-            return EarlyDecision.LAUNCH_IN_SIGHT if is_allowed and may_launch else EarlyDecision.WAIT
+        parameters = [self._set.parameters[index] for index in param_indices]
+        if any(map(_is_observed, parameters)):
+            may_launch = self._can_launch_twice(moves) or all(parameter.grad is None for parameter in parameters)
+            return EarlyDecision.LAUNCH_OBSERVED if is_allowed and may_launch else EarlyDecision.WAIT
         return EarlyDecision.LAUNCH if is_allowed else EarlyDecision.WATCH
+
+    def _can_launch_twice(self, moves: bool) -> bool:
+        return not moves and self._queue.algorithm.traits.replayable
 
     def follow(
         self,
         bucket: Bucket,
         decision: EarlyDecision,
         gradients: Sequence[Tensor],
+        moves: bool,
         moved: Sequence[Tensor] | None = None,
-        can_be_replayed: bool = True,
     ) -> None:
+        """Watch what becomes of the gradients that a backward returns for a bucket, and launch it if so decided.
+
+        Args:
+            bucket: The bucket.
+            decision: What `decide` returned, and not that it waits.
+            gradients: What the backward returns.
+            moves: As for `decide`.
+            moved: What the backward has computed, if it returns other tensors; gone after the launch.
+        """
         if decision is not EarlyDecision.WATCH:
             bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
-        self.has_moved = self.has_moved or moved is not None
-        compares_values = moved is None and (decision is not EarlyDecision.LAUNCH or self._has_new_hooks)
-        bucket.iteration.computed = computed = ComputedBucket(bucket, gradients, decision, compares_values, moved)
+        has_new_hooks = self._set.iteration.has_new_hooks
+        compares_values = moved is None and (decision is not EarlyDecision.LAUNCH or has_new_hooks)
+        computed = ComputedBucket(bucket, gradients, decision, compares_values, moved)
+        bucket.mark_computed(computed)
         if decision is EarlyDecision.WATCH:
             return
-        if decision is EarlyDecision.LAUNCH_IN_SIGHT and can_be_replayed:
+        if decision is EarlyDecision.LAUNCH_OBSERVED and self._can_launch_twice(moves):
             computed.expect_another_launch()
         self._queue.complete_with(bucket, computed.contributions())
         if moved is not None:
+            self._has_moved = True
             bucket.release_flattened()
-        computed.watch()  # gradients that move lie in the buffer, which has been written
+        computed.watch()  # the launch may have written them: it fills views, and scales a sparse gradient
         self._hooks.batch(bucket, notify_of_last=False)
 
+    # AccumulateGrad stores its gradients.
+
     def arrived(self, index: int) -> bool:
+        """AccumulateGrad has stored a gradient; returns whether its bucket was launched before that."""
         if not self._set.of_parameter:
             return False
         computed = self._set.of_parameter[index].iteration.computed
@@ -228,53 +187,83 @@ class EarlyLaunch(NoEarlyLaunch):
         computed.arrive(index)
         return computed.is_launched
 
-    def hand_over_for_now(self) -> None:
+    def hand_over_incomplete(self) -> None:
+        """A backward has ended, and another one may bring what is missing: hand over the buckets that were launched."""
         self._compare()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
             if computed is None or not computed.is_launched or bucket.iteration.own is not None:
                 continue
             if computed.holds_its_own:
-                bucket.iteration.own = [own.clone() for own in computed.own_gradients()]
+                bucket.keep_own([own.clone() for own in computed.own_gradients()])
             else:
                 computed.is_lost = True
             bucket.point_gradients_at_views()
             bucket.hand_over()
 
-    @property
-    def is_learning(self) -> bool:  # type: ignore[override]
-        return not self._has_learnt or is_agreement_point(self._iteration_number)
+    # The iteration ends.
 
-    @property
-    def has_message(self) -> bool:  # type: ignore[override]
-        return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
-
-    def message(self, can_be_replayed: bool) -> bytearray:
-        """When the last bucket has been launched: which was too early, and which may be so. `verdict` reads it.
-
-        Args:
-            can_be_replayed: Whether a bucket may be launched twice in an iteration at all.
+    def message(self) -> bytearray:
+        """After the last launch: what this rank tells the others. `finish` takes what all ranks have told.
 
         Returns:
             A flag for each parameter that got another contribution after its bucket had been launched; one for each
             bucket that cannot be launched again; one for each that does not have one contributor.
         """
-        is_shadow = self._queue.is_shadow  # which has nothing to say
+        is_shadow = self._set.iteration.is_shadow  # which has nothing to say
+        replayable = self._queue.algorithm.traits.replayable
         self._compare()
-        late, cannot, has_more = bytearray(len(self._parameters)), bytearray(), bytearray()
+        late, cannot, has_more = bytearray(len(self._set.parameters)), bytearray(), bytearray()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
             if computed is not None and computed.is_launched:
                 for index in computed.late:
                     late[index] = 1
             holds_its_own = is_shadow or _holds_its_own(bucket)
-            cannot.append(bucket.may_launch_early and not (can_be_replayed and holds_its_own))
+            cannot.append(bucket.may_launch_early and not (replayable and holds_its_own))
             has_one = is_shadow or (computed is not None and computed.has_one_contributor)
             has_more.append(self.is_learning and not has_one)
         return late + cannot + has_more
 
+    def finish(self, said: Sequence[int]) -> None:
+        """Learn from this iteration, and launch again what was launched too early.
+
+        Args:
+            said: The flags of `message` over all ranks: 1 if any rank has set it.
+
+        Raises:
+            GradientArrivalError: On every rank, if a bucket cannot be launched again.
+            ReductionError: A reduction failed or timed out.
+        """
+        buckets, num_parameters = self._set.buckets, len(self._set.parameters)
+        late = [index for index in range(num_parameters) if said[index]]
+        cannot, has_more = said[num_parameters : -len(buckets)], said[-len(buckets) :]
+        if self.is_learning:
+            self._learn([bucket for bucket, more in zip(buckets, has_more, strict=True) if not more])
+        too_early = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
+        for bucket in too_early:
+            bucket.forbid_early_launch()
+        names = [self._set.names[index] for index in late]
+        if any(cannot[bucket.spec.index] for bucket in too_early):
+            algorithm = self._queue.algorithm
+            name = None if algorithm.traits.replayable else algorithm.name
+            raise error_messages.contributor_after_launch(names, name, self._has_moved)
+        for bucket in too_early:
+            log.warning(
+                "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
+                " got more than one gradient. It is launched again, and is not launched early any more",
+                this_rank(),
+                bucket.describe(),
+                ", ".join(names),
+            )
+            self._queue.launch_again(bucket, [] if self._set.iteration.is_shadow else _own_gradients(bucket))
+        self._queue.wait()
+        for bucket in self._set.buckets:
+            if bucket.iteration.computed is not None:
+                bucket.iteration.computed.restore_gradients()
+
     def _compare(self) -> None:
-        """Compare all gradients with those that were computed; reads from each device at most once."""
+        """Compare all gradients with those that were computed; the host waits for each device at most once."""
         unread: dict[torch.device, list[tuple[ComputedBucket, list[Tensor]]]] = {}
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
@@ -286,48 +275,23 @@ class EarlyLaunch(NoEarlyLaunch):
             for computed, comparisons in of_device:
                 computed.read(itertools.islice(are_equal, len(comparisons)))
 
-    def verdict(self, said: Sequence[int]) -> Verdict:
-        """What has to be done about this iteration.
-
-        Args:
-            said: The flags of `message` over all ranks: 1 where any rank has said so.
-        """
-        buckets = self._set.buckets
-        late = [index for index in range(len(self._parameters)) if said[index]]
-        cannot, has_more = said[len(self._parameters) : -len(buckets)], said[-len(buckets) :]
-        if self.is_learning:
-            self._learn([bucket for bucket, more in zip(buckets, has_more, strict=True) if not more])
-        affected = [bucket for bucket in buckets if not set(late).isdisjoint(bucket.param_indices)]
-        for bucket in affected:
-            bucket.was_launched_too_early, bucket.may_launch_early = True, False
-        return Verdict(late, affected, not any(cannot[bucket.spec.index] for bucket in affected))
-
     def _learn(self, agreed: Sequence[Bucket]) -> None:
-        """Launch buckets early from now on that had one contributor on every rank."""
+        """From now on launch these buckets early, which had one contributor on every rank."""
         for bucket in agreed:
-            bucket.may_launch_early = True
+            bucket.allow_early_launch()
         if agreed or not self._has_learnt:
             log.info(
-                "rank %d: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",
-                self._rank,
+                "%s: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",
+                this_rank(),
                 sum(bucket.may_launch_early for bucket in self._set.buckets),
                 len(self._set.buckets),
                 len(agreed),
-                self._iteration_number,
+                self._set.iteration.number,
             )
         self._has_learnt = True
 
-    def put_back(self) -> None:
-        for bucket in self._set.buckets:
-            if bucket.iteration.computed is not None:
-                bucket.iteration.computed.put_back()
 
-    def begin_iteration(self, has_launched: bool) -> None:
-        self._iteration_number += has_launched
-        self._has_new_hooks = False
-
-
-def own_gradients(bucket: Bucket) -> list[Tensor]:
+def _own_gradients(bucket: Bucket) -> list[Tensor]:
     """This rank's gradients of a bucket that has been launched in this iteration, complete now."""
     if bucket.iteration.own is not None:
         return bucket.iteration.own
@@ -336,15 +300,15 @@ def own_gradients(bucket: Bucket) -> list[Tensor]:
 
 
 def _holds_its_own(bucket: Bucket) -> bool:
-    """Whether `own_gradients` are at hand."""
+    """Whether `_own_gradients` are at hand."""
     computed = bucket.iteration.computed
     if computed is not None and computed.is_lost:
         return False
     return bucket.iteration.own is not None or (computed is not None and computed.holds_its_own)
 
 
-def _is_looked_at(parameter: Parameter) -> bool:
-    """Whether taking ``.grad`` away for a while could be noticed, or cannot be made good."""
+def _is_observed(parameter: Parameter) -> bool:
+    """Whether somebody could notice that ``.grad`` is taken away for a while, or it could not be given back."""
     if torch_internals.has_gradient_hooks(parameter):
         return True
     return parameter.grad is not None and parameter.grad.layout is not torch.strided

@@ -7,7 +7,7 @@ kernel that flattens also finds whether all values are finite, and single gradie
 another device the host would have to wait for that answer, bucket by bucket. So a flag for each gradient is computed
 there, and stays there.
 
-After all buckets of the iteration have been waited for, the host reads the flags once, and the ranks exchange one byte:
+When all buckets of the iteration have been waited for, the host reads the flags once, and the ranks exchange one byte:
 whether any of them has found something. They do not check the reduced buckets instead: that would read all gradients a
 second time, and after a comm hook or a reduction to shards the ranks need not see the same values. Only if a rank has
 found something do all ranks exchange names.
@@ -16,18 +16,12 @@ found something do all ranks exchange names.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from ddp_compile.errors import NonFiniteGradientError
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import NonFiniteGradientError, shorten_names
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.buckets.flat_buffer import non_finite_flags
-from ddp_compile.runtime.buckets.local_tensors import local_tensors
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import gather_texts
 from ddp_compile.runtime.launch_queue import LaunchQueue
-
-_NONE = torch.empty(0)  # stands for a ``.grad`` that is None
 
 
 class FiniteCheck:
@@ -36,32 +30,25 @@ class FiniteCheck:
     Args:
         bucket_set: The buckets, which check what they flatten.
         queue: Launches them.
-        process_group: The ranks.
-        device: Where the gradients are.
     """
 
-    def __init__(
-        self, bucket_set: BucketSet, queue: LaunchQueue, process_group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, bucket_set: BucketSet, queue: LaunchQueue) -> None:
         self._set = bucket_set
         self._queue = queue
-        self._process_group = process_group
-        self._device = device
 
     @property
     def has_message(self) -> bool:
         """Whether this iteration is checked: a bucket was launched in it, or there is only one rank."""
-        return self._queue.has_launched or not self._queue.sends
+        return self._set.iteration.has_launched or not self._queue.sends
 
     def found_here(self) -> str:
         """The buckets and gradients of this rank that were not finite, in words; empty if all were.
 
         The buckets must have been waited for: the current stream then comes after those that computed the flags.
         """
-        if not self._queue.sends:  # nothing has been flattened, and ``.grad`` is still this rank's own
+        if not self._queue.sends:
             for bucket in self._set.buckets:
-                gradients = [_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in bucket.parameters]
-                bucket.iteration.non_finite = non_finite_flags(local_tensors(gradients))
+                bucket.check_local_gradients()
         looked_at = [(b.spec, b.iteration.non_finite) for b in self._set.buckets if b.iteration.non_finite is not None]
         if not looked_at:
             return ""
@@ -78,5 +65,5 @@ class FiniteCheck:
         Args:
             found: What `found_here` returned.
         """
-        said = gather_texts(found, self._process_group, self._device)
+        said = gather_texts(found, self._set.process_group, self._set.parameters[0].device)
         return error_messages.not_finite(said)

@@ -1,11 +1,11 @@
-"""Memory of the host that one step frees and the next one needs again.
+"""Host memory that one step frees and the next one needs again.
 
 Note [Gradients that are freed at once]
-A graph that is left whole gives all its gradients back when its backward ends, so that they are all freed at once, when
-``.grad`` becomes views of the flat buffers. glibc then returns the free end of its heap to the system, and the next
-step faults every page of it in anew: 24,000 faults in a step of gpt-medium with a batch of 1, 30 of 318 ms, where the
-forward split, which frees gradients while the backward goes on, has 2,300, and DistributedDataParallel 0 to 8,500.
-With a heap that keeps what is freed there are none.
+A graph that is left whole returns all its gradients when its backward ends. When ``.grad`` becomes views of the flat
+buffers, they are all freed at once. glibc then returns the free end of its heap to the system, and the next step faults
+every page in again. In a step of gpt-medium with a batch of 1 these are 24,000 faults, 30 of 318 ms. The forward split,
+which frees gradients during the backward, has 2,300, and DistributedDataParallel 0 to 8,500. With a heap that keeps
+what is freed there are none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = -1
-# Where glibc's own adaptation ends (DEFAULT_MMAP_THRESHOLD_MAX); it ends with the first setting.
+# The maximum of glibc's own adaptation (DEFAULT_MMAP_THRESHOLD_MAX), which any setting turns off.
 _MMAP_THRESHOLD = 32 * 2**20
 
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -33,8 +33,8 @@ _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRES
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, for its next step; see Note [Gradients that are freed at once].
 
-    Nothing is done where somebody has set glibc's allocator by the environment, or where there is another one. It is
-    for the whole process, and for those that it forks, and cannot be taken back.
+    It does nothing if the environment configures glibc's allocator, or if there is another allocator. It affects the
+    whole process and those that it forks, and cannot be undone.
 
     Returns:
         Whether it was done.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
@@ -14,32 +13,31 @@ from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
 from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.bucket_iteration import BucketState
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
-from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 
 class LaunchQueue:
-    """The buckets of one plan on their way out.
+    """Launches the buckets of one module, and waits for them.
+
+    Every rank launches the same buckets in the same order, in whatever order they become ready: only its place in the
+    sequence pairs a collective with its counterparts on the other ranks.
 
     Args:
-        bucket_set: The buckets.
-        process_group: The ranks to average over.
+        bucket_set: The buckets, and the iteration in which their launches are noted.
+        world_size: Number of ranks to average over.
         monitor: What the ranks tell each other about it.
-        algorithm: How a bucket is reduced; another one may take its place between two iterations.
+        algorithm: Reduces a bucket; may be replaced between two iterations.
         policy: Which gradients an iteration waits for.
         undefined: Which parameters have arrived without a gradient.
-
-    Every rank launches the same buckets in the same order, whatever order they become ready in: a collective finds its
-    counterpart on another rank by its place in the sequence alone.
     """
 
     def __init__(
         self,
         bucket_set: BucketSet,
-        process_group: dist.ProcessGroup,
+        world_size: int,
         monitor: DesyncMonitor,
         algorithm: CommAlgorithm,
         policy: AllRequired,
@@ -52,18 +50,12 @@ class LaunchQueue:
         #: Called when no bucket of the iteration is left to launch.
         self.on_all_launched: Callable[[], None] = _nothing
         self._monitor = monitor
-        self._rank = process_group.rank()
-        self.world_size = process_group.size()
-        self.divisor = self.world_size  #: what gradients are divided by
-        self._num_launched = 0  # or passed over
-        self.has_launched = False  #: whether a bucket has been launched in this iteration
-        self.is_exchange = False  #: whether the ranks come together in it although no bucket is launched
-        self.is_whole = True  #: whether no bucket has been passed over in it, for the next iteration
-        self.is_shadow = False  #: whether this rank has no input left, and contributes zeros (``Join``)
+        self.world_size = world_size
+        self.divisor = world_size  #: of the sum of all ranks' gradients
 
     @property
     def sends(self) -> bool:
-        """Whether anything is reduced."""
+        """Whether buckets are reduced in this iteration."""
         algorithm = self.algorithm
         return algorithm.sends_gradients and (self.world_size > 1 or algorithm.traits.on_one_rank)
 
@@ -74,28 +66,28 @@ class LaunchQueue:
 
     @property
     def _scale(self) -> float:
-        """What gradients are multiplied by on their way into the flat buffer."""
+        """Factor of the gradients on their way into the flat buffer."""
         return 1.0 / self.divisor if self.algorithm.traits.prescale else 1.0
 
     @property
     def all_launched(self) -> bool:
-        """Whether every bucket of the iteration has been launched, or will not be in it."""
-        return self._num_launched == len(self._set.buckets)
+        """Whether every bucket of the iteration has been launched or passed over."""
+        return self._set.iteration.num_launched == len(self._set.buckets)
 
     @property
     def not_launched(self) -> Sequence[Bucket]:
         """The buckets that have not been launched, in plan order."""
-        return self._set.buckets[self._num_launched :]
+        return self._set.buckets[self._set.iteration.num_launched :]
 
     @property
     def _last_bucket(self) -> Bucket | None:
         """The one that is launched last."""
-        return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_left_out), None)
+        return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_skipped), None)
 
     @property
     def left_out(self) -> set[int]:
-        """The parameters whose buckets are not sent in this iteration, since no rank uses them."""
-        buckets = [bucket for bucket in self._set.buckets if bucket.iteration.is_left_out]
+        """The parameters whose buckets are not sent in this iteration because no rank uses them."""
+        buckets = [bucket for bucket in self._set.buckets if bucket.iteration.is_skipped]
         return {index for bucket in buckets for index in bucket.param_indices}
 
     @property
@@ -111,39 +103,37 @@ class LaunchQueue:
         """When an iteration begins: pass over the buckets that no rank uses."""
         for bucket in self._set.buckets:
             if bucket.is_pending and self._policy.leaves_out(bucket):
-                bucket.leave_out()
+                bucket.skip()
 
     def complete(self, bucket: Bucket) -> None:
         """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
-        bucket.iteration.pending.clear()
-        bucket.await_accumulation()
-        gradients = bucket.contributions(self.sends, self._undefined.verify)
-        if bucket.may_launch_early and self.algorithm.traits.replayable:
-            # It may have been launched early, and too early, on another rank. What is sent will be written over, or is
-            # not ``.grad`` any more. Not the gradients themselves, which would look as if somebody else held them.
-            bucket.iteration.own = [g.clone() if bucket.holds(g) else g.detach() for g in gradients]
+        # A bucket that may be launched early may have been launched too early on another rank.
+        keeps_own = bucket.may_launch_early and self.algorithm.traits.replayable
+        gradients = bucket.contributions(self.sends, self._undefined.verify, keeps_own)
         self._make_ready(bucket, gradients)
-        del gradients  # whoever else holds one is found by the number of references
+        del gradients  # the number of references tells whether somebody else holds one
         if self.sends and any(b.is_pending for b in self.not_launched):
-            # The backward goes on, and can use the memory. At its end everything is pointed at views anyway.
+            # The rest of the backward can use the memory. At its end all buckets do this.
             bucket.point_gradients_at_views(bucket.iteration.unused)
 
     def complete_with(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """A bucket is ready with gradients that its parameters do not hold yet."""
-        bucket.iteration.unused.clear()
+        bucket.mark_used(bucket.param_indices)
         for index in bucket.param_indices:
             self._policy.note(index)
         self._make_ready(bucket, gradients)
 
     def do_without(self, absent: Iterable[int]) -> None:
-        """Let buckets no longer wait for these parameters, which contribute what they hold, or zeros."""
-        for index in sorted(absent):
-            bucket = self._set.of_parameter[index]
-            if bucket.is_pending and index in bucket.iteration.pending:
-                bucket.iteration.unused.add(index)
-        for index in sorted(absent):
-            bucket = self._set.of_parameter[index]
-            if bucket.is_pending and index in bucket.iteration.pending and bucket.arrive(index):
+        """Stop waiting for these parameters, which contribute what they hold, or zeros."""
+        awaited = [
+            (index, bucket)
+            for index, bucket in ((index, self._set.of_parameter[index]) for index in sorted(absent))
+            if bucket.is_pending and index in bucket.iteration.pending
+        ]
+        for index, bucket in awaited:
+            bucket.mark_unused(index)
+        for index, bucket in awaited:
+            if bucket.arrive(index):
                 self.complete(bucket)
 
     def complete_without_the_missing(self, after_forward: bool) -> bool:
@@ -153,7 +143,7 @@ class LaunchQueue:
             after_forward: Whether a synchronised forward has come before the backward.
 
         Returns:
-            Whether the iteration is over: False if it has to wait for another backward.
+            Whether the iteration is over; False if it waits for another backward.
         """
         absent = self._policy.absent_at_the_end(frozenset(self.missing))
         if absent is not None:
@@ -171,91 +161,84 @@ class LaunchQueue:
         """Complete the iteration of a backward without a forward before it, of a regulariser for example.
 
         Parameters that it did not reach hold the mean of the iteration before, and the mean of means is the mean. A
-        bucket with a parameter that holds none stays as it is: its gradients will be reduced in the next iteration.
+        bucket with a parameter that holds none is passed over: its gradients are reduced in the next iteration.
         """
         for bucket in self.not_launched:
-            is_pending = bucket.is_pending
-            if is_pending and all(gradient is not None for gradient in bucket.gradients()):
+            if bucket.is_pending and all(gradient is not None for gradient in bucket.gradients()):
                 self.complete(bucket)
-            self._launch_ready(skip=bucket.is_pending)
+            elif bucket.is_pending:
+                bucket.skip()
+                self._set.iteration.is_whole = False
+            self._launch_ready()
 
     def _make_ready(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
         """Flatten a bucket, and launch what is ready then."""
-        if self.sends:
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
-                bucket.flatten(gradients, self._scale)
-        bucket.iteration.state = BucketState.READY
+        if not self.sends:
+            bucket.keep_local()
+            self._launch_ready()
+            return
+        with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
+            bucket.flatten(gradients, self._scale)
         self._launch_ready()
-        if self.sends and bucket.state is BucketState.READY:
-            # An earlier bucket is not ready yet. When it is, this one is launched as well, maybe on another stream.
-            bucket.iteration.flattened_at = streams.record(bucket.flat.device)
+        if bucket.is_ready:  # an earlier bucket is not; when it is, it launches this one, maybe on another stream
+            bucket.note_flattened()
+
+    def launch_shadows(self) -> None:
+        """Launch every bucket with zeros: this rank has no input left, and the others train on."""
+        self._set.iteration.is_shadow = True
+        self.leave_out_unused()
+        for bucket in self._set.buckets:
+            if bucket.is_pending:
+                bucket.flatten_zeros()
+        self._launch_ready()
+
+    def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
+        """Reduce a bucket a second time in this iteration; every rank does so, in the same order.
+
+        Args:
+            bucket: It has been waited for. The algorithm is replayable.
+            gradients: Sent in place of those of the first launch; a shadow sends zeros.
+        """
+        if self._set.iteration.is_shadow:
+            bucket.flatten_zeros()
+        else:
+            bucket.flatten(gradients, self._scale)
+        self._launch(bucket, is_last=False)
 
     # It is launched, when it is its turn.
 
-    def _launch_ready(self, skip: bool = False) -> None:
-        """Launch what is ready, in plan order.
-
-        Args:
-            skip: The next bucket will not be launched in this iteration; pass over it first.
-        """
-        before = self._num_launched
-        if skip:
-            self._num_launched += 1
-            self.is_whole = False
-        try:
-            while not self.all_launched and (bucket := self.not_launched[0]).state is BucketState.READY:
-                if self.sends and not bucket.iteration.is_left_out:
-                    self._launch(bucket, is_last=bucket is self._last_bucket)
-                bucket.iteration.state = BucketState.LAUNCHED
-                self._num_launched += 1
-        except ReductionError as error:  # of an algorithm, which may wait for the bucket before
-            raise self._monitor.report_failure(error) from error.__cause__
-        except RuntimeError as error:
-            failure = error_messages.reduction_failed(self.not_launched[0].describe(), error)
-            raise self._monitor.report_failure(failure) from error
-        if self.all_launched and self._num_launched > before:
-            self.is_exchange = self.is_whole and self.world_size > 1 and self.algorithm.meets_others
-            if self.is_exchange:
+    def _launch_ready(self) -> None:
+        """Launch what is ready, in plan order."""
+        iteration = self._set.iteration
+        before = iteration.num_launched
+        while not self.all_launched and (bucket := self.not_launched[0]).is_ready:
+            if self.sends and not bucket.iteration.is_skipped:
+                iteration.has_launched = True
+                self._launch(bucket, is_last=bucket is self._last_bucket)
+            iteration.num_launched += 1
+        if self.all_launched and iteration.num_launched > before:
+            iteration.is_exchange = iteration.is_whole and self.world_size > 1 and self.algorithm.meets_others
+            if iteration.is_exchange:
                 self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared=False)
             self.on_all_launched()
 
     def _launch(self, bucket: Bucket, is_last: bool) -> None:
-        self.has_launched = True
-        if is_last:
-            self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, self.algorithm.shares_process_group)
-        with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
-            if bucket.iteration.flattened_at is not None:
-                bucket.iteration.flattened_at.wait()
-            self._begin_reduction(bucket, is_last)
-
-    def _begin_reduction(self, bucket: Bucket, is_last: bool) -> None:
-        work: Any = self.algorithm.launch(bucket, is_last)  # a user's algorithm may return anything
-        if not callable(getattr(work, "wait", None)):
-            raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
-        bucket.reduction_begins(work)
-
-    def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Reduce a bucket that has been launched in this iteration once more; every rank does so, in the same order.
-
-        Args:
-            bucket: It has been waited for. The algorithm is replayable.
-            gradients: What to send in place of what was sent; a shadow sends zeros.
-        """
-        if self.is_shadow:
-            bucket.fill_with_nothing()
-        else:
-            bucket.flatten(gradients, self._scale)
-        self._begin_reduction(bucket, is_last=False)
-
-    def launch_shadows(self) -> None:
-        """Launch every bucket with zeros: this rank has no input left, and the others train on."""
-        self.is_shadow = True
-        self.leave_out_unused()
-        for bucket in [bucket for bucket in self._set.buckets if bucket.is_pending]:
-            bucket.fill_with_nothing()
-            bucket.iteration.pending.clear()
-            bucket.iteration.state = BucketState.READY
-        self._launch_ready()
+        """The one place that hands a bucket to the algorithm."""
+        try:
+            if is_last:
+                is_shared = self.algorithm.shares_process_group
+                self._monitor.last_bucket_is_launched(self._plan, self.algorithm.name, is_shared)
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_launch"):
+                bucket.await_flatten()
+                work: Any = self.algorithm.launch(bucket, is_last)  # a user's algorithm may return anything
+                if not callable(getattr(work, "wait", None)):
+                    raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
+                bucket.reduction_begins(work)
+        except ReductionError as error:  # of an algorithm, which may wait for the bucket before
+            raise self._monitor.report_failure(error) from error.__cause__
+        except RuntimeError as error:
+            failure = error_messages.reduction_failed(bucket.describe(), error)
+            raise self._monitor.report_failure(failure) from error
 
     # It is reduced.
 
@@ -294,7 +277,7 @@ class LaunchQueue:
         """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
 
         Args:
-            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` stays what it was.
 
         Raises:
             ReductionError: A reduction failed or timed out.
@@ -306,20 +289,10 @@ class LaunchQueue:
         self.wait()
         self._monitor.compare()
         self.algorithm.hand_over(self._set.buckets, launched, untouched)
-        if not self.sends:  # what DistributedDataParallel makes of the mean of one rank
-            undefined = self._undefined.indices - untouched
+        if not self.sends:  # as DistributedDataParallel on one rank
+            undefined = self._set.iteration.undefined - untouched
             for index in undefined:
                 self._set.of_parameter[index].fill_with_zeros(undefined)
-
-    def begin_iteration(self) -> None:
-        """Forget the iteration that has ended."""
-        for bucket in self._set.buckets:
-            bucket.begin_iteration()
-        self._num_launched = 0
-        self.has_launched = False
-        self.is_exchange = False
-        self.is_whole = True
-        self.is_shadow = False
 
 
 def _nothing() -> None:

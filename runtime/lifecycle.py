@@ -1,4 +1,4 @@
-"""What the reducer makes of the next gradient, and the one table by which that changes."""
+"""The states of a reducer, and the table of all transitions between them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ddp_compile.errors import this_rank
 
 
 class State(Enum):
-    """What the reducer makes of the next gradient."""
+    """What the reducer does with the next gradient."""
 
     ARMED = auto()  #: it starts an iteration
     LOCAL = auto()  #: it stays on this rank
     REDUCING = auto()  #: it belongs to the iteration that has started
-    LAUNCHED = auto()  #: none may come: the backward has ended, and its reductions are waited for by hand
+    LAUNCHED = auto()  #: none may come: the backward has ended, and `finalize_manually` has not been called yet
     INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
     FAILED = auto()  #: a backward has raised in mid-iteration: this rank may be out of step with the others
 
 
 class Event(Enum):
-    """What changes that."""
+    """What changes the state."""
 
     FORWARD = auto()  #: a forward whose backward is to be reduced begins
     LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
     LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
-    ALL_LAUNCHED = auto()  #: a backward has ended, and its reductions are not waited for yet
-    FINALIZE = auto()  #: they are waited for now
+    ALL_LAUNCHED = auto()  #: a backward has ended, and `finalize_manually` will wait for its reductions
+    FINALIZE = auto()  #: it waits for them now
     ITERATION_ENDS = auto()  #: every bucket has been handed over, or the iteration is given up
 
 
@@ -54,7 +54,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
         (local, Event.FORWARD): expecting,
         (local, Event.LOCAL_FORWARD): local,
         (expecting, Event.FORWARD): expecting,
-        # The backward of a synchronised forward that is still to come is not called off by this one.
+        # It does not call off the backward of the synchronised forward before it.
         (expecting, Event.LOCAL_FORWARD): expecting,
     }
     for before in (armed, expecting):
@@ -65,16 +65,16 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
             (reducing, Event.ITERATION_ENDS): armed,
             (reducing, Event.ALL_LAUNCHED): launched,
             (launched, Event.FINALIZE): reducing,
-            # AccumulateGrad has written into what is being reduced.
+            # AccumulateGrad has written to a buffer that is being reduced.
             (launched, Event.GRADIENT): failed,
-            # The backward before has raised: nothing was reset.
+            # The last backward has raised, and the iteration was not replaced.
             (reducing, Event.FORWARD): failed,
             (reducing, Event.LOCAL_FORWARD): failed,
             (failed, Event.FORWARD): failed,
             (failed, Event.LOCAL_FORWARD): failed,
             (failed, Event.GRADIENT): failed,
         }
-    # Without a forward, what a backward leaves out is not waited for.
+    # Only a backward after a forward waits for what it leaves out.
     reducing, incomplete = expecting._replace(state=State.REDUCING), expecting._replace(state=State.INCOMPLETE)
     table |= {
         (reducing, Event.LEFT_OUT): incomplete,
@@ -84,42 +84,42 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
     return table
 
 
-#: Every change there is. A forward while gradients are missing is refused, and gives the iteration up first; one while
-#: reductions are not waited for is refused, and changes nothing. A gradient after a forward inside ``no_sync``, and a
-#: further one of an iteration, change nothing.
+#: All transitions. `Reducer` refuses a forward while gradients are missing, and ends the iteration; it also refuses one
+#: before `finalize_manually`, which changes nothing. A gradient after a forward inside ``no_sync``, or another one of
+#: the same iteration, changes nothing.
 TABLE = _table()
 
 
 class Lifecycle:
-    """The state of one reducer; nothing else changes it.
+    """The state of one reducer.
 
-    It is one object that is put in the place of another, so Ctrl-C finds the old phase or the new one.
+    One assignment replaces the phase, so that Ctrl-C finds the old phase or the new one.
     """
 
     def __init__(self) -> None:
-        self.phase = Phase(State.ARMED, False)  #: only to be read
+        self.phase = Phase(State.ARMED, False)  #: read only
 
     def on(self, event: Event) -> State:
-        """Take note of an event; returns the new state."""
+        """Change the phase; returns the new state."""
         self.phase = TABLE[self.phase, event]
         return self.phase.state
 
 
 def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:
-    """`finalize_backward` was called where nothing waits for it.
+    """The error of ``finalize_backward()`` if nothing waits for it.
 
     Args:
-        is_manual: Whether it was said that it will be called.
+        is_manual: Whether ``require_manual_backward_finalization`` is set.
         state: Of the reducer.
     """
     if not is_manual:
         why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
     elif torch_internals.current_graph_task_id() != -1:
-        why = "the backward has not returned, and more gradients may come; call it behind the backward"
+        why = "the backward has not returned, and more gradients may come; call it after the backward"
     elif state is State.INCOMPLETE:
         why = "gradients are missing; another backward has to bring them, or the next forward names them"
     elif state in (State.REDUCING, State.FAILED):
         why = "the last backward, or its finalization, has raised; the next forward says how to go on"
     else:
-        why = "no backward that is reduced has come since the last call; call it once behind each, outside of no_sync"
+        why = "no backward that is reduced has come since the last call; call it once after each, outside of no_sync"
     return RuntimeError(f"{this_rank()}: finalize_backward() was called, but {why}")

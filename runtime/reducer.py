@@ -1,37 +1,39 @@
-"""The reducer: counts gradients as they arrive, launches ready buckets in plan order, hands the means back.
+"""The reducer: counts gradients as they arrive, launches complete buckets in plan order, hands the means over.
+
+docs/reducer.md shows a gradient's way through it.
 
 Note [Correctness belongs to the reducer]
 The reducer counts arrivals and trusts no graph split. Whatever is compiled, broken, eager or skipped, a bucket is
-launched when all its gradients are there, and buckets are launched in plan order on every rank. Splits only decide how
+launched when all its gradients are there, and all ranks launch their buckets in plan order. Splits only decide how
 early that is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
-from ddp_compile.runtime.arrivals.backward_passes import BackwardPasses, BackwardsAlone
-from ddp_compile.runtime.arrivals.gradient_arrivals import GradientArrivals
+from ddp_compile.runtime.arrivals.backwards_alone import BackwardsAlone
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.arrivals.policies import policy_for
 from ddp_compile.runtime.arrivals.undefined_gradients import UndefinedGradients
-from ddp_compile.runtime.bucket_receiver import BucketReceiver
 from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.buckets.computed_bucket import EarlyDecision
 from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages, streams
-from ddp_compile.runtime.early_launch import EarlyLaunch, NoEarlyLaunch
+from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
 from ddp_compile.runtime.launch_queue import LaunchQueue
@@ -59,42 +61,29 @@ class Reducer:
         settings: ReducerSettings,
     ) -> None:
         self.parameters = tuple(parameters)
-        self.builder = builder
-        self.settings = settings
-        self.rank = process_group.rank()
+        self.finalizes_manually = False  #: whether `finalize_manually` must be called after each backward
         self._monitor = settings.monitor
         self._lifecycle = Lifecycle()
-        self._bucket_set = BucketSet(self.parameters, builder, process_group, settings)
-        names = [gradient.fqn for gradient in builder.gradients]
+        self._set = BucketSet(self.parameters, builder, process_group, settings)
         accumulators = Accumulators(self.parameters)
-        self._undefined = UndefinedGradients(self.parameters, accumulators, names, self.rank)
-        self._policy = policy_for(settings, self.parameters, names, self.rank)
+        self._undefined = UndefinedGradients(self._set, accumulators)
+        self._policy = policy_for(settings, self._set)
         self._queue = LaunchQueue(
-            self._bucket_set, process_group, settings.monitor, settings.algorithm, self._policy, self._undefined
+            self._set, process_group.size(), self._monitor, settings.algorithm, self._policy, self._undefined
         )
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
-        self._arrivals = GradientArrivals(
-            self._bucket_set, self._hooks, self._policy, self._undefined, self._queue.complete, names, self.rank
-        )
-        self._early = NoEarlyLaunch()
-        if settings.launches_in_backward:
-            self._early = EarlyLaunch(self._bucket_set, self._queue, self._hooks, accumulators, self.rank)
-        #: Told of the buckets that compiled backwards have computed.
-        self.receiver = BucketReceiver(self._bucket_set, self._queue, self._hooks, self._early, self._lifecycle, self)
-        self._end = IterationEnd(
-            self._bucket_set, self._queue, self._policy, self._early, settings, names, process_group
-        )
+        self._early = EarlyLaunch(self._set, self._queue, self._hooks, accumulators, settings.launches_in_backward)
+        self._end = IterationEnd(self._set, self._queue, self._policy, self._early)
         self._queue.on_all_launched = self._end.all_are_launched
-        self.finalizes_manually = False  #: whether `finalize_manually` has to be called behind each backward
-        self._passes = BackwardPasses()
-        self._alone = BackwardsAlone(len(self.parameters), self.rank)
+        self._alone = BackwardsAlone(len(self.parameters))
+        self._is_removed = False
         if any(parameter.is_cpu for parameter in self.parameters):
             keep_freed_memory()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The buckets in plan order; none until the plan is sealed."""
-        return self._bucket_set.buckets
+        return self._set.buckets
 
     @property
     def early_buckets(self) -> Sequence[Bucket]:
@@ -102,16 +91,23 @@ class Reducer:
         return [bucket for bucket in self.buckets if bucket.may_launch_early]
 
     @property
+    def is_between_steps(self) -> bool:
+        """Whether no iteration is under way, and none was ended by an exception."""
+        return self._lifecycle.phase.state in (State.ARMED, State.LOCAL)
+
+    # The algorithm.
+
+    @property
     def algorithm(self) -> CommAlgorithm:
-        """How the buckets are reduced."""
+        """Reduces the buckets."""
         return self._queue.algorithm
 
     def agree_on_algorithm(self, algorithm: CommAlgorithm, always: bool = False) -> None:
         """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
 
         Args:
-            algorithm: The other way.
-            always: Before the first backward as well, which otherwise compares by itself.
+            algorithm: The other algorithm.
+            always: Compare before the first backward too, which otherwise compares by itself.
 
         Raises:
             RuntimeError: A backward has not been completed.
@@ -123,9 +119,18 @@ class Reducer:
             self._monitor.agree_on_algorithm(algorithm.name)
 
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:
-        """Reduce in another way from the next backward on; nothing of the one before is under way."""
+        """Use another algorithm from the next backward on; nothing of the one before is under way."""
         self._queue.algorithm = algorithm
-        self._bucket_set.lay_out_as(algorithm.traits.layout)
+        self._set.lay_out_as(algorithm.traits.layout)
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether parameters may still be written when a forward begins."""
+        return self.algorithm.traits.gathers_parameters
+
+    def await_parameters(self, param_indices: Sequence[int]) -> None:
+        """Compiled code is about to read these parameters: return when they are complete."""
+        self.algorithm.await_parameters(param_indices)
 
     # A forward.
 
@@ -151,11 +156,11 @@ class Reducer:
         if self._lifecycle.phase.state is State.INCOMPLETE:
             self._refuse_missing_gradients()
         if self.is_between_steps:
-            self._undefined.watch_all(self._hooks.with_hooks_of_others())
+            self._watch_hooked_parameters()
             if synchronize:
                 self._alone.forget()
                 if self.buckets and not self._lifecycle.phase.after_forward and not self.algorithm.traits.keeps_buckets:
-                    self._bucket_set.rebuild_once()
+                    self._set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
             raise error_messages.out_of_step()
@@ -168,27 +173,40 @@ class Reducer:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def search_unused_parameters(self, outputs: Any) -> None:
-        """After a synchronised forward, find the parameters that no backward from its outputs can reach.
-
-        Args:
-            outputs: What the forward returned.
-        """
+        """After a synchronised forward, find the parameters that no backward from its outputs can reach."""
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Let the end of the next iteration wait for these, of a buffer comm hook for example."""
+        """Let the end of the next iteration wait for futures, of a buffer comm hook for example."""
         self._end.await_also(futures)
+
+    def _refuse_unfinalized(self) -> None:
+        if self._lifecycle.phase.state is State.LAUNCHED:
+            raise error_messages.not_finalized("a forward")
+
+    def _refuse_missing_gradients(self) -> None:
+        missing = {self._set.names[index]: self.parameters[index] for index in self._queue.missing}
+        try:
+            self._queue.wait()
+        finally:
+            self._begin_iteration()
+        raise error_messages.missing_gradients(missing, len(self.parameters), self._set.settings.static_graph)
+
+    def _watch_hooked_parameters(self) -> None:
+        """Learn for certain whether a gradient is undefined where a user's hook may take gradients away."""
+        for index in self._hooks.with_hooks_of_others():
+            self._undefined.watch(index)
 
     # Inside ``Join``; see `ddp_compile.features.uneven_inputs`.
 
     def refuse_second_forward(self) -> None:
-        """Raise a ReplicationError if a forward has come whose backward is to be reduced, and has not."""
+        """Raise a ReplicationError if the backward of a synchronised forward has not come."""
         self._refuse_unfinalized()
         if self._lifecycle.phase == Phase(State.ARMED, True):
             raise error_messages.second_forward_in_join()
 
     def enter_join(self, divisor: int) -> None:
-        """Divide by this from now on, and compare no fingerprints: the ranks do different things by intention."""
+        """Divide by this from now on, and compare no fingerprints, since the ranks intend to do different things."""
         self._queue.divisor = divisor
         self._monitor.is_paused = True
 
@@ -198,89 +216,182 @@ class Reducer:
         self._monitor.is_paused = False
 
     def shadow_backward(self) -> None:
-        """Take part in what a backward of the other ranks sends, with zeros; after `prepare_for_backward`.
+        """Take part with zeros in the backward of the other ranks; after `prepare_for_backward`.
 
         Raises:
             ReductionError: A reduction failed or timed out.
             ReplicationError: With a static graph, this rank has not learnt which gradients come.
         """
         self._policy.refuse_shadow()
-        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
-            raise error_messages.out_of_step()
-        self._monitor.backward_begins(after_forward=True)
-        if not self.buckets:
-            self._seal_plan()
+        self._start_iteration()
         self._queue.launch_shadows()
         self._finish_iteration()
 
     # A gradient arrives.
 
     def mark_parameter_ready(self, index: int) -> None:
-        """Note that a parameter's gradient has been accumulated into ``.grad`` for this backward.
+        """A parameter's gradient has been accumulated into ``.grad``.
 
         Raises:
-            GradientArrivalError: It had arrived before in the same iteration, was taken for unused, or has been taken
-                away.
+            GradientArrivalError: It arrived before in the same iteration, was taken for unused, or was taken away.
         """
         self.hooks_have_run()
         self._hooks.flush(index)
-        if self._early.arrived(index) and self._lifecycle.phase.state is not State.LAUNCHED:
+        phase = self._lifecycle.phase
+        if self._early.arrived(index) and phase.state is not State.LAUNCHED:
             return
-        if self._lifecycle.phase.state is State.LOCAL:
-            self._arrivals.note(index)
-        elif not self.buckets and not self._lifecycle.phase.after_forward:
-            self._arrivals.note(index)
-            self._alone.note(index)
-            self._passes.call_back_at_the_end(self._finalize_backward_without_plan)
+        if phase.state is State.LOCAL:
+            self._note(index)
+        elif not self.buckets and not phase.after_forward:
+            self._note(index)
+            self._alone.arrive(index)
+            self._call_back_when_pass_ends(self._end_backward_alone)
         else:
-            self.enter_backward((index,))
-            self._arrivals.arrive(index)
+            self._enter_backward((index,))
+            self._arrive(index)
+
+    def _note(self, index: int) -> bool:
+        """Note what a parameter holds on arrival; returns whether its gradient is undefined."""
+        is_undefined = self._undefined.arrive(index)
+        if not is_undefined:
+            self._policy.note(index)
+        return is_undefined
+
+    def _arrive(self, index: int) -> None:
+        """Count a gradient; the last one of a bucket completes it, when all other hooks have run."""
+        is_undefined = self._note(index)
+        self._set.note_arrival(index)
+        bucket = self._set.of_parameter[index]
+        bucket.note_stream()
+        if not self._policy.counts(bucket, index, is_undefined):
+            return
+        if index not in bucket.iteration.pending:
+            raise error_messages.arrived_twice(self._set.names[index])
+        if bucket.arrive(index):
+            self._hooks.note_last(index)
+            self._hooks.notify_after_others(index)
+            self._set.iteration.with_running_hooks.append(bucket)
 
     def hooks_have_run(self) -> None:
-        """See `GradientArrivals.hooks_have_run`."""
-        self._arrivals.hooks_have_run()
+        """All hooks on the parameter that arrived last have run: the buckets that it completes are ready."""
+        buckets = self._set.iteration.with_running_hooks
+        while buckets:
+            self._queue.complete(buckets.pop(0))
 
-    def enter_backward(self, arriving: tuple[int, ...]) -> None:
-        """A backward has brought something; the first time in each, get ready for the rest.
-
-        Args:
-            arriving: The parameters whose gradients are there.
-        """
+    def _enter_backward(self, arriving: tuple[int, ...]) -> None:
+        """A backward has brought the gradients of these parameters; the first time, get ready for the rest."""
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
-            self.refuse_capture("a backward of a replicated module")
-            # First of all: an exception from now on, Ctrl-C in the middle of the agreement even, must not pass unseen.
-            failed = self._lifecycle.on(Event.GRADIENT) is State.FAILED
+            self._start_iteration(arriving)
+            self._watch_hooked_parameters()  # once more: hooks may be new
+            self._queue.leave_out_unused()
+        if self._call_back_when_pass_ends(self.finalize_backward):
+            learns = self._set.notes_arrivals or (self._early.is_learning and self._queue.sends)
+            if not learns and not self._policy.counts_each:
+                for bucket in self._queue.not_launched:
+                    self._hooks.batch(bucket, arriving)
+        if before is not State.REDUCING:
+            self._queue.do_without(self._policy.absent_from_the_start(arriving))
+
+    def _start_iteration(self, arriving: tuple[int, ...] = ()) -> None:
+        """Enter an iteration, or enter it again: a first gradient is there, or zeros in its place."""
+        self.refuse_capture("a backward of a replicated module")
+        before = self._lifecycle.phase.state
+        # First of all: an exception from now on, even Ctrl-C in the middle of the agreement, must not pass unseen.
+        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
             if before is State.LAUNCHED:
-                raise error_messages.not_finalized(f"a gradient of {self._fqn(arriving[0])}")
-            if failed:
-                raise error_messages.out_of_step()
-            self._undefined.watch_all(self._hooks.with_hooks_of_others())  # once more: hooks may be new
+                raise error_messages.not_finalized(f"a gradient of {self._set.names[arriving[0]]}")
+            raise error_messages.out_of_step()
         if before is State.ARMED:
-            self.algorithm.before_backward()
+            if arriving:
+                self.algorithm.before_backward()
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
-            self._seal_plan()
-        if before is not State.REDUCING:
-            self._queue.leave_out_unused()
-        begins = self._passes.call_back_at_the_end(self.finalize_backward)
-        learns = self._bucket_set.notes_arrivals or (self._early.is_learning and self._queue.sends)
-        if begins and not (learns or self._policy.counts_each):
-            for bucket in self._queue.not_launched:
-                self._hooks.batch(bucket, arriving)
-        if absent := self._policy.absent_from_the_start(arriving):
-            self._queue.do_without(absent)
+            self._set.settings.on_plan_sealed(self._set.seal(self.algorithm.name))
 
-    def _seal_plan(self) -> None:
-        self.settings.on_plan_sealed(self._bucket_set.seal(self.algorithm.name))
+    def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
+        """Once for each pass, have it call back when it ends; returns whether this is the first time in this pass.
+
+        A backward is one pass, and one more for each reentrant checkpoint.
+        """
+        task, passes = torch_internals.current_graph_task_id(), self._set.iteration.passes
+        if task in passes:
+            return False
+        passes.add(task)
+        torch_internals.queue_backward_callback(callback)
+        return True
+
+    def _outputs_are_reached(self) -> None:
+        """The first iteration of a static graph ends with this pass, even if all gradients come in passes inside it."""
+        self._call_back_when_pass_ends(self.finalize_backward)
+
+    # A compiled backward has computed a whole bucket; called by the operators of `ddp_compile.graph_ops`.
+
+    def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Launch a bucket if that is safe; otherwise its parameters' hooks do.
+
+        Nobody has seen the gradients yet, and others may come: Note [Launched before AccumulateGrad] in `early_launch`.
+
+        Args:
+            param_indices: The bucket's parameters in its order.
+            gradients: Their gradients, which the backward goes on to return; they are only read.
+        """
+        bucket, decision = self._decide(tuple(param_indices), moves=False)
+        if bucket is not None:
+            self._early.follow(bucket, decision, gradients, moves=False)
+
+    def move_bucket(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`mark_bucket_ready` for a backward that can return other tensors than it has computed.
+
+        Args:
+            param_indices: The bucket's parameters in its order.
+            gradients: Their gradients, which nobody needs after this.
+
+        Returns:
+            What the backward is to return: views into the flat buffer if the bucket is launched now, copies otherwise.
+        """
+        bucket, decision = self._decide(tuple(param_indices), moves=True)
+        if bucket is not None and decision is EarlyDecision.LAUNCH:
+            bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
+            views = bucket.new_views()
+            self._early.follow(bucket, decision, views, moves=True, moved=gradients)
+            return views
+        pairs = zip(param_indices, gradients, strict=True)
+        copies = [torch.empty_like(self.parameters[index]).copy_(gradient) for index, gradient in pairs]
+        if bucket is not None:
+            self._early.follow(bucket, decision, copies, moves=True)
+        return copies
+
+    def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """Leave these buckets, given by their parameters, to their hooks: graphs also run for other parameters."""
+        self._early.ignore(buckets)
+
+    def _decide(self, param_indices: tuple[int, ...], moves: bool) -> tuple[Bucket | None, EarlyDecision]:
+        """What becomes of a computed bucket: None if it waits, else the backward has begun."""
+        wait, phase = (None, EarlyDecision.WAIT), self._lifecycle.phase
+        is_alone = not self.buckets and not phase.after_forward  # see `BackwardsAlone`
+        if self._is_removed or not self._queue.sends or is_alone or phase.state in (State.LOCAL, State.FAILED):
+            return wait
+        self.hooks_have_run()
+        self._hooks.flush(param_indices[0])
+        self.hooks_have_run()
+        decision = self._early.decide(param_indices, moves)
+        if decision is EarlyDecision.WAIT:
+            return wait
+        self._enter_backward(param_indices)
+        bucket = self._set.of_param_indices.get(param_indices)
+        # It may have been launched without what a forward's outputs did not lead to. Compiled code expects aligned
+        # results; a comm hook leaves no room between the places.
+        if bucket is None or not bucket.is_pending or (moves and not bucket.is_aligned):
+            return wait
+        return bucket, decision
 
     # The backward ends.
 
     def finalize_backward(self) -> None:
         """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
 
-        A reentrant checkpoint ends passes inside the backward; only when every bucket has been launched is the backward
-        over.
+        A reentrant checkpoint ends passes inside the backward, which is over only when every bucket has been launched.
 
         Raises:
             ReductionError: A reduction failed or timed out.
@@ -299,7 +410,7 @@ class Reducer:
                 # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
                 self._queue.wait()
                 self._monitor.backward_is_incomplete()
-                self._early.hand_over_for_now()
+                self._early.hand_over_incomplete()
                 self._lifecycle.on(Event.LEFT_OUT)
                 return
         if self.finalizes_manually:
@@ -307,6 +418,20 @@ class Reducer:
             self._lifecycle.on(Event.ALL_LAUNCHED)
         else:
             self._finish_iteration()
+
+    def _end_backward_alone(self) -> None:
+        """End a backward that came before any call of the module; see `BackwardsAlone`."""
+        if torch_internals.is_inside_backward():
+            return
+        if self._lifecycle.phase.state is State.LOCAL:  # a hook has called the module inside no_sync
+            self._alone.forget()
+        elif self._alone.backward_ends():
+            self._start_iteration()
+            for index, bucket in enumerate(self._set.of_parameter):
+                self._policy.counts(bucket, index, is_undefined=self.parameters[index].grad is None)
+            for bucket in self.buckets:
+                self._queue.complete(bucket)
+            self.finalize_backward()
 
     def require_manual_finalization(self, required: bool) -> None:
         """Set `finalizes_manually`; raises RuntimeError while a backward has not been completed."""
@@ -318,7 +443,7 @@ class Reducer:
         """Wait for the reductions of the backward that has ended, and hand the gradients over.
 
         Raises:
-            RuntimeError: No backward has launched anything that is not waited for by itself.
+            RuntimeError: No reduction waits for this call.
             ReductionError, GradientArrivalError: As `finalize_backward`.
         """
         state = self._lifecycle.phase.state
@@ -326,60 +451,6 @@ class Reducer:
             raise nothing_to_finalize(self.finalizes_manually, state)
         self._lifecycle.on(Event.FINALIZE)  # first: what raises from now on must not pass unseen
         self._finish_iteration()
-
-    def remove_hooks(self) -> None:
-        """Stop listening to the parameters, and drop the gradients of an iteration that an exception has cut short.
-
-        Some of those are means and some this rank's own, and a reduction that is under way may still write to them.
-        """
-        self._hooks.remove()
-        self.receiver.stop()
-        if self._lifecycle.phase.state in (State.REDUCING, State.LAUNCHED, State.FAILED):
-            drop_gradients(self.parameters)
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether no iteration is under way, nor has ended by an exception."""
-        return self._lifecycle.phase.state in (State.ARMED, State.LOCAL)
-
-    def _outputs_are_reached(self) -> None:
-        """The first iteration of a static graph ends with this pass, even if all gradients come in passes inside it."""
-        self._passes.call_back_at_the_end(self.finalize_backward)
-
-    def _finalize_backward_without_plan(self) -> None:
-        """End a backward that came before any call of the module; see `BackwardsAlone`."""
-        if torch_internals.is_inside_backward():
-            return
-        self._passes = BackwardPasses()
-        if self._lifecycle.phase.state is State.LOCAL:  # a hook has called the module inside no_sync
-            self._alone.forget()
-            return
-        if not self._alone.backward_ends():
-            return
-        self.refuse_capture("a backward of a replicated module")
-        if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
-            raise error_messages.out_of_step()
-        self._monitor.backward_begins(after_forward=False)
-        self._seal_plan()
-        for index, bucket in enumerate(self._bucket_set.of_parameter):
-            self._policy.counts(bucket, index, is_undefined=self.parameters[index].grad is None)
-        for bucket in self.buckets:
-            self._queue.complete(bucket)
-        self.finalize_backward()
-
-    def _refuse_unfinalized(self) -> None:
-        if self._lifecycle.phase.state is State.LAUNCHED:
-            raise error_messages.not_finalized("a forward")
-
-    def _refuse_missing_gradients(self) -> NoReturn:
-        missing = {self._fqn(index): self.parameters[index] for index in self._queue.missing}
-        try:
-            self._queue.wait()
-        finally:
-            self._begin_iteration()
-        raise error_messages.missing_gradients(missing, len(self.parameters), self.settings.static_graph)
-
-    # The iteration ends.
 
     def _finish_iteration(self) -> None:
         """Every bucket is launched: wait for them, and hand their gradients over."""
@@ -391,17 +462,18 @@ class Reducer:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        """Replace all that belongs to the iteration that has ended; here alone."""
-        has_launched = self._queue.has_launched
-        self._monitor.iteration_ends(has_launched or self._queue.is_exchange)
-        self._early.begin_iteration(has_launched)
-        self._queue.begin_iteration()
+        """Replace the iteration that has ended."""
+        self._monitor.iteration_ends(self._set.iteration.met_others)
+        self._set.begin_iteration()
         self._hooks.notify_of_each()
-        self._arrivals.begin_iteration()
-        self._passes = BackwardPasses()
-        self._policy.begin_iteration()
-        self._undefined.begin_iteration()
         self._lifecycle.on(Event.ITERATION_ENDS)  # last: what Ctrl-C leaves half done is not begun anew
 
-    def _fqn(self, index: int) -> str:
-        return self.builder.gradients[index].fqn
+    def remove_hooks(self) -> None:
+        """Stop listening to the parameters, and drop the gradients of an iteration that an exception has cut short.
+
+        Some of those are means and some this rank's own, and a reduction that is under way may still write to them.
+        """
+        self._hooks.remove()
+        self._is_removed = True  # a backward that is still to come has the operators in it
+        if self._lifecycle.phase.state in (State.REDUCING, State.LAUNCHED, State.FAILED):
+            drop_gradients(self.parameters)

@@ -45,7 +45,7 @@ def context_of_copies() -> ForkServerContext:
 
 @contextmanager
 def _first_in_path(folder: Path) -> Iterator[None]:
-    """Where processes that start inside look for modules first."""
+    """Processes that start inside look for modules in this folder first."""
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(folder) if path is None else f"{folder}{os.pathsep}{path}"
     try:
@@ -66,7 +66,7 @@ def begin_copy(path: list[str]) -> None:
     if missing := [name for name in PRELOADED if name not in sys.modules]:
         raise ImportError(f"the process that others are copies of could not import {missing}")
     sys.path[:] = path
-    # The inherited pool of threads is made anew by whoever asks first, which two threads at once may not be.
+    # The first thread that asks makes the inherited pool of threads anew; two threads at once must not.
     sys.modules["torch"].set_num_threads(1)
 
 

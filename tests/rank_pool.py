@@ -9,7 +9,9 @@ a test gives to the pool must stand at the top level of its module, so that the 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -37,7 +39,7 @@ PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is go
 
 
 class RankFailure(NamedTuple):
-    """What a rank raised in place of a result."""
+    """The error that a rank raised."""
 
     kind: str
     message: str
@@ -124,6 +126,35 @@ class RankPool:
             return RankFailure(PROCESS_ENDED, "the rank's process ended", "the rank's process ended")
 
 
+def on_ranks(world_size: int | None = None, **settings: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body runs on each of `world_size` ranks, by default as many as its argument of that name says.
+
+    Args:
+        world_size: Number of ranks.
+        **settings: Passed to `RankPool.run`.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: Callable[[int], RankPool], **arguments: Any) -> None:
+            ranks(world_size or arguments["world_size"]).run(_call_body, test, **settings, **arguments)
+
+        signature = inspect.signature(body)
+        ranks = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), ranks])
+        return test
+
+    return decorate
+
+
+def _call_body(test: Any, **arguments: Any) -> None:
+    test.__wrapped__(**arguments)
+
+
+#: The fixture ``ranks``: ``ranks(2)`` is a pool of two.
+Ranks = Callable[[int], RankPool]
+
+
 def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What a function returns on ranks that have never had another mesh.
 
@@ -169,14 +200,7 @@ on_one_stack(_serve)
 
 
 def _call(
-    rank: int,
-    world_size: int,
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    store: str,
-    timeout_s: float,
-    groups: list[Any],
+    rank: int, world_size: int, function: Any, args: Any, kwargs: Any, store: str, timeout_s: float, groups: list[Any]
 ) -> Any:
     """The function's result on this rank; ``groups`` keeps the process groups that it has made."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
@@ -192,7 +216,9 @@ def _call(
     try:
         return function(*args, **kwargs)
     except BaseException as error:
-        return RankFailure(type(error).__name__, str(error), traceback.format_exc())
+        with_locals = isinstance(error, AssertionError)  # in place of what pytest says of an assertion of its own
+        text = traceback.TracebackException.from_exception(error, capture_locals=with_locals)
+        return RankFailure(type(error).__name__, str(error), "".join(text.format()))
     finally:
         groups += dist.distributed_c10d._world.pg_map
         dist.destroy_process_group()

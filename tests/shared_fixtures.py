@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: two threads a rank on two cores stall each other for milliseconds at every barrier.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from _pytest.runner import pytest_runtest_protocol
 from cheap_compiles import make_compiles_cheap
 from one_stack import on_one_stack
-from rank_pool import RankPool, collect_process_groups
+from rank_pool import RankPool, Ranks, collect_process_groups
 
 from ddp_compile import ddp_compile
 
@@ -106,7 +106,7 @@ def rank_pools(shared_inductor_cache: Path) -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def ranks(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
+def ranks(rank_pools: dict[int, RankPool]) -> Ranks:
     """``ranks(2)`` is a pool of two processes in a gloo group; see `tests.rank_pool`."""
 
     def pool_of(world_size: int) -> RankPool:

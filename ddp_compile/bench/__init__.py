@@ -1,1 +1,1 @@
-"""The benchmark harness behind ``python -m ddp_compile bench``."""
+"""The benchmark harness: ``python -m ddp_compile bench``."""

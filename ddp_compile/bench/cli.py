@@ -115,7 +115,7 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
 
 
 def command_line(arguments: argparse.Namespace) -> str:
-    """The command that asks for these arguments, with the defaults spelled out: they may be others one day."""
+    """The command line for these arguments, with the defaults spelled out, since they may change."""
     words = ["python", "-m", "ddp_compile", "bench"]
     for name, value in vars(arguments).items():
         if name == "command" or value is None or value is False:
@@ -157,7 +157,7 @@ def _measure_and_report(
 
     from ddp_compile.bench.report import format_tables, provenance, write_files
 
-    where = provenance(arguments.device)  # before measuring: somebody may go on editing
+    where = provenance(arguments.device)  # before measuring, since sources may be edited meanwhile
     with ExitStack() as stack:
         link, world_settings = _link_and_world(arguments, workload, stack)
         world = stack.enter_context(RankWorld(world_settings))
@@ -177,7 +177,7 @@ def _measure_and_report(
         "parameters": parameters,
         "world_size": world_settings.num_communicating_ranks,
     }
-    # The terminal first: a full disk shall not cost what has been measured.
+    # Print first: a full disk must not lose the results.
     print(f"{arguments.model}, {parameters / 1e6:.1f} M parameters, {about['world_size']} ranks, {where['device']},")
     print(f"{where['machine']}, torch {where['torch']}, Python {where['python']}, commit {where['commit']}\n")
     print(format_tables(rows))
@@ -241,7 +241,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettin
 def make_cases(
     names: Sequence[str], caps: Sequence[float], modes: Sequence[str], no_sync_every: int
 ) -> tuple[Case, ...]:
-    """Every combination that makes a difference; ``local`` and ``communication`` come first."""
+    """Every combination that differs from the others; ``local`` and ``communication`` come first."""
     cases: dict[Case, None] = {}
     for name in (LOCAL, COMMUNICATION, *(name for name in names if name not in (LOCAL, COMMUNICATION))):
         for cap in caps[:1] if name in WITHOUT_BUCKETS else caps:
@@ -267,7 +267,7 @@ def _link_and_world(
         print(f"no real links ({reason}); the ranks talk over loopback, unshaped", file=sys.stderr)
         return FixedLink("loopback"), WorldSettings(world_size=ranks, workload=workload)
     for name in remove_stale():
-        print(f"deleted {name}, which a killed run had left behind", file=sys.stderr)
+        print(f"deleted {name}, which a killed run had left", file=sys.stderr)
     namespaces = stack.enter_context(NamespacedLink(ranks))
     return ShapedLink(namespaces, arguments.link), WorldSettings(world_size=ranks, workload=workload, link=namespaces)
 

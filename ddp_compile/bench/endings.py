@@ -1,4 +1,4 @@
-"""How a run ends that does not end well: interrupted, refused by the machine, or with a rank that died."""
+"""The end of a run that fails: interrupted, refused by the machine, or with a rank that died."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ddp_compile.bench.link import INTERRUPTS
 
-#: What a machine refuses, and what helps. Any other OSError is a mistake of ours, whose traceback is worth more.
+#: Errors of the machine, with advice. Any other OSError is a bug, for which the traceback is shown.
 _REFUSALS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose folders that you may write to"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose other folders"),
@@ -22,14 +22,14 @@ _REFUSALS = {
 
 
 class Ending(NamedTuple):
-    """What is said in the end, and the exit status."""
+    """The last message, and the exit status."""
 
     message: str
     status: int
 
 
 def ending_of(error: BaseException, directory: Path) -> Ending | None:
-    """What to say of an exception that ended a run; None for an OSError that says something about us.
+    """The message for an exception that ended a run; None for an OSError that shows a bug.
 
     Args:
         error: The exception, with notes if something could not be cleaned up.
@@ -48,7 +48,7 @@ def ending_of(error: BaseException, directory: Path) -> Ending | None:
 
 
 def _complaints(error: BaseException | None) -> list[str]:
-    """What went wrong beside an interrupt: notes of the cleanup, and exceptions that were on their way already."""
+    """Errors beside an interrupt: notes of the cleanup, and earlier exceptions."""
     if error is None:
         return []
     own = [*filter(None, [str(error)]), *getattr(error, "__notes__", ())]
@@ -56,7 +56,7 @@ def _complaints(error: BaseException | None) -> list[str]:
 
 
 def check_folders(directory: Path) -> None:
-    """Find out before measuring whether there will be a place for the results, without making it.
+    """Find out, before measuring and without creating anything, whether results can be written.
 
     Raises:
         ValueError: The folder for the results cannot be made or written to, or there is none for temporary files.
@@ -76,7 +76,7 @@ def check_folders(directory: Path) -> None:
 def one_interrupt() -> Iterator[None]:
     """Let the first signal that asks the process to end raise KeyboardInterrupt, and ignore those that follow.
 
-    What they would interrupt is the cleanup. Signals that were ignored before, as ``nohup`` has it, still are.
+    Later signals would interrupt the cleanup. Signals that were ignored before, with ``nohup`` for example, still are.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -87,7 +87,7 @@ def one_interrupt() -> Iterator[None]:
     before = {
         number: handler
         for number in INTERRUPTS
-        # None is a handler that was not installed from Python, and could not be put back.
+        # None is a handler that was not installed from Python and cannot be restored.
         if (handler := signal.getsignal(number)) is not None and handler is not signal.SIG_IGN
     }
     try:

@@ -1,4 +1,4 @@
-"""Data parallelism with collectives inside the traced graph, as SimpleFSDP's mode "replicate" has it.
+"""Data parallelism with collectives inside the traced graph, like SimpleFSDP's mode "replicate".
 
 Source: Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", 2024 (the idea that a
 parameter's gradient is reduced by the backward of an identity on the parameter, and that the compiler does the rest).

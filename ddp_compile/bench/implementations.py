@@ -1,7 +1,7 @@
-"""Ways to train that are measured side by side.
+"""The ways to train that are measured.
 
-Each entry makes a callable model out of a plain one. Cases run in processes of their own (see `rank_process`), so an
-entry may switch global settings of torch.
+Each entry turns a plain model into a callable one. Each case has its own processes (see `rank_process`), so an entry
+may change global settings of torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Implementation:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
         around_step: Context of a whole step.
-        prepare_optimizer: Called with the optimizer of the model's parameters; returns what steps.
+        prepare_optimizer: Called with the optimizer of the model's parameters; returns the optimizer to step.
     """
 
     forward: Callable[[Any], Any]
@@ -59,8 +59,8 @@ def _local(model: nn.Module, case: Case) -> Implementation:
 def _data_parallel(model: nn.Module, case: Case) -> DistributedDataParallel:
     """DistributedDataParallel with the settings that cost it least.
 
-    A capacity that is given by ``bucket_cap_mb`` holds for the first bucket as well; only the default has a first
-    bucket of 1 MiB, without which the reducer's buckets would be others than the splitter's, and leave later.
+    A capacity given by ``bucket_cap_mb`` holds for the first bucket as well; only the default has a first bucket of
+    1 MiB, without which the reducer's buckets would differ from the splitter's, and be launched later.
     """
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     parameters = inspect.signature(DistributedDataParallel).parameters
@@ -108,7 +108,7 @@ def _functional(model: nn.Module, case: Case) -> Implementation:
     replicated = FunctionalReplicate(model, dist.group.WORLD)
     device = next(model.parameters()).device.type
     options = torch_switches.overlapped_all_reduces(case.bucket_cap_mb, case.mode, device)
-    # Only what a backward inside the graph has averaged is right, so every micro-batch is reduced.
+    # Averages are part of the graph's backward, so every micro-batch is reduced.
     return Implementation(forward=torch.compile(replicated, fullgraph=True, options=options))
 
 
@@ -118,7 +118,7 @@ def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementatio
 
 
 def _qadam(model: nn.Module, case: Case) -> Implementation:
-    """With a warm-up that has ended before anything is timed, and settings of its own in place of ``--optimizer``."""
+    """QAdam, whose warm-up ends before timing begins; ignores ``--optimizer``."""
     optimizer = QAdam(model.parameters(), lr=1e-4, warmup_steps=2)
     ours = _ddp_compile(model, case, algorithm=optimizer.algorithm())
     return replace(ours, prepare_optimizer=lambda _: optimizer)
@@ -149,7 +149,7 @@ OURS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 } | {f"{OURS_PREFIX}sharded": _sharded}
 
 IMPLEMENTATIONS = {LOCAL: _local, **PEERS, **OURS}
-#: Ours with other ways to communicate than the peers', whose results are others as well; so not among "all".
+#: Ours with algorithms that the peers lack. Their results differ from the peers', so "all" does not include them.
 ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     f"{OURS_PREFIX}{name}": partial(_ddp_compile, algorithm=algorithm)
     for name, algorithm in {
@@ -164,9 +164,9 @@ ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     }.items()
 } | {f"{OURS_PREFIX}qadam": _qadam}
 
-#: These do not compile, so a mode makes no difference to them.
+#: Implementations without a mode, since they do not compile.
 EAGER = {"ddp-eager", COMMUNICATION}
-#: A bucket's capacity makes no difference to these.
+#: Implementations without buckets.
 WITHOUT_BUCKETS = {LOCAL}
 
 

@@ -32,8 +32,8 @@ from pathlib import Path
 # burst the kernel cuts them up, on the cores that are measured: 16 KiB took twice the processor time at 4 gbit. The
 # timer that wakes the shaper is some 50 us late, and what would not fit the burst meanwhile is lost, hence 100 us more.
 # No more than that, because it passes unshaped on an idle link: at 1 gbit, 82 kB, which arrive 0.7 ms too early.
-# Limit: a full queue drops packets, and waiting for those is not what a slow link is like. TCP itself bounds what it
-# queues: 16 connections of one rank queued at most 0.4 MB at 100 mbit and 3.4 MB at 4 gbit, and nothing was dropped.
+# Limit: a full queue drops packets, and the wait for retransmissions is not that of a slow link. TCP itself bounds its
+# queue: 16 connections of one rank queued at most 0.4 MB at 100 mbit and 3.4 MB at 4 gbit, and nothing was dropped.
 _LARGEST_PACKET_BYTES = 70_000
 _TIMER_LATENESS_US = 100
 _LEAST_QUEUE_BYTES = 8 * 1024 * 1024  # and 10 ms at least
@@ -65,7 +65,7 @@ class Rate:
 
     @classmethod
     def parse(cls, text: str) -> Rate:
-        """The rate that "100mbit", "2.5gbit" or, for a link that is not shaped, "none" stands for, in any case."""
+        """The rate of a text such as "100mbit", "2.5gbit" or, for a link that is not shaped, "none", in any case."""
         found = re.fullmatch(r"(?i:none|([0-9]+(?:\.[0-9]+)?)([mg])bit)", text.strip())
         with contextlib.suppress(ValueError):
             if found is not None:
@@ -83,7 +83,7 @@ class Rate:
 
 
 def unavailable_reason() -> str | None:
-    """Why this machine cannot have a `NamespacedLink`, in words, or None where one was made and deleted again."""
+    """Why this machine cannot have a `NamespacedLink`; None if one could be made and deleted."""
     if sys.platform != "linux":
         return f"links between network namespaces need Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -104,7 +104,7 @@ class NamespacedLink:
 
     Leaving the context takes the network from processes that still use it. Signals that arrive while namespaces are
     made or deleted wait until that is done. In between, SIGTERM and SIGHUP end the process without cleaning up unless
-    the caller turns them into an exception; `remove_stale` removes what a killed process left behind.
+    the caller turns them into an exception; `remove_stale` deletes the namespaces of killed processes.
 
     Raises:
         ValueError: The world size, or the rank given to a method, is outside its limits.
@@ -140,7 +140,7 @@ class NamespacedLink:
         return f"{_SUBNET}.{rank + 1}"
 
     def command_prefix(self, rank: int) -> list[str]:
-        """What to put before a command so that it runs on this rank's side of the link."""
+        """The words before a command that make it run on this rank's side of the link."""
         return ["ip", "netns", "exec", self._namespace(rank)]
 
     def shape(self, rate: Rate) -> None:
@@ -214,7 +214,7 @@ class NamespacedLink:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that was killed and that nobody waited for does not."""
+    """Whether the process runs; a zombie does not."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -228,7 +228,7 @@ def remove_stale(pid_is_alive: Callable[[int], bool] = _is_alive) -> list[str]:
 
 def _unused_prefix() -> str:
     existing = _namespaces()
-    # A number may be taken where a process of the same pid was killed: pids come round again.
+    # A killed process may have had this pid and left its namespaces: pids are reused.
     prefixes = (f"ddpbench-{os.getpid()}-{number}-" for number in _counter)
     return next(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in existing))
 
@@ -244,7 +244,7 @@ def _make_namespace(name: str) -> None:
 
 
 def _delete_namespaces(names: Sequence[str]) -> list[str]:
-    """Delete every one of them that can be, and only then complain of the others."""
+    """Delete as many as possible, then raise for the others."""
     deleted, failures = [], []
     for name in names:
         try:
@@ -269,7 +269,7 @@ def signals_held() -> Iterator[None]:
         with contextlib.ExitStack() as restore:
             for held in INTERRUPTS if in_main_thread else ():
                 handler = signal.getsignal(held)
-                # None is a handler that was not installed from Python, and could not be put back.
+                # None is a handler that was not installed from Python and cannot be restored.
                 if handler is not None and handler is not signal.SIG_IGN:
                     restore.callback(signal.signal, held, handler)
                     signal.signal(held, lambda number, frame: received.append(number))
@@ -280,7 +280,7 @@ def signals_held() -> Iterator[None]:
 
 
 def _run(*command: str) -> str:
-    """What the command wrote to its standard output."""
+    """The standard output of a command."""
     shown = shlex.join(command)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:

@@ -1,4 +1,4 @@
-"""The links of a run, behind one interface: shaped namespaces, loopback, one device alone, and a simulated link."""
+"""The links of a run, with one interface: shaped namespaces, loopback, a single device, and a simulated link."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ShapedLink:
 
 
 class FixedLink:
-    """Whatever joins the ranks already; its rate cannot be changed.
+    """An existing link, whose rate cannot be changed.
 
     Args:
         name: "loopback", or "none" for ranks on devices.
@@ -46,14 +46,14 @@ class FixedLink:
 
 
 class SimulatedRate(Rate):
-    """The rate of a link that is only pretended, on a CPU too: "simulated:1gbit"."""
+    """The rate of a simulated link: "simulated:1gbit"."""
 
     def __str__(self) -> str:
         return f"simulated:{super().__str__()}"
 
 
 class SimulatedLink:
-    """Rates of a link that is only pretended, see `ddp_compile.bench.simulated_link`."""
+    """Rates of a simulated link, see `ddp_compile.bench.simulated_link`."""
 
     def __init__(self, rates: Sequence[Rate]) -> None:
         self.rates = {f"simulated {Rate(rate.bits_per_second)}": rate for rate in rates}

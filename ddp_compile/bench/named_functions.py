@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddp_compile.plan.spec import with_article
+from ddp_compile.errors import with_article
 
 
 def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[..., Any]:

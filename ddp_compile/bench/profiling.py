@@ -1,4 +1,4 @@
-"""What one step does, seen through torch.profiler and hooks on the parameters."""
+"""One step under torch.profiler, with hooks on the parameters, and its peak memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ddp_compile.bench.settings import Profiled
 from ddp_compile.bench.training import Training
 
 # Note [Each communication once]
-# What a trace has of one all-reduce: its launch (an operator, or the simulated group's range), the process group's own
-# range, on a GPU a copy of every range whose kernels run there, and the kernel. Launches are counted, and the group's
-# range tells the bytes. The timeline shows when the communication runs: a kernel if there is one, and gloo's range, but
-# not NCCL's, which ends as soon as the kernel has been queued. The copies are left out of everything.
-# gloo's messages, by which a sharded optimizer's shards travel, are in no trace: see `unprofiled_messages`. In place of
-# when one runs, the timeline shows from when to when the reducer owns one: from its start until it is waited for.
+# A trace has several events of one all-reduce: its launch (an operator, or the simulated group's range), the process
+# group's own range, on a GPU a copy of every range whose kernels run there, and the kernel. Launches are counted, and
+# the group's range gives the bytes. The timeline shows when the communication runs: a kernel if there is one, and
+# gloo's range, but not NCCL's, which ends as soon as the kernel has been queued. The copies are ignored.
+# gloo's messages, which carry a sharded optimizer's shards, are in no trace: see `unprofiled_messages`. The timeline
+# shows them from their start until the reducer waits for them.
 _COPY_ON_GPU = "gpu_user_annotation"
 _STEP = "ddp_compile_bench::step"
 _CENSUS = "ddp_compile_bench::census"
@@ -110,10 +110,10 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
 
 
 def live_bytes(parameters: Sequence[Parameter]) -> int:
-    """Bytes of all memory that tensors known to Python, and the parameters' gradients, lie in.
+    """Bytes of the storages of all tensors that Python knows, and of the parameters' gradients.
 
-    Storages may lie in one another: a gradient's in its bucket's flat buffer. Subclasses are left out: what stands for
-    gradients behind a sharded optimizer has no memory.
+    Storages may overlap: a gradient's is in its bucket's flat buffer. Subclasses do not count: a sharded optimizer's
+    placeholders of gradients have no memory.
     """
     gradients = [parameter.grad for parameter in parameters]
     # Not one tuple of both: it would be among the objects that it is made of, and keep all of them alive.
@@ -164,7 +164,7 @@ def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tu
 def _payload_bytes(events: Sequence[dict[str, Any]]) -> int | None:
     """Bytes of the tensors that process groups' own ranges name, as gloo's and NCCL's do.
 
-    None where there are no such ranges, or where one names a dtype that is not known here.
+    None if there are no such ranges, or if one names a dtype that is unknown here.
     """
     total = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""What was measured, and on what: the source tree's commit, the machine's processor."""
+"""The provenance of results: the source tree's commit, the machine's processor."""
 
 from __future__ import annotations
 

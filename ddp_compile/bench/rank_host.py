@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _start_and_join(connection: Connection) -> None:
-    """Do what the run asks for until it hangs up: start case processes, and join those that have ended."""
+    """Start case processes and join those that have ended, until the run hangs up."""
     from ddp_compile.bench.rank_process import serve
 
     forking = multiprocessing.get_context("fork")

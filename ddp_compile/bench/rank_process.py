@@ -1,9 +1,9 @@
-"""The process of one rank of one case: builds it, then answers what the run asks for.
+"""The process of one rank of one case: builds the case, then answers the run's calls.
 
 Note [A process for each case and rank]
 Torch's ways to train switch global settings (the Python reducer changes what Dynamo inlines for the rest of the
-process), share compile caches in memory and leak into each other's memory figures. So each case has a process of its
-own for each rank; while one case has its turn, the processes of the others sleep on a pipe. They are forked from a
+process), share compile caches in memory and leak into each other's memory figures. So each case has a process for each
+rank; while one case has its turn, the processes of the others sleep on a pipe. They are forked from a
 process that has imported torch, since importing takes seconds, and live in their rank's network namespace and on its
 core.
 """
@@ -35,14 +35,14 @@ NUM_WARMUP_STEPS = 4
 
 
 class Failure(NamedTuple):
-    """What a rank raised in place of an answer."""
+    """The exception of a rank that could not answer."""
 
     summary: str
     traceback: str
 
 
 class RankCase:
-    """One case on one rank; its public methods are what a run may ask for."""
+    """One case on one rank; a run calls its public methods."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
@@ -98,8 +98,6 @@ class RankCase:
         from ddp_compile.bench.simulated_link import LinkModel, set_link_model
 
         set_link_model(LinkModel.from_rate(bits_per_second, self.context.simulated_world_size))
-
-    # What follows is private.
 
     def _build(self) -> Steppable:
         context = self.context

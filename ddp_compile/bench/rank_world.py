@@ -1,4 +1,4 @@
-"""The ranks of a run, seen from the process that directs it: where they live, how cases are started and asked."""
+"""The ranks of a run, for the process that directs it: starts their processes, and calls them."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class RankDiedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSettings:
-    """Where the ranks run.
+    """The ranks and their link.
 
     Args:
         world_size: Number of ranks.
-        workload: What they train.
+        workload: The model and its settings.
         link: Namespaces of the ranks; loopback, or whatever the process group chooses, when None.
         simulated_bits_per_second: Rate of a simulated link, with one real rank; None for a real process group.
         simulated_world_size: Ranks that the simulated link pretends to have.
@@ -70,7 +70,7 @@ class WorldSettings:
 
     @property
     def num_communicating_ranks(self) -> int:
-        """Ranks that an all-reduce has, pretended ones included."""
+        """The ranks of an all-reduce, simulated ones included."""
         return self.world_size if self.simulated_bits_per_second is None else self.simulated_world_size
 
 
@@ -137,8 +137,6 @@ class RankWorld:
         """The end of what the rank's processes wrote to their standard error."""
         return self._log_path(rank).read_text(errors="replace")[-4000:]
 
-    # What follows is private.
-
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ddp_compile_bench_", ignore_cleanup_errors=True)
         self.directory = Path(self._folder.name)
@@ -162,7 +160,7 @@ class RankWorld:
                 error.add_note(message)
 
     def _delete_folder(self) -> Path | None:
-        """Returns what could not be deleted."""
+        """Returns the folder if it could not be deleted."""
         deadline = time.monotonic() + DELETION_GRACE_S
         while self._folder is not None:
             self._folder.cleanup()
@@ -180,7 +178,7 @@ class RankWorld:
         cores = sorted(os.sched_getaffinity(0))
         on_cpu = self.settings.workload.device == "cpu"
         core = str(cores[rank % len(cores)]) if on_cpu else "any"
-        # The name tells people, and tests, which run a process belongs to.
+        # Tells people and tests which run a process belongs to.
         environment = {**os.environ, "DDP_COMPILE_BENCH_PID": str(os.getpid())}
         if on_cpu:
             # One core for each rank, so one thread; a pool of compile workers would outlive its case.
@@ -195,7 +193,7 @@ class RankWorld:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A Ctrl-C at the terminal is the directing process's alone: it decides what ends, and in which order.
+                # Only the directing process gets a Ctrl-C of the terminal, and ends the others in order.
                 start_new_session=True,
             )
         self._hosts.append(_Host(process, ours))
@@ -259,9 +257,9 @@ class RunningCase:
     """One case's processes, one for each rank.
 
     Args:
-        case: What they run.
+        case: The case.
         processes: The processes, by rank.
-        world: Where they live.
+        world: The ranks' hosts.
         cache_dir: Their compile caches, a folder for each rank.
     """
 
@@ -312,7 +310,7 @@ class RunningCase:
         return [answers[rank] for rank in range(len(self._processes))]
 
     def stop(self) -> None:
-        """End the processes and free what they hold."""
+        """Kill the processes."""
         for process in self._processes:
             process.connection.close()
             with suppress(ProcessLookupError):

@@ -77,7 +77,7 @@ def write_files(
     run: Mapping[str, Any],
     provenance: Mapping[str, str],
 ) -> None:
-    """Write all figures of a run, and what they are figures of.
+    """Write all figures of a run, with their provenance.
 
     The files: provenance.json, summary.csv, steps.csv, messages.csv, ready.csv, timeline.json and, if anything failed,
     failures.txt.
@@ -87,7 +87,7 @@ def write_files(
         rows: The summary.
         result: All figures.
         run: Values of `RUN_COLUMNS`.
-        provenance: Values of `PROVENANCE_COLUMNS`, and whatever else is worth knowing of all files.
+        provenance: Values of `PROVENANCE_COLUMNS`, and more to note for all files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "provenance.json").write_text(json.dumps({**run, **provenance}, indent=1) + "\n")
@@ -151,20 +151,22 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
             writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()})
 
 
+def report_rows(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: object) -> None:
+    """Print a script's rows, with processor, torch, commit and ``about``; also write them to ``path``, if given."""
+    about = {"processor": processor(), "torch": torch.__version__, "commit": commit(), **about}
+    print(", ".join(map(str, about.values())))
+    print(tabulate(rows, headers="keys"))
+    if path is not None:
+        write_csv(path, [*rows[0], *about], ({**row, **about} for row in rows))
+
+
 def _step_rows(result: RunResult) -> Iterable[dict[str, Any]]:
     for case in result.cases:
         for link, rounds in case.rounds.items():
             for number, turn in enumerate(rounds):
                 for i, step in enumerate(turn):
-                    yield {
-                        "link": link,
-                        "implementation": case.case.implementation,
-                        "mode": case.case.mode,
-                        "bucket_cap_mb": case.case.bucket_cap_mb,
-                        "round": number,
-                        "step": i,
-                        **{name: 1000 * getattr(step, name.replace("_ms", "_s")) for name in _STEP_COLUMNS},
-                    }
+                    times = {name: 1000 * getattr(step, name.replace("_ms", "_s")) for name in _STEP_COLUMNS}
+                    yield {**_identity(case.case, link), "round": number, "step": i, **times}
 
 
 def _message_rows(result: RunResult) -> Iterable[dict[str, Any]]:

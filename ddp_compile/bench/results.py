@@ -1,4 +1,4 @@
-"""What a run measured, and the table that follows from it."""
+"""The measurements of a run, and their summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CaseResult:
     """Everything measured of one case.
 
     Args:
-        case: Which one.
+        case: The case.
         cold: First steps with empty compile caches, of the slowest rank; None if they failed.
         warm: First steps of new processes with the caches of ``cold``.
         peak_bytes: Most bytes live at once, on the rank with most.
@@ -50,7 +50,7 @@ class CaseResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryRow:
-    """One link and case; times in milliseconds unless the name says otherwise, None where nothing was measured.
+    """One link and case; times in milliseconds unless the name says otherwise, None if not measured.
 
     ``bound_ms`` is the ideal overlap of this run's own compute alone and communication alone, see `ideal_step_s`;
     ``exposed_ms`` is the step beyond compute alone. ``ratio_to_best_peer`` is the median over rounds of the ratio to
@@ -150,7 +150,7 @@ def summarize(
     rows = []
     for link in links:
         most = max((len(result.rounds.get(link, [])) for result in results), default=0)
-        # What failed on the way has fewer rounds, and is compared with nothing.
+        # A case that failed has fewer rounds, and is not compared.
         measured = [result for result in results if most and len(result.rounds.get(link, [])) == most]
         for result in results:
             best = _best_peer(result, measured, link, peers)
@@ -230,7 +230,7 @@ def _row(
         if case.implementation not in EAGER:  # its computation is not that of the compiled one
             figures["exposed_ms"] = 1000 * (result.median(link) - local.median(link))
     figures |= _figures_of_the_case(result, link)
-    # What failed after the last round, in a profile or a warm start, leaves the timings right.
+    # A failure after the last round, in a profile or a warm start, leaves the timings valid.
     return SummaryRow(**_identity(case, link), **figures, achieved_gbit=achieved, error=result.error or "")
 
 

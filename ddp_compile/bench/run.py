@@ -16,22 +16,22 @@ from ddp_compile.bench.settings import Case, Prepared, StepRecord
 #: Steps at the start of a turn that are not timed.
 NUM_WARM_STEPS = 1
 MESSAGE_BYTES = tuple(2**exponent for exponent in range(11, 26, 2))
-#: A size is repeated for about this long, but so often at least and at most.
+#: A size is repeated for about this long, and at least and at most this often.
 MESSAGE_S = 0.4
 MESSAGE_REPEATS = (5, 200)
 
 
 class Link(Protocol):
-    """What the ranks are joined by."""
+    """The link between the ranks."""
 
     def names(self) -> list[str]:
-        """Rates to measure at, in order, as the table calls them."""
+        """Names of the rates to measure at, in order."""
 
     def set_rate(self, name: str, running: Sequence[RunningCase]) -> None:
         """Switch to one of them."""
 
     def sent_bytes(self) -> int | None:
-        """Bytes that rank 0 has sent so far; None if nobody counts."""
+        """Bytes that rank 0 has sent so far; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class RunResult:
 
     Args:
         cases: By case, in the order of the settings.
-        achieved_gbit: Rate that all-reduces of the largest message reached, by link.
+        achieved_gbit: Rate of all-reduces of the largest message, by link.
         messages: For each link and message size in bytes, the timed all-reduces.
     """
 
@@ -70,10 +70,10 @@ class BenchmarkRun:
     """Directs the ranks through one run.
 
     Args:
-        world: Where they live.
-        link: What joins them.
+        world: The ranks.
+        link: The link between them.
         settings: How much to measure.
-        progress: Told what comes next, once for each of `num_stages` stages.
+        progress: Called with the name of each of `num_stages` stages before it begins.
     """
 
     def __init__(self, world: RankWorld, link: Link, settings: RunSettings, progress: Callable[[str], None]) -> None:
@@ -97,7 +97,7 @@ class BenchmarkRun:
         Raises:
             RankDiedError: A rank's process ended; the run is over.
         """
-        # Backwards, so that a user's own implementation shows what is wrong with it before the bounds compile.
+        # In reverse, so that errors of a user's own implementation show before the bounds compile.
         for result in reversed(self.result.cases):
             self.progress(f"compiling {result.case}")
             with self._marking_failure(result):
@@ -107,7 +107,7 @@ class BenchmarkRun:
         for name in self.link.names():
             self._measure_link(name)
         if not self.settings.only_steps:
-            # Hooks and profilers leave traces, so all steps have been timed before.
+            # After all timed steps, since hooks and profilers slow later ones down.
             for name in self.link.names():
                 self._profile_link(name)
             for result in self._living():
@@ -115,8 +115,6 @@ class BenchmarkRun:
                 with self._marking_failure(result):
                     self._measure_warm_start(result)
         return self.result
-
-    # What follows is private.
 
     def _measure_link(self, name: str) -> None:
         self.link.set_rate(name, list(self._running.values()))
@@ -167,7 +165,7 @@ class BenchmarkRun:
         ranks = self.world.settings.num_communicating_ranks
         if ranks > 1:
             times = self._time_all_reduces(communication, MESSAGE_BYTES[-1], MESSAGE_REPEATS[0])
-            # What a ring sends from each rank.
+            # Sent by each rank of a ring.
             bits = 8 * MESSAGE_BYTES[-1] * 2 * (ranks - 1) / ranks
             self.result.achieved_gbit[name] = bits / statistics.median(step.step_s for step in times) / 1e9
 

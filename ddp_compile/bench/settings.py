@@ -1,4 +1,4 @@
-"""What a benchmark run was asked for: plain data that travels to the rank processes."""
+"""Settings and results as plain data, which the processes of a run exchange."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """What one rank's process of one case needs to know.
+    """The settings of one rank's process of one case.
 
     Args:
-        case: What it runs.
-        workload: What is trained.
+        case: The case.
+        workload: The model and its settings.
         rank: This rank.
         world_size: Number of ranks.
         store_path: File through which the ranks of this case find each other.
         interface: Network interface for gloo; its own choice when None.
         cache_dir: Compile caches of this rank and case.
         simulated_bits_per_second: Rate of a simulated link; the real process group is used when None.
-        simulated_world_size: Ranks that a simulated link pretends to have.
+        simulated_world_size: Number of ranks that the simulated link has.
     """
 
     case: Case
@@ -80,7 +80,7 @@ class StepRecord:
     Args:
         step_s: From the end of the step before to the end of this one.
         forward_s: Forward passes of all micro-batches, with the loss.
-        backward_s: Backward passes, with whatever reduction they wait for.
+        backward_s: Backward passes, with the reductions that they wait for.
         optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
         cpu_s: CPU seconds of the process with all its threads.
     """
@@ -94,7 +94,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What building a case and its first steps showed, on one rank.
+    """Figures of building a case and of its first steps, on one rank.
 
     Args:
         num_parameters: Elements of all parameters.
@@ -118,7 +118,7 @@ class Profiled:
         step_ms: Length of the step under the profiler.
         events: Dicts of lane, name, start_ms, end_ms.
         num_all_reduces: All-reduces that were launched.
-        payload_bytes: Bytes that they reduced; None where the profiler does not tell.
+        payload_bytes: Bytes that they reduced; None if the profiler does not say.
         ready: When each parameter's gradient had been accumulated, since the last forward ended, and its bytes.
     """
 

@@ -1,14 +1,14 @@
-"""A process group of one process that pretends to be many ranks behind a link of limited rate.
+"""A process group of one process that simulates many ranks and a link of limited rate.
 
 Note [What is simulated]
 The other ranks hold the same tensors as this one, so a sum is a product with the world size. A transfer occupies the
 link for ``alpha + bytes sent / beta``, one at a time, in launch order, of all groups of the process: an all-reduce of b
 bytes sends ``2 (n - 1) / n * b``, the ring's; a reduce-scatter of them, an all-gather to them and an all-to-all send
-half of that; a message to one rank sends itself, and one from a rank comes in beside what is sent. What would come from
-the other ranks leaves the tensor as it is, but for sums. Broadcasts, all-gathers of lists and barriers take no time.
+half of that; a message to one rank sends itself, and one from a rank arrives while others are sent. Except in sums,
+the other ranks' data leaves the tensor unchanged. Broadcasts, all-gathers of lists and barriers take no time.
 
-What a real collective takes from the computation beside it is left out: the multiprocessors and the memory bandwidth of
-NCCL's kernels, or the cores that gloo copies with. So hidden communication costs less here than it does in truth.
+A real collective slows the computation down: NCCL's kernels use multiprocessors and memory bandwidth, and gloo copies
+on cores. Here it does not, so hidden communication costs less than in reality.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LinkModel:
     """How long a transfer takes.
 
     Args:
-        world_size: Ranks that are pretended, at least 2.
+        world_size: Number of simulated ranks, at least 2.
         alpha_s: Latency of one collective, in seconds.
         bytes_per_second: Rate of the link.
 
@@ -150,7 +150,7 @@ class _Line:
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
-    """Rank 0 of ranks that are not there. Do not make one yourself: call `init_simulated_process_group`."""
+    """Rank 0 of simulated ranks. Do not make one yourself: call `init_simulated_process_group`."""
 
     def __init__(self, line: _Line, owns_line: bool) -> None:
         # torch's stub has only the three-argument constructor, which makes a group that does not call into Python.
@@ -225,7 +225,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
                 raise ValueError(
                     f"device={self.line.device} of the simulated link must be the tensor's, {tensor.device}"
                 )
-        with record_function(f"simulated::{name}"):  # what a profile counts; real groups have ranges of their own
+        with record_function(f"simulated::{name}"):  # counted in profiles; real groups have their own ranges
             return _SimulatedWork((link or self.line.out).launch(Transfer(tensors, factor, seconds, source)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -283,7 +283,7 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def _factor_of(op: Any, world_size: int) -> int:
-    """What every element is multiplied with when all ranks hold the same values."""
+    """The factor of a reduction over ranks that all hold the same values."""
     kinds = dist.ReduceOp
     if op == kinds.SUM:
         return world_size
@@ -309,7 +309,7 @@ class _SimulatedWork(dist.Work):
 
 
 def _completed(tensors: list[Tensor]) -> dist.Work:
-    """A work whose tensors, if any, are what the caller's current streams make of them."""
+    """A work that is complete, after earlier work on the caller's current streams."""
     future: Future[list[Tensor]] = Future(devices=[*{tensor.device for tensor in tensors if tensor.is_cuda}])
     future.set_result(tensors)
     return _SimulatedWork(future)

@@ -1,4 +1,4 @@
-"""What a transfer on a simulated link takes: time on the host, or on a stream of a CUDA device.
+"""Transfers on a simulated link, which take time on the host or on a stream of a CUDA device.
 
 Note [Spinning on a GPU]
 A transfer on a CUDA device is one warp of one multiprocessor that spins on a side stream, far less than the blocks of
@@ -24,13 +24,13 @@ _CALIBRATION_TOLERANCE = 0.02
 
 
 class Transfer(NamedTuple):
-    """One transfer on the link: what becomes of some tensors after this many seconds.
+    """One transfer on the link.
 
     Args:
-        tensors: Each element is multiplied with ``factor``.
+        tensors: Each element is multiplied by ``factor`` at the end.
         factor: See ``tensors``.
         seconds: How long it occupies the link.
-        source: What is copied into the first of them before; None for nothing.
+        source: Copied into the first tensor before the product, if given.
     """
 
     tensors: list[Tensor]
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
     source: Tensor | None = None
 
     def apply(self) -> None:
-        """Write the result in place. As collectives do, unseen by autograd: ``data`` has its own version counter."""
+        """Write the result in place. As with collectives, autograd does not see it: ``data`` has a version counter."""
         if self.source is not None:
             self.tensors[0].data.copy_(self.source)
         for tensor in self.tensors:
@@ -50,9 +50,9 @@ class Transfer(NamedTuple):
 class HostLink:
     """Transfers on the host's clock, completed in turn by one thread that sleeps in between.
 
-    The thread writes the result at the deadline, just before it completes the future. So nobody who forgets to wait
-    sees the result, and nobody who writes into the tensor after ``wait`` has returned can meet a write of ours. The
-    write itself comes on top of the modelled time, but delays no deadline after it.
+    The thread writes the result at the deadline, just before it completes the future. So code that forgets to wait does
+    not see the result, and after ``wait`` has returned no write is still to come. The write adds to the modelled time,
+    but delays no later deadline.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class HostLink:
             try:
                 transfer.apply()
             except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # raised again where somebody waits
+                future.set_exception(error)  # type: ignore[arg-type]  # raised again in wait()
             else:
                 future.set_result(transfer.tensors)
             del transfer, future  # the tensors may be freed while this thread waits for the next ones
@@ -104,9 +104,9 @@ class CudaLink:
             _spin(round(transfer.seconds * self._cycles_per_second))
             transfer.apply()
             for tensor in transfer.tensors if transfer.source is None else [*transfer.tensors, transfer.source]:
-                # Whoever lets go of it early: its memory is not used again before the side stream is done with it.
+                # If it is freed early, its memory is not reused before the side stream is done with it.
                 tensor.record_stream(self._stream)
-            # Records an event on the current stream, this one; whoever waits for the future waits for the event.
+            # Records an event on the current stream, this one, for which waits for the future wait.
             future.set_result(transfer.tensors)
         return future
 

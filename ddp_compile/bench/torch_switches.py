@@ -1,6 +1,6 @@
-"""Private switches of torch through which its own ways to train are measured; tried on torch 2.13.
+"""Private settings of torch that its own ways to train need; tried with torch 2.13.
 
-Each case has processes of its own, so what is switched here reaches no other case.
+Each case has its own processes, so these settings do not reach other cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIB = 2**20
 
 
 def import_compilers() -> None:
-    """Import what the first compilation of a process would import otherwise."""
+    """Import what the first compilation would otherwise import."""
     import torch._inductor.compile_fx  # noqa: F401
 
 
@@ -29,10 +29,7 @@ def leave_graphs_whole() -> None:
 
 
 def use_python_reducer() -> None:
-    """Let DistributedDataParallel reduce in Python, so that compiled autograd sees the collectives.
-
-    Holds for modules that are made from here on.
-    """
+    """Let modules made from now on by DistributedDataParallel reduce in Python, where compiled autograd sees them."""
     torch._dynamo.config.optimize_ddp = "python_reducer"
 
 
@@ -59,7 +56,7 @@ def overlapped_all_reduces(bucket_cap_mb: float, mode: str, device: str) -> dict
         device: "cpu" or "cuda".
     """
     options: dict[str, Any] = {
-        # A partial of a function of this module can be pickled, which a compile cache's key asks for.
+        # A partial of a module's function can be pickled, as keys of compile caches require.
         "bucket_all_reduces_fx_bucket_size_determinator": partial(_mib_of_bucket, bucket_cap_mb),
         "bucket_all_reduces_fx": "all",
         **torch._inductor.list_mode_options(mode),
@@ -71,7 +68,7 @@ def overlapped_all_reduces(bucket_cap_mb: float, mode: str, device: str) -> dict
             "aten_distributed_optimizations.compute_estimator": "analytical",
         }
     else:
-        # Overlap scheduling asks Triton for the bandwidth of a GPU; these passes are what is left on a CPU.
+        # Overlap scheduling asks Triton for the bandwidth of a GPU; a CPU has only these passes.
         options |= {
             "reorder_for_compute_comm_overlap": True,
             "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],

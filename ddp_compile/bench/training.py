@@ -51,7 +51,7 @@ class Marks(NamedTuple):
 
 
 class Steppable(Protocol):
-    """What a case does again and again."""
+    """A case that can take steps."""
 
     clock: Clock
 
@@ -115,7 +115,7 @@ class Communication:
 
     Args:
         bucket_bytes: Size of each bucket; they are launched one after the other and then waited for.
-        device: Where the buckets lie.
+        device: Device of the buckets.
     """
 
     def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
@@ -135,7 +135,7 @@ class Communication:
 def timed_steps(target: Steppable, num_warm: int, num_steps: int) -> list[StepRecord]:
     """Run steps back to back, as training does, and time the last ``num_steps`` of them.
 
-    The first ones fill the processor's caches again after another case's turn; ranks start them together.
+    The first ones refill the processor's caches after another case's turn; the ranks start them together.
     """
     dist.barrier()
     marks = [target.step() for _ in range(num_warm + num_steps)]
@@ -161,7 +161,7 @@ def _record(clock: Clock, step: Marks, end_before: Any) -> StepRecord:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW in its fused form, which costs least beside what is measured.
+    """SGD or AdamW, fused, which takes the smallest share of the measured time.
 
     Raises:
         ValueError: Another name.

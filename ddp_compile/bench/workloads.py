@@ -122,7 +122,7 @@ class CNN(nn.Module):
 
 
 class ManyTiny(nn.Module):
-    """Many small layers: what a parameter costs, rather than what a byte costs."""
+    """Many small layers, to measure the cost of a parameter rather than of a byte."""
 
     def __init__(self, depth: int, width: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def make_workload(settings: WorkloadSettings) -> Workload:
     """
     torch.manual_seed(0)
     if settings.model not in WORKLOADS:
-        # A user's function: the sizes are its own business.
+        # A user's function chooses the sizes itself.
         return Workload(*load_function("model", settings.model, WORKLOADS)())
     make, defaults = WORKLOADS[settings.model]
     chosen = {name: value for name in Sizes._fields if (value := getattr(settings, name)) is not None}

@@ -1,4 +1,4 @@
-"""The Dynamo backend: for each graph, plan -> passes -> inner compiler."""
+"""The Dynamo backends: for each graph, plan -> passes -> inner compiler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,15 @@ from ddp_compile.compile.graph_dump import GraphDump, format_graph_buckets
 from ddp_compile.compile.partitions import compile_partitions
 from ddp_compile.compile.pipelines import BACKWARD_SPLIT, FORWARD_SPLIT, WHOLE_FORWARD, pipelines_version
 from ddp_compile.config import SplitMode
-from ddp_compile.errors import CompilationError, this_rank
+from ddp_compile.errors import CompilationError, number_of, shorten_names, this_rank
 from ddp_compile.graph_ops import await_before, gathers_parameters, watch_parameters
 from ddp_compile.kernels.contract.layout import is_non_overlapping_and_dense
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
 from ddp_compile.passes.analysis.graph_nodes import requires_grad
-from ddp_compile.passes.backward.bucket_backward import BackwardContext
-from ddp_compile.passes.forward.await_parameters import WholeForwardContext
 from ddp_compile.passes.forward.partition_graph import partition_names
-from ddp_compile.passes.pipeline import Declined, PassContext, run_pipeline
+from ddp_compile.passes.pipeline import AotContext, Declined, PassContext, run_pipeline
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketSpec, number_of, shorten_names
+from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.torch_internals import BackwardPass, GraphEdit
 
 log = logging.getLogger(__name__)
@@ -41,12 +40,12 @@ class GraphReport(NamedTuple):
 
     Args:
         graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
-        num_buckets: Buckets that meet the graph.
-        num_partitions: Graphs that were compiled; 1 where nothing was cut.
-        declined: Cuts that were not made where the plan wanted them, and why; with ``launches_in_backward``, buckets
-            that the backward does not hand over. Not known of compiled code that was read from a cache.
-        launches_in_backward: Whether buckets are handed over inside the compiled backward.
-        not_cut: Why a graph that was to be cut in the forward was left whole: the cuts that were declined.
+        num_buckets: Number of buckets with gradients from the graph.
+        num_partitions: Number of graphs that were compiled; 1 if nothing was cut.
+        declined: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not
+            launched inside the backward. Empty for compiled code from a cache.
+        launches_in_backward: Whether buckets are launched inside the compiled backward.
+        not_cut: If a graph was left whole since it could not be cut for every bucket: the cuts that were declined.
     """
 
     graph: int
@@ -65,8 +64,6 @@ class GraphRuns:
         self.number_whole = 0  #: of those that are all of the module's forward
 
     def counted(self, compiled: Callable[..., Any], is_whole: bool) -> Callable[..., Any]:
-        """What to call in a graph's place."""
-
         def run(*arguments: Any) -> Any:
             self.number += 1
             self.number_whole += is_whole
@@ -82,11 +79,11 @@ class TrainingBackend:
         compiler: Compiles each graph or partition.
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
-        split: Where graphs are cut; ``"forward"`` cuts at bucket boundaries, ``"backward"`` leaves them whole and has
-            the backward hand buckets over, ``"auto"`` does that with graphs that cannot be cut for every bucket.
-        launches_in_backward: What `launches_in_backward` says.
+        split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
+            inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
+        launches_in_backward: The result of the function of that name.
         reducer: Number by which a compiled backward finds the reducer.
-        moves_gradients: Whether gradients that such a backward has computed may move to the flat buffers at once.
+        moves_gradients: Whether such a backward may move gradients to the flat buffers.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class TrainingBackend:
         self.launches_in_backward = launches_in_backward
         self.moves_gradients = moves_gradients
         self.runs = GraphRuns()
-        self.root: Callable[..., Any] | None = None  #: the function whose frame Dynamo starts from
+        self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
@@ -119,19 +116,19 @@ class TrainingBackend:
         ordinal = len(self.reports)
         name = f"graph {ordinal}"
         if torch_internals.loses_gradients_of_collectives(gm):
-            raise _loses_gradients(self.compiler.rank, name)
+            raise _loses_gradients(name)
         parameter_of = self._find_parameters(gm, example_inputs)
         order = grad_ready_order(gm, parameter_of)
-        if not order or not _has_backward(gm):
+        has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
+        if not order or not has_backward:  # not if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
-            compiled = self.compiler.compile(gm, example_inputs, name)
-            return await_before(compiled, list(parameter_of.values()), self.reducer)
+            return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer)
         buckets = self.builder.add_frame([entry.parameter for entry in order])
         table = format_graph_buckets(buckets, [entry.parameter for entry in order])
         launches_in_backward = self._launches_in_backward(name)
         if self.split == "backward" and launches_in_backward:
-            return self._compile_whole(gm, example_inputs, parameter_of, buckets, table)
+            return self._compile_whole(gm, example_inputs, name, parameter_of, buckets, table)
         ctx = PassContext(
             parameter_of=parameter_of, buckets=tuple(buckets), graph_name=name, every_cut_or_none=launches_in_backward
         )
@@ -142,72 +139,68 @@ class TrainingBackend:
             log.info(
                 "%s: left whole, since not every bucket could be launched early if it were cut in the forward", name
             )
-            return self._compile_whole(result.gm, example_inputs, parameter_of, buckets, table, result.declined)
+            return self._compile_whole(result.gm, example_inputs, name, parameter_of, buckets, table, result.declined)
         log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(num_partitions, "partition"))
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
-        reads = self._indices_in(result.gm, ctx)
+
+        def compile_part(gm: fx.GraphModule, inputs: Sequence[Any], part: str) -> Callable[..., Any]:
+            reads = [parameter_of[node.name] for node in gm.graph.nodes if node.name in parameter_of]
+            compiled = self.compiler.compile(gm, inputs, f"{part} ({self._named(reads)})")
+            return await_before(compiled, reads, self.reducer)
+
         if num_partitions == 1:
-            compiled = self.compiler.compile(result.gm, example_inputs, f"{name} ({self._named(reads)})")
-            return await_before(compiled, reads, self.reducer)
-
-        def compile_partition(gm: fx.GraphModule, inputs: Sequence[Any], partition: str) -> Callable[..., Any]:
-            reads = self._indices_in(gm, ctx)
-            compiled = self.compiler.compile(gm, inputs, f"{partition} of {name} ({self._named(reads)})")
-            return await_before(compiled, reads, self.reducer)
-
-        return compile_partitions(result.gm, example_inputs, compile_partition)
+            return compile_part(result.gm, example_inputs, name)
+        return compile_partitions(
+            result.gm, example_inputs, lambda gm, inputs, part: compile_part(gm, inputs, f"{part} of {name}")
+        )
 
     def _compile_whole(
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
+        name: str,
         parameter_of: Mapping[str, int],
         buckets: Sequence[BucketSpec],
         table: str,
         not_cut: tuple[Declined, ...] = (),
     ) -> Callable[..., Any]:
-        name = f"graph {len(self.reports)}"
-        parameter_of_input = _positions_of_parameters(gm, parameter_of)
-        ctx = BackwardContext(
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        parameter_of_input = {
+            i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of
+        }
+        reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
+        ctx = AotContext(
             parameter_of_input=parameter_of_input,
             buckets=tuple(buckets),
             reducer=self.reducer,
             graph_name=name,
+            reads=tuple(reads),
             strides=_strides(example_inputs, parameter_of_input) if self.moves_gradients else {},
         )
-        dump = GraphDump(f"{name} backward", table)
         place = len(self.reports)
-        report = GraphReport(place, len(ctx.buckets), 1, (), launches_in_backward=True, not_cut=not_cut)
+        report = GraphReport(place, len(buckets), 1, (), launches_in_backward=True, not_cut=not_cut)
         self.reports.append(report)
 
-        def hand_buckets_over(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
+        def insert_launches(backward: fx.GraphModule, of_the_compiler: Sequence[BackwardPass]) -> None:
+            dump = GraphDump(f"{name} backward", table)
             result = run_pipeline(backward, ctx, [*BACKWARD_SPLIT, *of_the_compiler], [dump])
             self.reports[place] = report._replace(declined=result.declined)
 
-        log.info("%s: %s, launched inside its backward", ctx.graph_name, number_of(len(ctx.buckets), "bucket"))
+        log.info("%s: %s, launched inside its backward", name, number_of(len(buckets), "bucket"))
         compile_edited = functools.partial(compile_whole_or_in_pieces, name=f"{name} backward")
-        reads, num_failures = list(parameter_of.values()), len(self.compiler.failures)
-        wait_inside = self._waiter(reads, ctx, table)
-        edit = GraphEdit(hand_buckets_over, _cache_key(ctx, wait_inside is not None), compile_edited, wait_inside)
-        compiled = self.compiler.compile(gm, example_inputs, f"{ctx.graph_name} ({self._named(reads)})", edit)
+        wait_inside = self._waiter(ctx, table)
+        edit = GraphEdit(insert_launches, _cache_key(ctx, wait_inside is not None), compile_edited, wait_inside)
+        compiled = self.compiler.compile(gm, example_inputs, f"{name} ({self._named(reads)})", edit)
         if wait_inside is None or len(self.compiler.failures) > num_failures:
             compiled = await_before(compiled, reads, self.reducer)
-        param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in ctx.buckets]
+        param_indices = [tuple(gradient.index for gradient in bucket.gradients) for bucket in buckets]
         return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
 
-    def _waiter(
-        self, reads: Sequence[int], ctx: BackwardContext, table: str
-    ) -> Callable[[fx.GraphModule], None] | None:
-        """What lets a forward wait for parameters where it reads them; None if it is to wait when it begins."""
+    def _waiter(self, ctx: AotContext, table: str) -> Callable[[fx.GraphModule], None] | None:
+        """What inserts waits for parameters into a forward; None if the graph waits before it runs."""
         if not (gathers_parameters(self.reducer) and self.compiler.can_edit_forwards()):
             return None
-        forward_ctx = WholeForwardContext(
-            parameter_of_input=ctx.parameter_of_input,
-            reads=tuple(reads),
-            buckets=ctx.buckets,
-            reducer=self.reducer,
-            graph_name=f"{ctx.graph_name} forward",
-        )
+        forward_ctx = replace(ctx, graph_name=f"{ctx.graph_name} forward")
 
         def insert_waits(forward: fx.GraphModule) -> None:
             run_pipeline(forward, forward_ctx, WHOLE_FORWARD, [GraphDump(forward_ctx.graph_name, table)])
@@ -215,7 +208,6 @@ class TrainingBackend:
         return insert_waits
 
     def _launches_in_backward(self, name: str) -> bool:
-        """Whether the graph's backward can hand buckets over."""
         if not self.launches_in_backward or not torch_internals.compiled_autograd_is_on():
             return self.launches_in_backward
         if self.split == "auto":
@@ -223,12 +215,9 @@ class TrainingBackend:
             return False
         raise ValueError(
             "split='backward' cannot be used with compiled autograd (torch._dynamo.config.compiled_autograd=True),"
-            " which compiles another backward than the one that hands buckets over; turn it off, or pass"
+            " which compiles another backward than the one that launches buckets; turn it off, or pass"
             " split='forward'"
         )
-
-    def _indices_in(self, gm: fx.GraphModule, ctx: PassContext) -> list[int]:
-        return [ctx.parameter_of[node.name] for node in gm.graph.nodes if node.name in ctx.parameter_of]
 
     def _named(self, parameters: Iterable[int]) -> str:
         names = [self.builder.gradients[index].fqn for index in parameters]
@@ -236,18 +225,16 @@ class TrainingBackend:
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
         """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
-        found = {}
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-            if isinstance(value, Tensor) and id(value) in self.parameters:
-                found[node.name] = self.parameters[id(value)]
-        for node in gm.graph.find_nodes(op="get_attr"):
-            value = operator.attrgetter(str(node.target))(gm)
-            if isinstance(value, Tensor) and id(value) in self.parameters:
-                found[node.name] = self.parameters[id(value)]
-        return found
+        attributes = gm.graph.find_nodes(op="get_attr")
+        values = [
+            *zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True),
+            *((node, operator.attrgetter(str(node.target))(gm)) for node in attributes),
+        ]
+        known = self.parameters
+        return {n.name: known[id(value)] for n, value in values if isinstance(value, Tensor) and id(value) in known}
 
 
-def _loses_gradients(rank: int, name: str) -> CompilationError:
+def _loses_gradients(name: str) -> CompilationError:
     return CompilationError(
         f"{this_rank()}: {name} has a collective of torch.distributed.nn in it, and torch {torch.__version__} computes"
         " zeros for gradients that pass through one in compiled code; decorate the function that calls it with"
@@ -255,14 +242,8 @@ def _loses_gradients(rank: int, name: str) -> CompilationError:
     )
 
 
-def _positions_of_parameters(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> dict[int, int]:
-    """Index of the reduced parameter at each position among the graph's inputs."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return {i: parameter_of[node.name] for i, node in enumerate(placeholders) if node.name in parameter_of}
-
-
 def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Strides of the reduced parameters that fill their memory without gaps, as their places in a flat buffer do."""
+    """Strides, by index, of reduced parameters without gaps in memory, whose places in flat buffers have the same."""
     return {
         index: example_inputs[position].stride()
         for position, index in parameter_of_input.items()
@@ -270,8 +251,8 @@ def _strides(example_inputs: Sequence[Any], parameter_of_input: Mapping[int, int
     }
 
 
-def _cache_key(ctx: BackwardContext, waits_inside: bool) -> str:
-    """What the edited graphs depend on beside the graph itself."""
+def _cache_key(ctx: AotContext, waits_inside: bool) -> str:
+    """A digest of everything but the graph itself that the edited graphs depend on."""
     buckets = [[gradient.index for gradient in bucket.gradients] for bucket in ctx.buckets]
     numbers = [sorted(ctx.parameter_of_input.items()), sorted(ctx.strides.items())]
     described = [pipelines_version(), ctx.reducer, buckets, *numbers, waits_inside]
@@ -279,10 +260,10 @@ def _cache_key(ctx: BackwardContext, waits_inside: bool) -> str:
 
 
 def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
-    """Whether every DTensor that a graph takes has parts of one size, so that it is cut in the same places everywhere.
+    """Whether the ranks hold equally large parts of every DTensor input, so that all cut the graph at the same places.
 
-    Buckets follow the sizes of parts. With other cuts, collectives that redistribute gradients behind a partition's
-    backward would come at other places among those inside of the backwards.
+    Buckets follow the sizes of the parts. If the cuts differed, the ranks would run the collectives that redistribute
+    gradients after a partition's backward in different orders.
     """
     if all(torch_internals.has_equal_parts(value) for value in example_inputs):
         return True
@@ -290,17 +271,8 @@ def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
     return False
 
 
-def _has_backward(gm: fx.GraphModule) -> bool:
-    """Whether a gradient can come back into the graph: a graph made under no_grad has no output that requires one."""
-    return any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
-
-
 def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
-    """Whether buckets may be launched inside compiled backwards; has to be the same on every rank.
-
-    Args:
-        split: What the user has asked for.
-        compiler: Compiles the graphs.
+    """Whether buckets may be launched inside compiled backwards; the same on every rank.
 
     Raises:
         ValueError: The backend's ``inner_compile`` is not callable.
@@ -318,13 +290,13 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
 
 
 class EvaluationBackend:
-    """Compiles the graphs of one module that no gradients come back through, or only in evaluation mode: whole.
+    """Compiles the graphs of one module without gradients, or in evaluation mode, as they are.
 
-    Dynamo keeps every backend for good, so this one, like `TrainingBackend`, must not lead to the module.
+    Dynamo keeps every backend for good, so neither this one nor `TrainingBackend` may hold a reference to the module.
 
     Args:
         compiler: Compiles each graph.
-        kind: What the log calls the graphs.
+        kind: Name of the graphs in logs.
     """
 
     def __init__(self, compiler: GraphCompiler, kind: str = "evaluation graph") -> None:
@@ -339,17 +311,17 @@ class EvaluationBackend:
 
 
 class RegionBackend(EvaluationBackend):
-    """Compiles training graphs that several modules share: whole, so that nothing in them is about one module."""
+    """Compiles training graphs that several modules share: as they are, so that nothing in them is of one module."""
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if torch_internals.loses_gradients_of_collectives(gm):
-            raise _loses_gradients(self.compiler.rank, f"{self.kind} {self.num_graphs}")
+            raise _loses_gradients(f"{self.kind} {self.num_graphs}")
         GraphDump(f"{self.kind} {self.num_graphs}", "those of all modules that share the graph").before_pipeline(gm)
         return super().__call__(gm, example_inputs)
 
 
 def graphs_without_cut(reports: Sequence[GraphReport]) -> Sequence[GraphReport]:
-    """The graphs that hold several buckets and yet could not be cut anywhere."""
+    """The graphs with several buckets that could not be cut anywhere."""
     return [
         report
         for report in reports

@@ -1,4 +1,4 @@
-"""Compiles a backward in pieces, for compilers that refuse graphs with operators they do not know."""
+"""Compiles a backward in pieces, for compilers that refuse graphs with unknown operators."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ log = logging.getLogger(__name__)
 def compile_whole_or_in_pieces(
     compile_backward: CompileBackward, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str
 ) -> Callable[..., Any]:
-    """Compile a backward with `bucket_ready` operators in it; where that fails, compile what lies between them.
+    """Compile a backward with our operators in it; if that fails, compile the pieces between them.
 
     Args:
         compile_backward: A backward compiler as AOTAutograd calls it.
         gm: The backward graph; the compiler may change it.
         example_inputs: One entry for each placeholder.
-        name: What the log calls it.
-
-    Returns:
-        What computes the backward.
+        name: Name of the graph in logs.
 
     Raises:
-        Exception: What the compiler raised for one of the pieces, or for the whole graph if that has none of the
-            operators, if it is a request to Dynamo, or if memory ran out.
+        Exception: The compiler's, for one of the pieces; for the whole graph if it has none of our operators, if the
+            exception is a request to Dynamo, or if memory ran out.
     """
     untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:
@@ -44,27 +41,22 @@ def compile_whole_or_in_pieces(
         cuts = _cuts_around_operators(untouched)
         if not cuts or must_be_raised(error):
             raise
-        # Not the error itself: a log that keeps it keeps the frames of the backward pass that waits for this.
+        # As text: a log that kept the error would keep the frames of the backward pass that waits for this.
         said = str(error)
         log.warning("%s: not compiled with operators for buckets in it, so in pieces between them: %s", name, said)
         return _compile_pieces(compile_backward, partition_graph(untouched, cuts), example_inputs)
 
 
 def _keep_results_together(graph: fx.Graph) -> None:
-    """Pick the results of a node apart right behind it, so that each crosses to another piece as a tensor."""
+    """Move each getitem to right after its node, so that results cross to another piece as tensors."""
     for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
         node.args[0].append(node)
 
 
 def _cuts_around_operators(gm: fx.GraphModule) -> list[int]:
-    """Where runs of our operators, with what picks their results out, begin and end."""
-    nodes = list(gm.graph.nodes)
-    ours = [_is_ours(node) for node in nodes]
-    return [i for i in range(1, len(nodes)) if ours[i] != ours[i - 1]]
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return node.target in OPERATORS or any(argument.target in OPERATORS for argument in node.all_input_nodes)
+    """The positions at which runs of our operators, with the getitems of their results, begin and end."""
+    ours = [any(each.target in OPERATORS for each in (node, *node.all_input_nodes)) for node in gm.graph.nodes]
+    return [i for i in range(1, len(ours)) if ours[i] != ours[i - 1]]
 
 
 def _compile_pieces(
@@ -84,7 +76,7 @@ def _compile_pieces(
         setattr(stitched, name, function)
 
     def run(arguments: list[Any]) -> Any:
-        # Takes what it is given out of the list, and drops every value after the last piece that uses it.
+        # Empties the list, and drops every value after the last piece that uses it.
         return fx.Interpreter(stitched).boxed_run(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Gives graphs to the inner compiler, and lets those that it cannot compile run eagerly."""
+"""The inner compiler; graphs that it cannot compile run eagerly."""
 
 from __future__ import annotations
 
@@ -18,37 +18,30 @@ log = logging.getLogger(__name__)
 
 
 class CompileFailure(NamedTuple):
-    """A graph, or one direction of it, that runs eagerly because it could not be compiled.
+    """A graph, or one direction of it, that runs eagerly because it could not be compiled."""
 
-    Args:
-        graph: Which one, with the parameters in it.
-        error: The compiler's error in one line. Not the exception: its traceback would keep the whole graph alive.
-    """
-
-    graph: str
-    error: str
+    graph: str  #: its name, with its parameters
+    error: str  #: in one line; the exception's traceback would keep the graph alive
 
 
 class GraphCompiler:
-    """The inner compiler of one module. What it cannot compile runs eagerly, and a warning says so.
+    """The inner compiler of one module. A graph that it cannot compile runs eagerly, with a warning.
 
-    One rank may fail where others succeed, for want of a C++ compiler or of space on a disk: a rank that runs a graph
-    eagerly computes the same gradients, later. An exception instead would leave the others waiting for its buckets.
+    One rank may fail where others succeed, for want of a C++ compiler or of disk space. Run eagerly, the graph gives
+    the same gradients, later. An exception would leave the other ranks waiting for this one's buckets.
 
     Args:
         inner: The backend that compiles a graph for given example inputs.
-        fullgraph: Raise the compiler's error as it is: who asks for one whole graph wants no eager part in it.
-        rank: This rank, for messages.
+        fullgraph: Whether to raise the compiler's error instead of running eagerly.
     """
 
-    def __init__(self, inner: InnerBackend, fullgraph: bool, rank: int) -> None:
+    def __init__(self, inner: InnerBackend, fullgraph: bool) -> None:
         self.inner = inner
         self.fullgraph = fullgraph
-        self.rank = rank
         self.failures: list[CompileFailure] = []
 
     def can_edit_backwards(self) -> bool:
-        """Whether `compile` takes an edit: whether the inner backend is known to be built on AOTAutograd.
+        """Whether `compile` takes an edit: whether the inner backend is known to use AOTAutograd.
 
         Raises:
             ValueError: The backend's ``inner_compile`` is not callable.
@@ -56,37 +49,37 @@ class GraphCompiler:
         return torch_internals.editing_backend(self.inner) is not None
 
     def can_edit_forwards(self) -> bool:
-        """Whether what `compile` takes may change the forward graph as well."""
+        """Whether an edit may change the forward graph as well."""
         return torch_internals.edits_forwards(self.inner)
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: GraphEdit | None = None
     ) -> Callable[..., Any]:
-        """Compile one graph, and let it run eagerly where that fails.
+        """Compile one graph; if that fails, let it run eagerly.
 
-        Inductor compiles a backward in the first backward pass; where that fails, the backward graph runs eagerly from
-        that same pass on. A backend of another kind that compiles its backward so late raises there.
+        Inductor compiles a backward in the first backward pass; if that fails, the backward graph runs eagerly from
+        that same pass on. Any other backend that compiles its backward so late raises there.
 
         Args:
             gm: The graph; the compiler may change it.
             example_inputs: Real or fake tensors, one entry for each placeholder.
-            name: What warnings call it.
-            edit: A change to the graphs that AOTAutograd makes; where the forward fails, ``gm`` runs, without it.
+            name: Name of the graph in warnings.
+            edit: A change to the graphs that AOTAutograd makes; if the forward fails, ``gm`` runs without it.
 
         Returns:
             A function with the arguments and results of the graph. Its backward raises `CompilationError` if inductor
             fails at it and it cannot run eagerly either.
 
         Raises:
-            Exception: What the compiler raised, if ``fullgraph`` is set, or if it is a request to Dynamo to trace
-                again or skip the frame, or if memory ran out, of which running eagerly would need more.
+            Exception: The compiler's, if ``fullgraph`` is set, if it asks Dynamo to trace again or to skip the frame,
+                or if memory ran out, since running eagerly would need more.
         """
         if self.fullgraph:
             return self._compile(gm, list(example_inputs), edit, None)
 
         def accept_backward_failure(error: Exception, backward: fx.GraphModule) -> None:
             if torch_internals.repeats_random_numbers(backward):
-                raise _no_random_numbers_again(self.rank, name, error) from error
+                raise _no_random_numbers_again(name, error) from error
             self._accept_failure(error, f"the backward of {name}")
 
         uncompiled = _copy_graphs(gm)
@@ -100,28 +93,21 @@ class GraphCompiler:
         self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
     ) -> Callable[..., Any]:
         with torch_internals.right_cache_entries(gm):
-            return self._compile_now(gm, inputs, edit, accept_failure)
-
-    def _compile_now(
-        self, gm: fx.GraphModule, inputs: list[Any], edit: GraphEdit | None, accept_failure: AcceptFailure | None
-    ) -> Callable[..., Any]:
-        if edit is not None:
-            compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
-            assert compile_and_edit is not None, "asked to edit what `can_edit_backwards` denies"
-            return compile_and_edit(gm, inputs, edit)
-        if accept_failure is None:
-            return self.inner(gm, inputs)
-        return torch_internals.compile_with_eager_backward(self.inner, gm, inputs, accept_failure)
+            if edit is not None:
+                compile_and_edit = torch_internals.editing_backend(self.inner, accept_failure)
+                assert compile_and_edit is not None, "asked to edit what `can_edit_backwards` denies"
+                return compile_and_edit(gm, inputs, edit)
+            return torch_internals.compile_with_eager_backward(self.inner, gm, inputs, accept_failure)
 
     def _accept_failure(self, error: Exception, graph: str) -> None:
-        """Warn that eager code takes a graph's place; raises the error again where it must not."""
+        """Warn that a graph runs eagerly, or raise its error if it must not."""
         if must_be_raised(error):
             raise error
         failure = CompileFailure(graph, _in_one_line(error))
         self.failures.append(failure)
-        log.debug("rank %d: %s did not compile", self.rank, graph, exc_info=error)
+        log.debug("%s: %s did not compile", this_rank(), graph, exc_info=error)
         advice = _WAYS_OUT if len(self.failures) == 1 else ""
-        log.warning("rank %d: %s did not compile and runs eagerly: %s%s", self.rank, *failure, advice)
+        log.warning("%s: %s did not compile and runs eagerly: %s%s", this_rank(), *failure, advice)
 
 
 _WAYS_OUT = (
@@ -130,7 +116,7 @@ _WAYS_OUT = (
 )
 
 
-def _no_random_numbers_again(rank: int, name: str, error: Exception) -> CompilationError:
+def _no_random_numbers_again(name: str, error: Exception) -> CompilationError:
     return CompilationError(
         f"{this_rank()}: the backward of {name} did not compile, and cannot run eagerly either: it draws the random"
         " numbers of the forward again, for a dropout inside of a checkpoint, and only compiled code draws the same."
@@ -140,7 +126,7 @@ def _no_random_numbers_again(rank: int, name: str, error: Exception) -> Compilat
 
 
 def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
-    """A module with graphs of its own and the same tensors; compilers rewrite what they are given."""
+    """A copy of the graphs, with the same tensors; compilers rewrite the graphs that they are given."""
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for name, child in copied.named_children():
         if isinstance(child, fx.GraphModule):
@@ -149,7 +135,7 @@ def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def must_be_raised(error: Exception) -> bool:
-    """Whether nothing else may be tried in the place of what has raised this."""
+    """Whether an error of the compiler must not be answered by another attempt."""
     return torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error)
 
 

@@ -1,7 +1,4 @@
-"""What the passes did, for people: graph dumps through ``TORCH_LOGS="ddp_graphs"`` and ``TORCH_TRACE``.
-
-Dumps are made by observers around the passes; the passes know nothing of them.
-"""
+"""Graph dumps for ``TORCH_LOGS="ddp_graphs"`` and ``TORCH_TRACE``, made by observers around the passes."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from ddp_compile.plan.spec import BucketSpec
 
 
 def format_graph_buckets(buckets: list[BucketSpec], ready_order: list[int]) -> str:
-    """The buckets that meet one graph, one line each, with those of their gradients that the graph makes ready."""
+    """One line for each bucket of a graph, with those of its gradients that the graph computes."""
     members = set(ready_order)
     lines = []
     for bucket in buckets:
@@ -30,19 +27,14 @@ def format_graph_buckets(buckets: list[BucketSpec], ready_order: list[int]) -> s
 
 
 def format_graph(gm: fx.GraphModule) -> str:
-    """The graph as Python source with shapes and dtypes, or just the calls where it strings partitions together."""
+    """The graph as Python source with shapes and dtypes; only the calls if it consists of partitions."""
     if any(node.op == "call_module" for node in gm.graph.nodes):
         return gm.code.strip()
     return gm.print_readable(print_output=False, include_stride=False, include_device=False, colored=False).strip()
 
 
 class GraphDump:
-    """An observer that writes the bucket table, each graph a pass changed, and every partition.
-
-    Args:
-        graph_name: Name of the graph in the headings, for example ``"graph 0"``.
-        bucket_table: Text of the buckets that meet the graph.
-    """
+    """An observer that writes the table of buckets, each graph that a pass changed, and every partition."""
 
     def __init__(self, graph_name: str, bucket_table: str) -> None:
         self.graph_name = graph_name

@@ -1,4 +1,4 @@
-"""Compiles the partitions of a split graph one by one and puts the results in their places."""
+"""Compiles the partitions of a split graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from ddp_compile import torch_internals
 
-#: (partition, its example inputs, its name) -> what runs in its place.
+#: (partition, its example inputs, its name) -> the compiled function.
 CompilePartition = Callable[[fx.GraphModule, Sequence[Any], str], Callable[..., Any]]
 
 
@@ -19,12 +19,12 @@ def compile_partitions(
 ) -> Callable[..., Any]:
     """Compile each partition of a split forward graph.
 
-    No partition is run: what crosses to the next one is described by fake tensors made from the sizes and strides that
-    Dynamo recorded. Inductor keeps the strides of values the caller sees, so they hold for the compiled code as well.
+    No partition is run: the values that cross are described by fake tensors with the sizes and strides that Dynamo
+    recorded. Inductor keeps the strides of outputs, so they hold for compiled code as well.
 
     Args:
-        stitched: What `passes.forward.partition_graph` returned. Its partitions are replaced by the compiled functions.
-        example_inputs: What Dynamo gave for the whole graph: one entry for each placeholder.
+        stitched: The result of `partition_graph`. Its partitions are replaced by the compiled functions.
+        example_inputs: Dynamo's, of the whole graph: one entry for each placeholder.
         compile_partition: Compiles one partition for given example inputs.
 
     Returns:
@@ -47,7 +47,7 @@ def compile_partitions(
         elif node.target is operator.getitem and node.args[0].op == "call_module":
             values[node] = torch_internals.fake_like(node.meta["example_value"], fake_mode)
     for name, function in compiled.items():
-        # A plain attribute in the submodule's place: the generated code calls it without nn.Module's call protocol.
+        # As a plain attribute, which the generated code calls without nn.Module's call protocol.
         delattr(stitched, name)
         setattr(stitched, name, function)
     return stitched.forward

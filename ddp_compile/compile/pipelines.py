@@ -1,4 +1,4 @@
-"""Which passes are run, in which order, and what identifies them to caches of compiled code."""
+"""The passes in the order in which they run, and a digest of their sources for compile caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_compile.passes.forward.unalias_inplace_results import unalias_inplace_r
 from ddp_compile.passes.forward.unpack_sizes import unpack_sizes_pass
 from ddp_compile.passes.pipeline import Pass
 
-#: Everything that is done to a training graph under ``split="forward"``, in order.
+#: The passes over a training graph that is to be cut.
 FORWARD_SPLIT: tuple[Pass, ...] = (
     unpack_sizes_pass,
     functionalize_inplace_pass,
@@ -28,13 +28,13 @@ FORWARD_SPLIT: tuple[Pass, ...] = (
     split_forward_pass,
 )
 
-#: Everything that is done to a backward graph under ``split="backward"``, in order; a compiler may add its own behind.
+#: The passes over a backward graph that launches buckets; a compiler may add passes after them.
 BACKWARD_SPLIT = (bucket_backward_pass, keep_sparse_parts_pass)
 
-#: Everything that is done to AOTAutograd's forward graph where it is compiled whole and parameters come late.
+#: The passes over AOTAutograd's forward graph if a sharded optimizer gathers parameters while it runs.
 WHOLE_FORWARD = (await_parameters_pass,)
 
-#: What else of ours decides what compiled code does.
+#: Other modules that compiled code depends on.
 _BESIDE_THE_PASSES = (
     "ddp_compile.compile.backward_pieces",
     "ddp_compile.graph_ops",
@@ -44,19 +44,15 @@ _BESIDE_THE_PASSES = (
 
 @functools.cache
 def pipelines_version() -> str:
-    """A digest of 16 hex digits that changes with any source that decides how a graph is compiled.
-
-    Compiled code that lies in a cache from before such a change is not taken for that of today.
-    """
+    """A digest that changes with any source that compiled code depends on; part of the keys of compile caches."""
     names = [found.name for found in pkgutil.walk_packages(passes.__path__, f"{passes.__name__}.")]
     return digest_of_sources([*names, *_BESIDE_THE_PASSES])
 
 
 def digest_of_sources(modules: Sequence[str]) -> str:
-    """Sixteen hex digits of the files of some modules, in whatever order they are named.
+    """Sixteen hex digits of the files of modules, given by full names in any order.
 
-    Args:
-        modules: Full names. Where a module is installed without its source, its compiled file counts.
+    If a module is installed without its source, its compiled file counts.
     """
     digest = hashlib.sha256()
     for name in sorted(modules):

@@ -1,9 +1,11 @@
-"""The arguments of ``torch.compile`` that one ``ddp_compile`` call was given."""
+"""The arguments of ``torch.compile`` in one ``ddp_compile`` call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from ddp_compile import torch_internals
 
@@ -34,11 +36,9 @@ class CompileSettings:
             raise ValueError(f"backend={backend!r} is neither a name nor a function; pass for example 'inductor'")
         if dynamic not in (None, True, False):
             raise ValueError(f"dynamic={dynamic!r} is not known; pass True, False or None")
-        if isinstance(backend, str) and backend not in torch_internals.known_backends():
-            known = ", ".join(torch_internals.known_backends())
+        if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(sorted(torch.compiler.list_backends(exclude_tags=())))
             raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
-        if mode is not None and options is not None:
-            raise ValueError(f"mode={mode!r} and options={options!r} exclude each other; pass one of them")
         if options and options.get("keep_output_stride") is False:
             raise ValueError(
                 "options={'keep_output_stride': False} cannot be used: what crosses from one part of a graph to the"
@@ -56,10 +56,10 @@ class CompileSettings:
     def compile(
         self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int | None = None
     ) -> Callable[..., Any]:
-        """``torch.compile`` of ``function`` with these settings, and ``backend`` in the place of the inner one.
+        """``torch.compile`` of ``function`` with these settings, and ``backend`` instead of the inner one.
 
         Args:
-            function: What is compiled.
+            function: The function to compile.
             backend: Called with each graph.
             num_modules: How many regions the function is called with; None for a module as a whole.
         """

@@ -1,9 +1,9 @@
-"""Parameters whose gradients are averaged together, when that of another parameter has come."""
+"""Parameters whose gradients are averaged together after that of another parameter has come."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -13,27 +13,26 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
-from ddp_compile.errors import ReductionError, ReplicationError, this_rank
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import ReductionError, ReplicationError, shorten_names, this_rank
 from ddp_compile.validation.description import with_sparse_gradients
 
 
 def delayed_parameters(
     module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, trigger: Parameter | None
 ) -> DelayedParameters:
-    """What the arguments of ``ddp_compile`` say of them.
+    """Check the two arguments of ``ddp_compile``.
 
     Args:
-        module: Has all of them.
-        named: What ``delay_all_reduce_named_params`` was given.
-        trigger: What ``param_to_hook_all_reduce`` was given.
+        module: The module that has all of these parameters.
+        named: The value of ``delay_all_reduce_named_params``.
+        trigger: The value of ``param_to_hook_all_reduce``.
 
     Raises:
         ValueError: One was given without the other.
-        ReplicationError: A name is not that of the parameter in the module, or one has no gradient, or a sparse one, or
-            is a DTensor.
+        ReplicationError: A name is not that of its parameter, or a parameter is a DTensor, or has no gradient or a
+            sparse one.
     """
-    named = list(named or ())  # which may be a generator
+    named = list(named or ())  # may be a generator
     if (not named) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the gradients of the first are"
@@ -59,38 +58,35 @@ def delayed_parameters(
             f"{shorten_names(announced)}: sparse gradients cannot be delayed; leave them out, or make their layers with"
             " sparse=False"
         )
-    return DelayedParameters(dict(named), trigger, _name_of(trigger, own))
-
-
-def _name_of(parameter: Parameter, own: Mapping[str, Parameter]) -> str:
-    return next((name for name, other in own.items() if other is parameter), "a parameter of another module")
+    trigger_name = next((name for name, other in own.items() if other is trigger), "a parameter of another module")
+    return DelayedParameters(dict(named), trigger, trigger_name)
 
 
 class DelayedAllReduce:
-    """Averages the gradients of some parameters at the end of each backward that brings a certain gradient.
+    """Averages the gradients of some parameters at the end of each backward that brings the trigger's gradient.
 
-    It is meant for parameters whose gradients come in several backwards before. ``no_sync`` makes no difference, and
-    neither do other settings of the module. What one rank has no gradient of counts as zeros.
+    Their own gradients may have come in several backwards before. ``no_sync`` and other settings of the module make no
+    difference. A gradient that a rank does not have counts as zeros.
 
     Args:
-        parameters: Which, and when.
+        parameters: The parameters and their trigger.
         process_group: The ranks.
 
     Source: ``_delayed_all_reduce_hook`` of torch 2.13, nn/parallel/distributed.py, which nobody waits for.
 
-    Note [Behind everything]
+    Note [Last of all]
     The all-reduce comes at the end of the backward, since compiled code may bring the trigger's gradient before the
-    others. It comes behind the ends of all reducers: a rank may meet the trigger's gradient before the first one that
-    is reduced, and another rank after it, but all have to send the same things in the same order. So what the hook
-    queues only queues the all-reduce, behind everything that the backward has queued. The end of a reentrant
-    checkpoint, which is a backward inside the backward, is too early: what comes later would not be averaged.
+    others. It also comes after the ends of all reducers: one rank may meet the trigger's gradient before the first one
+    that is reduced, and another rank after it, but all ranks have to send the same things in the same order. So the
+    hook queues a callback that only queues the all-reduce, after everything that the backward has queued. The end of a
+    reentrant checkpoint, which is a backward inside the backward, is too early: later gradients would be left out.
     """
 
     def __init__(self, parameters: DelayedParameters, process_group: dist.ProcessGroup) -> None:
         self._parameters = dict(parameters.named)
         self._process_group = process_group
         self._handle: RemovableHandle | None = None
-        # Through C++ a parameter's hook leads to the parameter, in a circle that gc cannot see.
+        # A parameter holds its hooks in C++, where gc sees no cycle.
         this = weakref.ref(self)
 
         def has_come(_parameter: Tensor) -> None:
@@ -102,22 +98,6 @@ class DelayedAllReduce:
             register = parameters.trigger.register_post_accumulate_grad_hook
             self._handle = torch_internals.register_own(register, has_come)
 
-    def refuse_join(self) -> None:
-        """Raise a ReplicationError if there are any: a rank without input left does not know when they come."""
-        if self._parameters:
-            raise ReplicationError(
-                f"{self._who} inside a Join: ranks that have no input left could not know when they come. Train on as"
-                " many batches on every rank, or drop delay_all_reduce_named_params"
-            )
-
-    def refuse_optimizers_in_backward(self) -> None:
-        """Raise a ReplicationError if ``_apply_optimizer_in_backward`` steps one before it is averaged."""
-        if stepped := [name for name, p in self._parameters.items() if getattr(p, "_in_backward_optimizers", None)]:
-            raise ReplicationError(
-                f"{self._who}: _apply_optimizer_in_backward would step {shorten_names(stepped)} with this rank's own"
-                " gradients, before they are averaged; step them behind the backward, or do not delay them"
-            )
-
     def remove_hook(self) -> None:
         """Average nothing any more."""
         if self._handle is not None:
@@ -127,8 +107,8 @@ class DelayedAllReduce:
         if torch_internals.is_inside_backward():
             raise ReplicationError(
                 f"{self._who}: the gradient of param_to_hook_all_reduce has come in a backward inside another one, of a"
-                " reentrant checkpoint for example, behind which more gradients may come. Use use_reentrant=False, or"
-                " give a parameter that is used outside of it"
+                " reentrant checkpoint for example, after which more gradients may come. Use use_reentrant=False, or"
+                " give a parameter that is used outside it"
             )
         torch_internals.queue_backward_callback(self._all_reduce)
 
@@ -138,7 +118,7 @@ class DelayedAllReduce:
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse:  # a functional embedding's, on this rank perhaps alone
+            elif parameter.grad.is_sparse:  # of a functional embedding, maybe on this rank alone
                 parameter.grad = parameter.grad.to_dense()
             alike.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
         for gradients in alike.values():

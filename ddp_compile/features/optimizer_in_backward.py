@@ -1,8 +1,7 @@
-"""Optimizer steps that belong to the backward: torch's ``_apply_optimizer_in_backward``, and ``_register_fused_optim``.
+"""Optimizer steps inside ``backward()``: torch's ``_apply_optimizer_in_backward``, and ``_register_fused_optim``.
 
-DistributedDataParallel steps inside of the backward, bucket by bucket. Here the steps come when every bucket of the
-iteration has been reduced, which is before ``backward()`` returns as well: what a compiled backward has yet to compute
-may need the parameters as they were.
+DistributedDataParallel steps bucket by bucket while the backward runs. Here all steps come after the last bucket has
+been reduced, still before ``backward()`` returns: the rest of a compiled backward may need the old parameters.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch.nn import Parameter
 
 
 class OptimizersInBackward:
-    """Steps that are taken at the end of each iteration.
+    """Takes steps at the end of each iteration.
 
     Args:
-        parameters: Those that are reduced, by their names.
+        parameters: The parameters that are reduced, by name.
 
     Source: ``_setup_in_backward_optimizers`` and ``_register_fused_optim`` of torch 2.13, nn/parallel/distributed.py.
     """
@@ -31,11 +30,11 @@ class OptimizersInBackward:
     @property
     def are_registered(self) -> bool:
         """Whether any step will be taken."""
-        return bool(self._functional) or any(hasattr(p, "_in_backward_optimizers") for p in self._parameters.values())
+        return bool(self._functional or with_steps(self._parameters))
 
     def adopt(self) -> None:
-        """Take over from the hooks that ``_apply_optimizer_in_backward`` has set, before the first backward."""
-        self._stepped = [p for p in self._parameters.values() if getattr(p, "_in_backward_optimizers", None)]
+        """Before the first backward: take over from the hooks that ``_apply_optimizer_in_backward`` has set."""
+        self._stepped = [self._parameters[name] for name in with_steps(self._parameters)]
         if self._stepped:
             from torch.distributed import optim  # takes a second
 
@@ -57,7 +56,7 @@ class OptimizersInBackward:
         self._functional.append((functional, chosen))
 
     def step(self) -> None:
-        """Every ``.grad`` is the mean over the ranks: take the steps."""
+        """Take the steps; every ``.grad`` is the mean over the ranks."""
         for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
@@ -68,3 +67,8 @@ class OptimizersInBackward:
                 for parameter in self._parameters.values():
                     if parameter in chosen and parameter.grad is not None:
                         functional.step_param(parameter, parameter.grad)
+
+
+def with_steps(parameters: Mapping[str, Parameter]) -> list[str]:
+    """The names of the parameters that ``_apply_optimizer_in_backward`` steps."""
+    return [name for name, parameter in parameters.items() if getattr(parameter, "_in_backward_optimizers", None)]

@@ -1,4 +1,4 @@
-"""States of optimizers that have become different on the ranks."""
+"""Average the states of optimizers that differ between ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.errors import RanksDifferError, ReductionError, this_rank
-from ddp_compile.plan.spec import with_article
+from ddp_compile.errors import RanksDifferError, ReductionError, this_rank, with_article
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
@@ -20,16 +19,16 @@ from ddp_compile.runtime.comm.rank_names import format_ranks
 def compare_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Find out whether `average_optimizer_states` will make all ranks' optimizers alike; nothing is changed.
+    """Check that `average_optimizer_states` would make the optimizers of all ranks alike; change nothing.
 
     Args:
         optimizers: In the same order on every rank.
         process_group: The ranks.
-        device: Where messages between them may lie.
+        device: A device for messages between them.
 
     Raises:
-        TypeError: These are no optimizers, or one keeps what is neither a tensor nor a number.
-        RanksDifferError: On every rank, if one has a state for a parameter that another one has not, or other settings.
+        TypeError: Not optimizers, or a state is neither a tensor nor a number.
+        RanksDifferError: On every rank, if ranks have states for different parameters, or different settings.
     """
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise TypeError(f"{this_rank()}: optimizers={optimizers!r}: pass a list of torch.optim.Optimizer")
@@ -53,10 +52,10 @@ def compare_optimizers(
 
 
 def average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup) -> None:
-    """Let moments and the like be their means over the ranks, and counts of steps and other numbers those of rank 0.
+    """Average moments and the like over the ranks; take step counts and other numbers from rank 0.
 
     Args:
-        optimizers: That `compare_optimizers` has found to be alike.
+        optimizers: Checked by `compare_optimizers`.
         process_group: The ranks.
 
     Raises:
@@ -93,7 +92,7 @@ class _State(NamedTuple):
 
 
 def _states_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[_State]:
-    """All there are, in the same order on every rank."""
+    """All states, in the same order on every rank."""
     return [
         _State(f"state {key} of parameter {place} of optimizer {number}", state, key, value)
         for number, optimizer in enumerate(optimizers)

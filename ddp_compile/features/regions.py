@@ -1,12 +1,11 @@
 """Regional compilation: blocks that repeat are compiled by themselves, once for all that are alike.
 
 Note [What the code of a region may know]
-Dynamo keeps compiled code with the code object of the function that it traced, and takes parameters as inputs of the
-graph. So the instances of a class that are called through one function share one graph, unless a guard tells them
-apart. Nothing that names a parameter or a bucket may stand in such a graph: regions are compiled as they are, without a
-cut and without operators of ours, and their gradients reach the reducer through the hooks of their parameters, which
-all run as soon as the region's backward has. What makes that early enough is the plan, whose buckets begin and end
-where regions do (`pack`).
+Dynamo stores compiled code on the code object of the function that it traced, and makes parameters inputs of the graph.
+So all instances of a class that are called through one function share one graph, unless a guard tells them apart. Such
+a graph must not name a parameter or a bucket. Regions are therefore compiled without cuts and without our operators.
+Their gradients reach the reducer through the hooks of their parameters, which run as soon as the region's backward has.
+That is early enough because buckets begin and end where regions do (`pack`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,35 +23,25 @@ from ddp_compile.compile.backend import EvaluationBackend, RegionBackend
 from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import RegionClasses
-from ddp_compile.errors import this_rank
-from ddp_compile.plan.spec import number_of, shorten_names
+from ddp_compile.errors import number_of, shorten_names, this_rank
+from ddp_compile.features.replica import Replica
 
 #: Called with each graph and its example inputs.
 Backend = Callable[..., Callable[..., Any]]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-#: Those that nobody calls.
+#: Containers that are never called.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-class KnowsForwards(Protocol):
-    """What knows in which forward a region is called: a module's state."""
-
-    @property
-    def evaluates_eagerly(self) -> bool: ...
-
-    def region_begins(self) -> None: ...
-
-
-def find_regions(module: nn.Module, classes: RegionClasses | None, rank: int) -> dict[str, nn.Module]:
-    """The submodules that are compiled by themselves, by name, in registration order.
+def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, nn.Module]:
+    """Find the submodules to compile by themselves; by name, in registration order.
 
     Args:
         module: The module that is being replicated.
-        classes: ``"auto"`` finds modules that repeat: direct children of a ModuleList, Sequential or ModuleDict, two or
-            more of them of one class, that have submodules themselves. Or classes of modules, of which every instance
-            is one. A region inside of another one is part of it. None finds nothing.
-        rank: This rank, for messages.
+        classes: Classes of modules, each instance of which is a region. Or ``"auto"``, which finds modules that repeat:
+            children of a ModuleList, Sequential or ModuleDict, two or more of one class, that have submodules. A region
+            inside another one is part of it. None finds nothing.
 
     Raises:
         ValueError: Nothing repeats, a class has no instance, or ``module.compile()`` has been called for a region.
@@ -110,13 +99,13 @@ def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
 
 
 def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module]) -> dict[int, int]:
-    """Ordinal of the region of each parameter that is in one.
+    """For each parameter that is in a region, the ordinal of that region.
 
-    A parameter of several regions, or of one and of what is outside, has the name of the first that was registered,
+    A parameter that several regions share, or a region and the rest, has the name under which it was registered first,
     which the backward reaches last.
 
     Args:
-        names: Names of the parameters, in their order.
+        names: Names of the parameters by their indices.
         regions: The regions by name.
     """
     ordinals = {f"{name}.": ordinal for ordinal, name in enumerate(regions)}
@@ -131,11 +120,11 @@ def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module])
 
 
 class CompiledRegions:
-    """The regions of one module, each of which calls what is compiled for its class.
+    """The regions of one module; each calls the code compiled for its class.
 
     Args:
         regions: Mapping from name to region; may be empty.
-        state: What knows in which forward they are called; not kept alive.
+        state: Knows in which forward they are called; not kept alive.
         compiler: Compiles each graph.
         settings: Settings of the compilation.
     """
@@ -143,7 +132,7 @@ class CompiledRegions:
     def __init__(
         self,
         regions: Mapping[str, nn.Module],
-        state: KnowsForwards,
+        state: Replica,
         compiler: GraphCompiler,
         settings: CompileSettings,
     ) -> None:
@@ -169,7 +158,7 @@ class CompiledRegions:
         return sum(backend.num_graphs for backends in self._backends.values() for backend in backends)
 
     def compile(self, regions: Mapping[str, nn.Module]) -> None:
-        """Make these modules regions as well; their classes must not have any yet."""
+        """Make these modules regions as well; no region may be of their classes yet."""
         self._regions.update(regions)
         for cls, count in Counter(map(type, regions.values())).items():
             backends = self._backends[cls] = (
@@ -185,7 +174,7 @@ class CompiledRegions:
             self._replace_calls([module], (training, evaluation), None)
 
     def explain(self, *, compiled_only: bool = False) -> list[str]:
-        """Lines for ``model.explain()``: one for each class, or for each of which something has been compiled."""
+        """Lines for ``model.explain()``: one for each class, or only for classes with compiled code."""
         lines = []
         for cls, (training, evaluation) in self._backends.items():
             if compiled_only and not training.num_graphs + evaluation.num_graphs:
@@ -212,7 +201,7 @@ class CompiledRegions:
 
 
 class _CompiledCalls:
-    """What is compiled for the regions of one class.
+    """The compiled code of the regions of one class.
 
     Training and evaluation are two functions, since Dynamo does not guard on ``module.training`` after a graph break.
     """
@@ -220,18 +209,18 @@ class _CompiledCalls:
     def __init__(
         self,
         backends: tuple[Backend, Backend],
-        state: weakref.ref[KnowsForwards],
+        state: weakref.ref[Replica],
         settings: CompileSettings,
         num_modules: int | None,
     ) -> None:
         self._state = state
-        # nn.Module's own call: a ``__call__`` of the class, for checkpoints for example, is around the region.
+        # nn.Module's own call: a ``__call__`` of the class, such as one that checkpoints, stays around the region.
         self.eager = torch_internals.traced_call_of(nn.Module)
         self.training, self.evaluation = (settings.compile(self.eager, backend, num_modules) for backend in backends)
         weakref.finalize(self, torch_internals.forget_compiled, self.eager)
 
     def choose(self, region: nn.Module) -> Callable[..., Any]:
-        """What to call for a region now."""
+        """What a call of a region runs now."""
         state = self._state()
         if state is None:
             return self.eager
@@ -257,7 +246,7 @@ def _call_of(reference: weakref.ref[nn.Module], calls: _CompiledCalls) -> Callab
 def _repeated(module: nn.Module, prefix: str, nested: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks that repeat; if ``nested``, those inside other blocks too."""
     is_container = isinstance(module, _CONTAINERS)
-    # With every place of a child that stands in several.
+    # Counts a child once for each name.
     counts = Counter(type(child) for child in module._modules.values()) if is_container else Counter()
     for name, child in module.named_children():
         is_repeated = _is_block(child) and counts[type(child)] > 1

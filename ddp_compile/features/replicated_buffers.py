@@ -1,4 +1,4 @@
-"""The buffers of a replicated module: rank 0's on every rank, or what a user's hook makes of them."""
+"""Buffers of a replicated module: broadcast from rank 0, or whatever a user's hook does with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
-#: Gets the state and the buffers by name; returns futures that the end of the backward waits for, or None.
+#: Gets its state and the buffers by name; may return futures, which the end of the backward waits for.
 BufferHook = Callable[[Any, Mapping[str, Tensor]], "list[torch.futures.Future[Any]] | None"]
 
 
@@ -31,9 +31,9 @@ class ReplicatedBuffers:
     Args:
         module: The module.
         ignored: Fully qualified names of buffers that stay local.
-        is_on: Whether anything is done before forwards at all.
+        is_on: False if buffers are left alone before forwards.
         process_group: The ranks.
-        monitor: What is told of ranks that did not come.
+        monitor: Is told of ranks that did not come.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ReplicatedBuffers:
         process_group: dist.ProcessGroup,
         monitor: DesyncMonitor,
     ) -> None:
-        # Modules may put another tensor in a buffer's place, so places are kept, not tensors.
+        # Places instead of tensors: a module may replace the tensor of a buffer.
         self._places = {
             fqn: (owner, name)
             for prefix, owner in module.named_modules()
@@ -57,16 +57,16 @@ class ReplicatedBuffers:
         self._hook: _Hook | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers that there are now, by fully qualified name."""
+        """The buffers that exist now, by fully qualified name."""
         present = {fqn: owner._buffers.get(name) for fqn, (owner, name) in self._places.items()}
         return {fqn: buffer for fqn, buffer in present.items() if buffer is not None}
 
     def synchronised(self) -> list[Tensor]:
-        """Those that are kept equal: none where that is turned off."""
+        """The buffers that are kept equal; none if that is turned off."""
         return list(self.tensors().values()) if self._is_on else []
 
     def register_hook(self, state: object, hook: Any, location: Any) -> None:
-        """Let a hook do what the broadcast does; see ``ReplicatedModule._register_buffer_comm_hook``."""
+        """Let a hook take the place of the broadcast; see ``ReplicatedModule._register_buffer_comm_hook``."""
         if not callable(hook):
             raise TypeError(f"the buffer comm hook {hook!r} is not callable; pass hook(state, buffers by name)")
         name = location.name if isinstance(location, Enum) else str(location)
@@ -75,14 +75,14 @@ class ReplicatedBuffers:
         self._hook = _Hook(hook, state, name == "POST_FORWARD")
 
     def before_forward(self, kind: str, source: int) -> list[torch.futures.Future[Any]]:
-        """A forward begins whose backward is to be reduced.
+        """Make buffers equal before a forward whose backward is to be reduced.
 
         Args:
-            kind: Of forward, for the table of where ranks stand.
-            source: The rank in the group whose buffers hold, where they are broadcast.
+            kind: What kind of forward, for the statuses of the ranks.
+            source: The rank in the group whose buffers are broadcast.
 
         Returns:
-            Futures that the end of the backward waits for.
+            Futures for the end of the backward to wait for.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -97,15 +97,14 @@ class ReplicatedBuffers:
             broadcast_all(buffers, self._process_group, source)
         except RuntimeError as error:
             failure = ReductionError(
-                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before"
-                " the forward failed. Another rank has raised, exited, or not called the model; look for its error."
-                f" ({error})"
+                f"{this_rank()}: the broadcast of {len(buffers)} buffers from rank {source} before the forward failed."
+                f" Another rank has raised, exited, or not called the model; look for its error. ({error})"
             )
             raise self._monitor.report_failure(failure) from error
         return []
 
     def after_forward(self) -> list[torch.futures.Future[Any]]:
-        """The forward has returned; as `before_forward`."""
+        """Call a hook that is to be called after the forward; returns futures as `before_forward`."""
         if self._hook is None or not self._hook.is_after_forward or not self.synchronised():
             return []
         return self._call(self._hook)

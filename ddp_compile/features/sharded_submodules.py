@@ -1,4 +1,4 @@
-"""Submodules that ``fully_shard`` has sharded: what is left to average of them."""
+"""Submodules that ``fully_shard`` has sharded: averages what FSDP2 does not."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ShardedSubmodule(NamedTuple):
     """What one call of ``fully_shard`` was given.
 
     Args:
-        name: Of the module, of several the first.
+        name: The name of the module, or of the first of several.
         module: That module.
-        parameters: Its parameters by name, DTensors while they are sharded; not those of nested calls.
+        parameters: Its parameters by name, without those of nested calls; DTensors while they are sharded.
     """
 
     name: str
@@ -38,8 +38,8 @@ class ShardedSubmodule(NamedTuple):
 
 
 def sharded_submodules(module: nn.Module) -> list[ShardedSubmodule]:
-    """Those of a module, outermost first."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has none, and it takes long
+    """The sharded submodules of a module, outermost first."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and without it there are none
     if fsdp is None:
         return []
     found: dict[int, ShardedSubmodule] = {}
@@ -61,28 +61,29 @@ def names_sharded(module: nn.Module) -> frozenset[str]:
 
 
 class ShardedSubmodules:
-    """Averages over the replicas of a part what FSDP2 has averaged and scattered over its own ranks.
+    """Averages gradients over replicas after FSDP2 has averaged and scattered them over its own ranks.
 
-    FSDP2's ranks are all that are averaged over, and then nothing is left to do; or some of them, and each part lies on
-    several ranks, its replicas. FSDP2 writes ``.grad`` past AccumulateGrad, so the reducer never hears of these
-    parameters. But it calls a hook with each submodule's reduced gradients, in the backward, one submodule after the
-    other, in an order that the graph gives. The hooks' all-reduces have process groups of their own, since at which
-    places they come between the launches of buckets is not certain.
+    If FSDP2 shards over all ranks that are averaged over, nothing is left to do. If it shards over some of them, each
+    part lies on several ranks, its replicas. FSDP2 writes ``.grad`` past AccumulateGrad, so the reducer never hears of
+    these parameters. But in the backward it calls a hook with the reduced gradients of each submodule in turn, in an
+    order that the graph gives. The all-reduces of the hooks have process groups of their own, since their places
+    between the launches of buckets are not certain.
 
     Note [Order of sharded submodules]
-    If another replica left one of them out, each all-reduce behind it would add up gradients of two submodules. So the
-    ranks compare each hook of their first backward, and stay with that order: a hook in another place is an error
-    before anything is sent.
+    If another replica left a submodule out, each all-reduce after that would add up gradients of two submodules. So the
+    ranks compare each hook of their first backward, and keep that order: a hook in another place is an error before
+    anything is sent.
 
     Args:
-        submodules: What `sharded_submodules` has found.
+        submodules: From `sharded_submodules`.
         process_group: The ranks to average over.
-        device: Where its gradients are.
+        device: The device of the gradients.
     """
 
     def __init__(
         self, submodules: Sequence[ShardedSubmodule], process_group: dist.ProcessGroup, device: torch.device
     ) -> None:
+        self.names = [submodule.name for submodule in submodules]
         self._submodules = submodules
         self._process_group = process_group
         self._device = device
@@ -92,7 +93,7 @@ class ShardedSubmodules:
         self._called: list[str] = []
 
     def describe(self) -> list[str]:
-        """One line for each thing that has to be the same on every rank."""
+        """Lines that have to be the same on every rank."""
         lines = []
         for submodule in self._submodules:
             size = len(torch_internals.ranks_of_fully_shard(submodule.module))
@@ -102,13 +103,13 @@ class ShardedSubmodules:
         return lines
 
     def attach(self, broadcast: bool) -> None:
-        """Make the process groups, broadcast parameters between replicas, and have FSDP2 call us; on all ranks at once.
+        """Make the process groups, broadcast parameters between replicas, and set FSDP2's hook; on all ranks at once.
 
         Args:
             broadcast: Whether replicas take the parameters of the first of them.
 
         Raises:
-            ReplicationError: FSDP2's ranks are not a part of those to average over, or it has a hook already.
+            ReplicationError: The ranks of FSDP2 do not divide those to average over, or it has a hook already.
         """
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for submodule in self._submodules:
@@ -132,19 +133,6 @@ class ShardedSubmodules:
             if submodule.name in self._replicas:
                 torch_internals.remove_all_reduce_hook(submodule.module)
 
-    def refuse_join(self) -> None:
-        """Refuse what a rank without input cannot follow.
-
-        Raises:
-            ReplicationError: There are sharded submodules.
-        """
-        if self._submodules:
-            names = ", ".join(submodule.name for submodule in self._submodules)
-            raise ReplicationError(
-                f"{this_rank()}: join() with submodules of fully_shard ({names}), in whose collectives a rank"
-                " without input takes no part; give every rank as many batches"
-            )
-
     def _refuse_hook(self, submodule: ShardedSubmodule) -> None:
         if torch_internals.all_reduce_hook_of_fully_shard(submodule.module) is not None:
             raise ReplicationError(
@@ -153,11 +141,11 @@ class ShardedSubmodules:
             )
 
     def _replicas_of(self, name: str, ranks_of_each: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The global ranks that hold what this one holds of a submodule.
+        """The global ranks that hold the same part of a submodule as this rank.
 
         Args:
             name: The submodule.
-            ranks_of_each: FSDP2's ranks of it, by rank in the process group.
+            ranks_of_each: The ranks over which FSDP2 shards it, by rank in the process group.
         """
         averaged = dist.get_process_group_ranks(self._process_group)
         parts = sorted({tuple(ranks) for ranks in ranks_of_each})
@@ -173,7 +161,7 @@ class ShardedSubmodules:
         return tuple(part[place] for part in parts)
 
     def _average(self, name: str, reduced: Tensor) -> None:
-        """Called by FSDP2 with the gradients of a submodule, of shape (n,), which it scales and unpacks afterwards."""
+        """FSDP2's hook: gets the gradients of a submodule, shape (n,), which FSDP2 scales and unpacks afterwards."""
         if not self._called:
             torch_internals.queue_backward_callback(self._nearly_ended)
         self._called.append(name)
@@ -189,7 +177,7 @@ class ShardedSubmodules:
             raise self._failed(f"all-reduce of submodule {name} over its replicas", error) from error
 
     def _nearly_ended(self) -> None:
-        # The last hooks may be called by callbacks of FSDP2, which have all been queued by now.
+        # Callbacks of FSDP2 may call the last hooks; all of them have been queued by now.
         torch_internals.queue_backward_callback(self._ended)
 
     def _ended(self) -> None:

@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate, and Trainer with it: ``accelerator.prepare`` replicates with ``ddp_compile``.
+"""Hugging Face Accelerate and Trainer: ``accelerator.prepare`` replicates with ``ddp_compile``.
 
 Note [A class of the accelerator's own]
-Accelerate has no extension point where it constructs DistributedDataParallel: `Accelerator.prepare_model` does so
-itself. So one accelerator gets a class derived from its own, with the few methods that ask for a
-DistributedDataParallel. All others ask for methods that a replicated module has (``no_sync``), or take any module.
+Accelerate has no extension point where `Accelerator.prepare_model` constructs DistributedDataParallel. So one
+accelerator gets a class derived from its own, which overrides the few methods that ask for a DistributedDataParallel.
+All others ask for methods that a replicated module has (``no_sync``), or take any module.
 """
 
 from __future__ import annotations
@@ -24,45 +24,44 @@ except ImportError as error:
 from accelerate.utils import DistributedType, DynamoBackend, compare_versions
 
 from ddp_compile.api import ddp_compile
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, this_rank, with_article
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.functions import no_sync, unwrap
 from ddp_compile.module.mixin import ReplicatedModule, state_of
-from ddp_compile.plan.spec import with_article
 
 OLDEST = "1.0.0"
 
 UsedT = TypeVar("UsedT")
 
 _ARGUMENTS = "_ddp_compile_arguments"
-_CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerator, and others later
+_CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes its accelerators
 
 
 def use(accelerator: UsedT, **arguments: Any) -> UsedT:
-    """Let ``accelerator.prepare`` replicate models with ``ddp_compile`` in the place of DistributedDataParallel.
+    """Let ``accelerator.prepare`` replicate models with ``ddp_compile`` instead of DistributedDataParallel.
 
-    To be called before anything is prepared::
+    Call it before anything is prepared::
 
         accelerator = use(Accelerator(mixed_precision="bf16"), bucket_cap_mb=25)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    and with Hugging Face Trainer, ``use(trainer)`` before ``trainer.train()``. What is prepared is the model itself;
-    `Accelerator.unwrap_model` returns it as it is, and it stays replicated.
+    With Hugging Face Trainer, call ``use(trainer)`` before ``trainer.train()``. The prepared model is the model itself;
+    `Accelerator.unwrap_model` returns it as it is, still replicated.
 
     Args:
-        accelerator: Of several processes that were started by ``accelerate launch`` or torchrun, on CPUs or GPUs. Or a
-            Trainer, for the accelerator that it has and those it makes for each trial of a hyperparameter search.
-        arguments: Those of `ddp_compile`, but ``process_group`` and ``device_mesh``. Where a
-            DistributedDataParallelKwargs was given to the accelerator, or made by Trainer, its settings and its comm
-            hook hold as well.
+        accelerator: An accelerator of several processes, on CPUs or GPUs, started by ``accelerate launch`` or torchrun.
+            Or a Trainer, for its accelerator and those that it makes for the trials of a hyperparameter search.
+        arguments: Those of `ddp_compile` without ``process_group`` and ``device_mesh``. If the accelerator was given a
+            DistributedDataParallelKwargs, or Trainer has made one, its settings and its comm hook are used as well.
 
     Returns:
         ``accelerator`` itself.
 
     Raises:
         TypeError: Neither an Accelerator nor a Trainer, or an argument that cannot be given here.
-        ReplicationError: The accelerator trains in another way, on one process, compiles by itself, or has prepared
+        ReplicationError: The accelerator trains in another way, has one process, compiles by itself, or has prepared
             models already; or Accelerate is too old. When a model is prepared: it was replicated before, an argument
-            contradicts DistributedDataParallelKwargs, or ``algorithm`` keeps what no checkpoint of Accelerate holds.
+            contradicts DistributedDataParallelKwargs, or the ranks have states that no checkpoint of Accelerate holds.
     """
     for name in ("process_group", "device_mesh"):
         if arguments.get(name) is not None:
@@ -138,47 +137,46 @@ def _objection(accelerator: accelerate.Accelerator) -> str:
 
 
 class _ReplicatesModels:
-    """What an accelerator's class gains; see Note [A class of the accelerator's own]."""
+    """Overrides methods of an accelerator; see Note [A class of the accelerator's own]."""
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         accelerator: Any = self
-        rank = accelerator.process_index
         if isinstance(model, ReplicatedModule) and not getattr(model, "_is_accelerate_prepared", False):
             raise ReplicationError(
                 f"{this_rank()}: ddp_compile has replicated this {type(model).__name__} before accelerator.prepare();"
                 " leave that call out, and give its arguments to use()"
             )
-        # To its device and into autocast, once; for evaluation no wrapper comes around it, nor does one here.
+        # Moves it to its device and into autocast. In evaluation mode Accelerate puts no wrapper around it.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
         # Trainer prepares its model in each train() and evaluate().
         is_done = isinstance(model, ReplicatedModule)
         if evaluation_mode or is_done or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         handler = accelerator.ddp_handler
-        ddp_compile(model, **_with_handler(accelerator.__dict__[_ARGUMENTS], handler, rank))
-        _refuse_states_of_ranks(model, rank)
+        ddp_compile(model, **_with_handler(accelerator.__dict__[_ARGUMENTS], handler))
+        _refuse_states_of_ranks(model)
         if handler is not None:
             handler.register_comm_hook(model)
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """As Accelerate's, which would take a method ``no_sync`` of the user's own."""
+        """As Accelerate's, which would call the model's own method ``no_sync``, if it has one."""
         if isinstance(model, ReplicatedModule):
             return no_sync(model)
         return super().no_sync(model)  # type: ignore[misc]
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """As Accelerate's: the next backward is reduced although its forward ran inside ``no_sync``."""
-        if isinstance(model, ReplicatedModule):  # one without anything to train is not
+        """As Accelerate's: reduce the next backward although its forward ran inside ``no_sync``."""
+        if isinstance(model, ReplicatedModule):  # not if nothing in it is trained
             state_of(model).reducer.prepare_for_backward(True)
         yield
 
 
-def _with_handler(arguments: Mapping[str, Any], handler: Any, rank: int) -> dict[str, Any]:
-    """The arguments of `use`, and what a DistributedDataParallelKwargs has that is not its default."""
+def _with_handler(arguments: Mapping[str, Any], handler: Any) -> dict[str, Any]:
+    """The arguments of `use`, and those that a DistributedDataParallelKwargs sets."""
     of_handler = handler.to_kwargs() if handler is not None else {}
     for name in arguments.keys() & of_handler.keys():
         if arguments[name] != of_handler[name]:
@@ -189,15 +187,16 @@ def _with_handler(arguments: Mapping[str, Any], handler: Any, rank: int) -> dict
     return {**of_handler, **arguments}
 
 
-def _refuse_states_of_ranks(model: Any, rank: int) -> None:
+def _refuse_states_of_ranks(model: Any) -> None:
     algorithm = model.comm_algorithm
-    if algorithm.traits.payload != "gradients" or algorithm.state_dict():
+    present = in_force(state_of(model), algorithm)
+    if algorithm.state_dict():
+        present[Feature.KEEPS_STATE] = f"the {algorithm.name}"
+    try:
+        refuse_if_excluded(Feature.ACCELERATE, "use()", present)
+    except ReplicationError:
         unwrap(model)
-        raise ReplicationError(
-            f"{this_rank()}: with the {algorithm.name} each rank has parameters or states of its own, and checkpoints"
-            " of Accelerate and Trainer hold those of one; drop algorithm=, or call ddp_compile(model, algorithm=...)"
-            " in a training loop of your own"
-        )
+        raise
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(strategy=DDPCompileStrategy())`` in the place of ``Trainer(strategy="ddp")``."""
+"""Lightning: ``Trainer(strategy=DDPCompileStrategy())`` instead of ``Trainer(strategy="ddp")``."""
 
 from __future__ import annotations
 
@@ -21,24 +21,19 @@ from torchmetrics import Metric, MetricCollection
 
 from ddp_compile.api import argument_names, ddp_compile
 from ddp_compile.config import refuse_unknown_arguments
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_article
+from ddp_compile.features.compatibility import Feature
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
-from ddp_compile.plan.spec import shorten_names, with_article
-from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 
-#: The oldest Lightning that this has been run with.
+#: The oldest Lightning that this has been tested with.
 OLDEST = "2.5"
 
 
 class _Steps(nn.Module):
-    """What is replicated in a LightningModule's place: a call of it is one of the LightningModule's steps.
+    """Replicated instead of the LightningModule: a call of it is a step of the LightningModule.
 
-    The LightningModule stays what it is, so that what a step calls of it, ``self(batch)`` for example, is part of the
-    step.
-
-    Args:
-        module: The LightningModule.
+    The LightningModule itself is not replicated, so that ``self(batch)`` inside a step is part of the step.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -50,24 +45,24 @@ class _Steps(nn.Module):
 
     @property
     def training(self) -> bool:
-        """As the LightningModule, whose mode Lightning restores after an evaluation."""
+        """The mode of the LightningModule, which Lightning restores after an evaluation."""
         module = self._modules.get("module")
         return module is None or module.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """``train()`` goes on to the LightningModule."""
+        """Nothing to do: ``train()`` also sets the mode of the LightningModule."""
 
 
 class DDPCompileStrategy(DDPStrategy):
-    """Trains a LightningModule by `ddp_compile.ddp_compile`, where ``DDPStrategy`` has DistributedDataParallel.
+    """Trains a LightningModule with `ddp_compile.ddp_compile` instead of DistributedDataParallel.
 
     ``training_step`` is compiled, and while fitting ``validation_step`` too. With manual optimization the steps run
-    eagerly, and what ``manual_backward`` brings is averaged.
+    eagerly, and the gradients of ``manual_backward`` are averaged.
 
     Args:
-        **settings: Those of ``DDPStrategy``, ``process_group_backend`` or ``ddp_comm_hook`` for example, but for
-            arguments of DistributedDataParallel: in their place those of `ddp_compile.ddp_compile`.
+        **settings: Those of ``DDPStrategy``, such as ``process_group_backend`` and ``ddp_comm_hook``, but with the
+            arguments of `ddp_compile.ddp_compile` instead of those of DistributedDataParallel.
 
     Raises:
         TypeError: An argument that is not taken.
@@ -75,7 +70,7 @@ class DDPCompileStrategy(DDPStrategy):
     """
 
     strategy_name = "ddp_compile"
-    model: nn.Module | None  # the LightningModule; from `configure_ddp` on, what is replicated in its place
+    model: nn.Module | None  # the LightningModule; from `configure_ddp` on, its `_Steps`
 
     def __init__(self, **settings: Any) -> None:
         if _release(lightning.__version__) < _release(OLDEST):
@@ -115,17 +110,10 @@ class DDPCompileStrategy(DDPStrategy):
         self.model = model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Let the LightningModule make its optimizers.
-
-        Raises:
-            ReplicationError: One of them is sharded.
-        """
+        """Let the LightningModule make its optimizers. Raises a ReplicationError if one of them is sharded."""
         super().setup_optimizers(trainer)
-        if isinstance(self.model, _Steps) and isinstance(state_of(self.model).reducer.algorithm, ShardedAlgorithm):
-            raise ReplicationError(
-                f"{this_rank()}: configure_optimizers has called shard_optimizer, and Lightning clips, logs"
-                " and saves whole gradients and states; leave shard_optimizer out"
-            )
+        if isinstance(self.model, _Steps):
+            state_of(self.model).refuse_if_excluded(Feature.LIGHTNING, "DDPCompileStrategy")
 
     def _refuse(self, module: LightningModule) -> None:
         for name, submodule in module.named_modules():
@@ -161,24 +149,24 @@ class DDPCompileStrategy(DDPStrategy):
         if isinstance(model, _Steps):
             if step != "training_step" or module.automatic_optimization:
                 return model(step, *args, **kwargs)
-            # Its backwards come inside of it, any number of them.
+            # Any number of backwards come inside it.
             state_of(model).broadcast_buffers("training step")
         return getattr(module, step)(*args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """All ranks validate with rank 0's buffers, as with ``strategy="ddp"``; a checkpoint holds these."""
+        """Let all ranks validate with rank 0's buffers, which a checkpoint holds, as with ``strategy="ddp"``."""
         if isinstance(self.model, _Steps):
             state_of(self.model).broadcast_buffers("validation")
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """With manual optimization: get ready for the gradients of a backward behind no call of the module."""
+        """With manual optimization: get ready for a backward, since the module was not called for it."""
         assert self.lightning_module is not None
         if isinstance(self.model, _Steps) and not self.lightning_module.automatic_optimization:
             state_of(self.model).prepare_for_backward_of(self.model, closure_loss)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, but for the last micro-batch of a step."""
+        """Accumulate gradients locally, in all micro-batches of a step but the last."""
         if isinstance(self.model, _Steps):
             with no_sync(self.model):
                 yield
@@ -198,7 +186,7 @@ class DDPCompileStrategy(DDPStrategy):
 
 
 def _python_methods(module: LightningModule) -> Iterator[tuple[nn.Module, str]]:
-    """What Dynamo shall not look into: Python that counts calls, for each of which it would compile the step again."""
+    """Methods that Dynamo must not trace: they count calls, and it would compile the step again for each count."""
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
         yield module, name
     for submodule in module.modules():
@@ -221,12 +209,7 @@ def _untraced(owner: nn.Module, name: str) -> Iterator[None]:
 
 
 class _Untraced:
-    """A method that Dynamo calls and does not look into; of copies and pickles of its owner it is the plain one.
-
-    Args:
-        owner: The object.
-        name: The method.
-    """
+    """A method that Dynamo calls without tracing it; copies and pickles of its owner have the plain method."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self._owner = owner
@@ -239,7 +222,7 @@ class _Untraced:
         return self._method(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._owner, self._name)  # of the copy, which does not have this attribute yet
+        return getattr, (self._owner, self._name)  # on the copy, which does not have this attribute yet
 
 
 def _release(version: str) -> tuple[int, ...]:

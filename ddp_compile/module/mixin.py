@@ -1,10 +1,12 @@
-"""``ddp_compile(module)``: the module itself becomes data parallel and compiled, in place."""
+"""The methods that a module gains when it is replicated."""
 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_compile.comm_hooks import builtin_hook
 from ddp_compile.errors import ReplicationError
+from ddp_compile.features.algorithm_switch import register_comm_hook, set_comm_algorithm
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded
 from ddp_compile.features.uneven_inputs import JoinOne
-from ddp_compile.module.ddp_attributes import bound_to
 from ddp_compile.module.explanation import explain
 from ddp_compile.module.replicate_state import ReplicateState
-from ddp_compile.module.state_dict_prefixes import without_wrapper_prefixes
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
@@ -28,14 +30,14 @@ STATE = "_ddp_compile_state"
 
 
 class ReplicatedModule(nn.Module):
-    """What ``ddp_compile`` adds to a module's class. Do not make one yourself: call ``ddp_compile(module)``."""
+    """The methods that ``ddp_compile`` adds to a module's class. Do not construct it: call ``ddp_compile(module)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # ``type(model)(...)``, and slices of an nn.Sequential, mean the user's class.
+        # ``type(model)(...)`` and slices of an nn.Sequential are of the user's class.
         return original_class(cls)(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep a user's ``__init_subclass__``, a registry for example, from hearing of the class made here."""
+        """Hide the class made here from a user's ``__init_subclass__``, a registry for example."""
 
     def __repr__(self) -> str:
         return f"{state_of(self).describe()}: {super().__repr__()}"
@@ -45,10 +47,7 @@ class ReplicatedModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally: backwards of forwards made inside are not reduced.
-
-        The first backward of a forward made outside reduces everything accumulated until then.
-        """
+        """See `ddp_compile.no_sync`."""
         state = state_of(self)
         before, state.requires_sync = state.requires_sync, False
         try:
@@ -62,20 +61,21 @@ class ReplicatedModule(nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train on uneven inputs: a rank that has no batch left contributes zeros until all others have none.
+        """Train on uneven inputs: a rank that has no batch left contributes zeros until the others have none.
 
-        Inside, every forward with gradients has its backward before the next forward. At the end every rank has the
-        parameters and buffers of one that has trained longest. With other Joinables, a ZeroRedundancyOptimizer for
-        example, use ``torch.distributed.algorithms.Join([model, optimizer])``.
+        Inside, every forward with gradients needs its backward before the next forward. At the end every rank has the
+        parameters and buffers of one that has trained longest. With other Joinables, such as a ZeroRedundancyOptimizer,
+        use ``torch.distributed.algorithms.Join([model, optimizer])``.
 
         Args:
-            divide_by_initial_world_size: Divide by the number of all ranks, or of those that still train.
-            enable: False for nothing of it.
+            divide_by_initial_world_size: Divide by the number of all ranks; False: of those that still train.
+            enable: False turns the context off.
             throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has no batch left.
 
         Raises:
-            ReplicationError: The algorithm communicates parameters, or another module's `join` is around; inside, a
-                second forward before a backward, or with ``static_graph`` a rank without any batch.
+            ReplicationError: A feature of the module excludes it (docs/feature_compatibility.md), or this is inside the
+                `join` of another module; inside, a second forward before a backward, or with ``static_graph`` a rank
+                without any batch.
         """
         return JoinOne(
             self,
@@ -89,17 +89,18 @@ class ReplicatedModule(nn.Module):
         """What ``torch.distributed.algorithms.Join`` calls on a rank that has no input left.
 
         Args:
-            kwargs: ``divide_by_initial_world_size``, as in `join`; those of other Joinables are ignored.
+            kwargs: ``divide_by_initial_world_size``, as in `join`; arguments of other Joinables are ignored.
         """
         state = state_of(self)
-        state.delayed.refuse_join()
-        state.sharded.refuse_join()
+        present = in_force(state, state.reducer.algorithm)
+        present.pop(Feature.JOIN, None)  # left by a context that was constructed and not entered
+        refuse_if_excluded(Feature.JOIN, "Join", present)
         return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` counts the ranks that still train."""
-        return state_of(self).uneven_inputs.device
+        """The device on which ``Join`` counts the ranks that still train."""
+        return state_of(self).device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -116,7 +117,7 @@ class ReplicatedModule(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards of the forwards to come are reduced, as with DistributedDataParallel; `no_sync` clears it.
+        """Whether backwards of later forwards are reduced, as with DistributedDataParallel; `no_sync` clears it.
 
         For loops that set it: ``model.require_backward_grad_sync = micro_step == last``.
         """
@@ -128,12 +129,12 @@ class ReplicatedModule(nn.Module):
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether gradients are reduced only when `finalize_backward` has been called behind a backward.
+        """Whether each reduced backward has to be followed by a call of `finalize_backward`.
 
-        False unless it is set, as with torch 2.15's DistributedDataParallel; set it between two steps. What runs
-        between the backward and `finalize_backward` has the last reductions behind it, an optimizer step over other
-        parameters for example. The gradients are not to be touched meanwhile, nor used: an optimizer step over them
-        takes this rank's own, which no error tells.
+        False unless set, as in DistributedDataParallel of torch 2.15; set it between two steps. Code between the
+        backward and `finalize_backward` overlaps with the last reductions: an optimizer step over other parameters, for
+        example. It must not touch or use the gradients: an optimizer step over them takes this rank's own, without an
+        error.
         """
         return state_of(self).reducer.finalizes_manually
 
@@ -143,78 +144,80 @@ class ReplicatedModule(nn.Module):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` has to be called behind the backward, and not in a hook inside it: always."""
+        """Whether `finalize_backward` is to be called after the backward; never in a hook inside it."""
         return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
         """Wait for the reductions of the backward that has returned; afterwards each ``.grad`` is the mean.
 
-        To be called once behind each backward that is reduced, where `require_manual_backward_finalization` is set.
+        If `require_manual_backward_finalization` is set, call it once after each backward that is reduced.
 
         Raises:
-            RuntimeError: Nothing waits for it: it is not set, no such backward has come, or not returned.
+            RuntimeError: It is not set, or no such backward has come or returned.
             ReductionError: A reduction failed or timed out.
             GradientArrivalError: A gradient came too late to be in the mean.
         """
         state_of(self).reducer.finalize_manually()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce the buckets in place of the all-reduce, as with DistributedDataParallel.
+        """Let ``hook`` reduce the buckets instead of the all-reduce, as with DistributedDataParallel.
 
-        Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` and of `ddp_compile.comm_hooks` can be given, and
-        functions of your own. Register the same one on every rank, at any time but inside a backward. After the first
-        backward, registering waits for the other ranks to do so as well.
+        The hook may be one of ``torch.distributed.algorithms.ddp_comm_hooks`` or `ddp_compile.comm_hooks`, or your own.
+        Register the same one on every rank, at any time but inside a backward. After the first backward, this waits for
+        the other ranks to register it too.
 
         Args:
-            state: Passed to the hook with every bucket; for most hooks a process group, None being the default one.
+            state: Passed to the hook with every bucket; for most hooks a process group, None for the default group.
             hook: ``hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]``. It is called with each
-                bucket in plan order, outside of ``no_sync`` only, at world size 1 too. ``bucket.buffer()`` is the sum
-                of this rank's gradients, which nothing has been divided by, of shape (n,) and the gradients' dtype; for
-                an embedding with ``sparse=True``, its sparse gradient. The future holds the reduced gradients: the
+                bucket in plan order, outside ``no_sync`` only, at world size 1 too. ``bucket.buffer()`` is the sum of
+                this rank's gradients, not yet divided, of shape (n,) and the gradients' dtype; for an embedding with
+                ``sparse=True``, its sparse gradient. The future holds the reduced gradients: the
                 buffer itself or another floating tensor of its shape. Or a ``torch.distributed.BuiltinCommHookType``,
                 which reduces over the module's own process group unless ``state`` is another.
 
         Raises:
             TypeError: The hook is not callable, or not with a state and a bucket.
             ValueError: The annotation of the bucket or of the result is of another type.
-            RuntimeError: A hook is registered already, another algorithm reduces, or a backward has not been completed.
+            RuntimeError: A hook is registered already, or a backward has not been completed.
+            ReplicationError: Another algorithm, or a sharded optimizer, reduces the buckets.
             RanksDifferError: After the first backward, another rank registered another hook, or none in time.
         """
         process_group = state_of(self).process_group
         if (builtin := builtin_hook(hook)) is not None:
             hook, state = builtin, process_group if state is None else state
-        state_of(self).algorithms.register_comm_hook(CommHook(hook, state, process_group))
+        register_comm_hook(state_of(self), CommHook(hook, state, process_group))
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:
-        """How the ranks communicate now: a comm hook that was registered, or what ``algorithm=`` has built.
+        """The present algorithm: a registered comm hook, or one that ``algorithm=`` has built.
 
-        Its ``state_dict()`` belongs into this rank's checkpoint beside those of the module and the optimizer.
+        Save its ``state_dict()`` in this rank's checkpoint, with those of the module and the optimizer.
         """
         return state_of(self).reducer.algorithm
 
     def set_comm_algorithm(
         self, algorithm: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Communicate in another way from the next forward on; on every rank between the same two steps.
+        """Use another algorithm from the next forward on; call this on every rank between the same two steps.
 
-        Where parameters may differ between the ranks, they become the mean over them first. What the algorithm before
-        had learnt is lost.
+        If parameters may differ between the ranks, they become the mean over the ranks first. The state of the previous
+        algorithm is lost.
 
         Args:
             algorithm: As for ``ddp_compile``.
-            optimizers: From an algorithm by which ranks differ to one that averages gradients: all optimizers of the
-                module, whose states become the mean as well. Otherwise equal gradients would make different steps.
+            optimizers: All optimizers of the module, if the ranks differ under the previous algorithm and the new one
+                averages gradients. Their states become the mean too, since otherwise equal gradients would make
+                different steps.
 
         Raises:
             TypeError: Not an `AlgorithmConfig`.
             ValueError: A setting that does not fit the ranks.
-            RuntimeError: A backward has not been completed, the algorithm does not take the module's gradients, or
-                ``optimizers`` is missing.
-            RanksDifferError: After the first backward, another rank sets another one, or none in time; or the states of
-                optimizers do not have the same parts on all ranks.
+            RuntimeError: A backward has not been completed, the algorithm does not take the module's gradients or
+                excludes another feature, or ``optimizers`` is missing.
+            RanksDifferError: After the first backward, another rank sets another algorithm, or none in time; or the
+                states of the optimizers do not have the same parts on all ranks.
         """
-        state_of(self).algorithms.set_algorithm(algorithm, optimizers)
+        set_comm_algorithm(state_of(self), algorithm, optimizers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's own; with a sharded optimizer also the gradients of its pieces."""
@@ -258,16 +261,16 @@ class ReplicatedModule(nn.Module):
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
     ) -> None:
-        """Let ``hook(state, buffers)`` do what the broadcast of buffers does, as with DistributedDataParallel.
+        """Let ``hook(state, buffers)`` take the place of the broadcast of buffers, as with DistributedDataParallel.
 
-        It is called for each forward whose backward is to be reduced, with the buffers by their names. Futures that it
-        returns in a list are waited for when that backward ends. Register the same one on every rank.
+        It is called for each forward whose backward is to be reduced, with a mapping from name to buffer. If it returns
+        a list of futures, the end of that backward waits for them. Register the same hook on every rank.
 
         Args:
             state: Passed to the hook.
             hook: Any function of both.
-            comm_hook_location: ``PRE_FORWARD`` or ``POST_FORWARD``, a member of DistributedDataParallel's enumeration
-                or its name: whether it is called before the forward or behind it.
+            comm_hook_location: ``PRE_FORWARD`` to call it before the forward, ``POST_FORWARD`` to call it after; a
+                member of DistributedDataParallel's enumeration, or its name.
 
         Raises:
             TypeError: The hook is not callable.
@@ -276,37 +279,33 @@ class ReplicatedModule(nn.Module):
         state_of(self).buffers.register_hook(state, hook, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Step inside ``backward()``, as with DistributedDataParallel; gradients stay where they are.
+        """Step inside ``backward()``, as with DistributedDataParallel; gradients are kept.
 
         Args:
             optim: Class of an optimizer of which torch has a functional form: SGD, Adam, AdamW and others.
-            args: Its arguments but for the parameters.
+            args: Its arguments without the parameters.
             optim_params: The parameters to step; None for all that are reduced.
             kwargs: Its keyword arguments.
 
         Raises:
             ValueError: torch has no functional form of it, or the module does not reduce one of the parameters.
+            ReplicationError: The module has a sharded optimizer.
         """
+        state_of(self).refuse_if_excluded(Feature.STEPS_IN_BACKWARD, "_register_fused_optim")
         state_of(self).optimizers.register(optim, optim_params, args, kwargs)
 
     @property
     def bucket_plan(self) -> BucketPlan:
-        """The plan the module reduces by; until the first synchronised backward has sealed it, the plan so far."""
+        """The plan that the module reduces by; the plan so far until the first reduced backward has sealed it."""
         builder = state_of(self).builder
         return builder.sealed or builder.propose()
 
     def explain(self) -> str:
-        """The bucket table, how each graph was cut, which cuts were declined, and what could not be compiled."""
+        """See `ddp_compile.explain`."""
         return explain(state_of(self), self.bucket_plan)
 
     def unwrap(self) -> nn.Module:
-        """Make the module what it was before ``ddp_compile``, and return it.
-
-        Parameters and gradients keep their values; nothing is reduced or compiled any more. Where an algorithm lets
-        parameters differ between the ranks, all ranks unwrap together, and parameters become the mean over them; states
-        of optimizers stay each rank's own. After a backward that raised in the middle of an iteration, gradients become
-        None: some had been averaged, and others had not.
-        """
+        """See `ddp_compile.unwrap`."""
         state = state_of(self)
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
@@ -315,26 +314,26 @@ class ReplicatedModule(nn.Module):
         state.parameters.release()
         delattr(self, STATE)
         self.__class__ = original_class(type(self))
-        # Last: where other ranks are gone, this raises.
+        # Last, since it raises if other ranks are gone.
         state.reducer.algorithm.detach(together=state.reducer.is_between_steps)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the module's own; the prefixes of DistributedDataParallel and torch.compile are taken off first.
+        """As the module's own, after removing the prefixes that DistributedDataParallel and torch.compile add.
 
         Raises:
-            ValueError: ``assign=True``, which would replace the parameters that are being reduced.
+            ValueError: ``assign=True``, which would replace the parameters that are reduced.
         """
         if kwargs.get("assign", False) or True in args[1:2]:
             raise ValueError(
-                "load_state_dict(assign=True) would put new parameters in the place of those ddp_compile reduces;"
+                "load_state_dict(assign=True) would replace the parameters that ddp_compile reduces with new ones;"
                 " load before ddp_compile(module), or with assign=False"
             )
         state_of(self).reducer.algorithm.before_load()
-        return super().load_state_dict(without_wrapper_prefixes(state_dict, self), *args, **kwargs)
+        return super().load_state_dict(_without_prefixes(state_dict, self), *args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
-        # DataParallel calls it for each of its devices, in threads.
+        # Called by DataParallel for each of its devices.
         raise ReplicationError(
             "DataParallel cannot copy a module that ddp_compile has replicated; start one process for each device, with"
             " torchrun, and train the module without DataParallel"
@@ -346,16 +345,16 @@ class ReplicatedModule(nn.Module):
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The reduction of later protocols names the class of the object at hand, which is not the plain one.
+        # Later protocols would name the class of this object instead of the plain one.
         return _plain_shell(self).__reduce_ex__(1)
 
 
-# Not a base class: its metaclass could conflict with that of a user's module.
+# Not a base class, since its metaclass could conflict with that of a user's module.
 Joinable.register(ReplicatedModule)
 
 
 def original_class(replicated: Any) -> Any:
-    """The user's class that a replicated one was made of."""
+    """The user's class from which a replicated one was made."""
     return replicated._ddp_compile_original
 
 
@@ -367,5 +366,32 @@ def state_of(module: nn.Module) -> ReplicateState:
 def _plain_shell(module: nn.Module) -> nn.Module:
     """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
     shell: nn.Module = object.__new__(original_class(type(module)))
-    shell.__dict__.update({name: bound_to(shell, module, v) for name, v in module.__dict__.items() if name != STATE})
+    for name, value in module.__dict__.items():
+        if name != STATE:
+            # Bound methods, as Accelerate wraps ``forward``, would lead a copy back to the module.
+            is_bound = isinstance(value, MethodType) and value.__self__ is module
+            shell.__dict__[name] = MethodType(value.__func__, shell) if is_bound else value
     return shell
+
+
+def _without_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """The same entries under the module's own names, if all of them have prefixes that wrappers add."""
+    if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
+        return state_dict  # torch raises
+    own = module.state_dict().keys()
+    stripped: Any = OrderedDict(state_dict)
+    # Version numbers of the modules that wrote the entries, by which modules migrate old ones.
+    metadata = getattr(state_dict, "_metadata", None)
+    while stripped and own.isdisjoint(stripped):
+        prefix = next((p for p in ("module", "_orig_mod") if all(key.startswith(f"{p}.") for key in stripped)), None)
+        if prefix is None:
+            break
+        stripped = OrderedDict((key.removeprefix(f"{prefix}."), value) for key, value in stripped.items())
+        if metadata is not None:
+            below = {key: value for key, value in metadata.items() if key.split(".")[0] == prefix}
+            metadata = OrderedDict((key.removeprefix(prefix).lstrip("."), value) for key, value in below.items())
+    if own.isdisjoint(stripped):
+        return state_dict  # of another module: the error shall have the names of the checkpoint
+    if metadata is not None:
+        stripped._metadata = metadata
+    return stripped

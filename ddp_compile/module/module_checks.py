@@ -1,8 +1,9 @@
-"""What ``ddp_compile`` is given, checked before anything is changed."""
+"""Checks of the module, its devices and its ranks, before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,12 @@ from ddp_compile.validation.wrappers import refuse_wrappers_inside
 
 
 def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
-    """Refuse what cannot be replicated, by name.
+    """Refuse a module that cannot be replicated.
 
     Raises:
         TypeError: Not a module.
-        ReplicationError: Wrapped already, nothing to train, on the meta device, lazy, or with a method of a name of
-            ours.
+        ReplicationError: It is wrapped, lazy or on the meta device, has nothing to train, or a method with one of our
+            names.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
@@ -45,14 +46,16 @@ def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
 
 
 def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dist.ProcessGroup) -> None:
-    """Refuse tensors that the process group cannot send, and devices for which the reducer was not written.
+    """Refuse tensors that the process group cannot send or average, and devices that the reducer does not support.
 
-    Autograd has a thread for each accelerator, and another one for the CPU. The reducer counts gradients without a
-    lock, so all of them have to come on one thread, which means from one device.
+    Autograd has a thread for each accelerator, and one for the CPU. The reducer counts gradients without a lock, so all
+    of them have to come on one thread, which means from one device.
 
     Raises:
-        ReplicationError: Names the device, and the first tensor on it that would be sent.
+        ReplicationError: Names the device and the first tensor on it that would be sent, or a DTensor that is sharded
+            over the ranks to average over.
     """
+    _refuse_sharded_over_replicas(module, config.parameters_to_ignore | names_sharded(module), process_group)
     reduced: dict[torch.device, str] = {}
     for name, parameter in reduced_parameters(module, config.parameters_to_ignore | names_sharded(module)).items():
         reduced.setdefault(parameter.device, name)
@@ -81,8 +84,28 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
             )
 
 
+def _refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], process_group: dist.ProcessGroup) -> None:
+    """Refuse DTensors that are sharded over the ranks to average over: each of these has another part of the tensor."""
+    averaged = dist.get_process_group_ranks(process_group)
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if name in ignored or not torch_internals.is_dtensor(tensor):
+            continue
+        mesh = tensor.device_mesh
+        ranks = mesh.mesh.flatten().tolist()
+        if len(set(ranks) & set(averaged)) <= 1:
+            continue
+        names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+        raise ReplicationError(
+            f"{this_rank()}: {name} is a DTensor with {', '.join(map(str, tensor.placements))} over ranks"
+            f" {ranks}{names}, and ranks {averaged} are to be averaged, so different parts of it would be. Make a mesh"
+            " of two dimensions, mesh = init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp', 'tp')); shard"
+            " over one, parallelize_module(model, mesh['tp'], ...); and average over the other, ddp_compile(model,"
+            " device_mesh=mesh['dp'])"
+        )
+
+
 def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are sent between ranks, by name, except those that FSDP2 sends itself."""
+    """The tensors that are sent between ranks, by name, without those that FSDP2 sends itself."""
     not_sent = config.parameters_to_ignore | names_sharded(module)
     yield from reduced_parameters(module, not_sent).items()
     if config.init_sync:
@@ -92,7 +115,7 @@ def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Ten
 
 
 def names_to_ignore(names: Iterable[str]) -> frozenset[str]:
-    """The names as a set; one string, which would be taken for its letters, is refused with a TypeError."""
+    """The names as a set. Raises a TypeError for one string, which would be taken for its letters."""
     if isinstance(names, str):
         raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
     return frozenset(names)
@@ -128,14 +151,12 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bo
 
 
 def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """The ranks to reduce over.
+    """The ranks to average over.
 
     Raises:
-        ReplicationError: Both were given, a mesh of more than one dimension, a group without this rank, or no process
-            group has been initialised.
+        ReplicationError: The mesh has more than one dimension, this rank is not in the group, or no process group has
+            been initialised.
     """
-    if process_group is not None and device_mesh is not None:
-        raise ReplicationError("process_group and device_mesh exclude each other; pass one of them")
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
             raise ReplicationError(

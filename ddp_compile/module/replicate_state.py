@@ -1,10 +1,10 @@
-"""What a replicated module carries beside its own attributes: plan, reducer and compiled calls."""
+"""What a replicated module carries: plan, reducer, compiled calls and features."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from ddp_compile.compile.graph_compiler import GraphCompiler
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import MissingGradientError, ReplicationError, this_rank
-from ddp_compile.features.algorithm_switch import AlgorithmSwitch, refuse_objection, refuse_settings
+from ddp_compile.features.algorithm_switch import refuse_objection
+from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
 from ddp_compile.features.delayed_all_reduce import DelayedAllReduce
 from ddp_compile.features.optimizer_in_backward import OptimizersInBackward
 from ddp_compile.features.regions import CompiledRegions, find_inner, find_regions, region_of_parameters
@@ -27,7 +28,7 @@ from ddp_compile.features.replicated_buffers import ReplicatedBuffers
 from ddp_compile.features.sharded_submodules import ShardedSubmodules, sharded_submodules
 from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
-from ddp_compile.module import overlap_warnings
+from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
@@ -39,7 +40,6 @@ from ddp_compile.runtime.reducer import Reducer
 from ddp_compile.torch_internals import GraphBreaks
 from ddp_compile.validation.description import describe_gradients, describe_module
 from ddp_compile.validation.replicated_parameters import ReplicatedParameters
-from ddp_compile.validation.sharded_tensors import refuse_sharded_over_replicas
 from ddp_compile.validation.wrappers import refuse_wrapper_around
 
 log = logging.getLogger(__name__)
@@ -64,66 +64,56 @@ class ReplicateState:
         algorithm_config: AlgorithmConfig,
         compile_settings: CompileSettings,
     ) -> None:
-        regions = find_regions(module, config.regions, process_group.rank())
-        sharded = sharded_submodules(module)
+        regions, sharded = find_regions(module, config.regions), sharded_submodules(module)
         if sharded:
-            # FSDP2 may send over the group as well, at places between our launches that are not certain.
+            # FSDP2 may send over the group as well, between our launches, in an order that is not certain.
             ranks = dist.get_process_group_ranks(process_group)
             process_group = group_of(ranks, process_group, next(module.parameters()).device)
-        self.process_group = process_group
-        self.config = config
+        self.process_group, self.config = process_group, config
         self.requires_sync = True
-        self._is_generating = self._is_training = False  # ``generate``, or a forward with gradients, is under way
-        # All forwards; calls with gradients; these, and forwards announced by `prepare_for_backward_of`.
-        self._num_forwards = self._num_called = self._num_with_gradients = 0
+        self._is_generating = self._is_training = False  # inside ``generate``, or a forward with gradients
+        self._was_called = False  # with gradients
+        # The second counter includes forwards that `prepare_for_backward_of` announces.
+        self._num_forwards = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
-        self.parameters = ReplicatedParameters(module, not_reduced)
-        refuse_sharded_over_replicas(module, not_reduced, process_group)
-        delayed = {id(parameter) for parameter in config.delayed.named.values()}
-        reduced = {name: p for name, p in self.parameters.named.items() if id(p) not in delayed}
-        parameters = list(reduced.values())
-        self.device = parameters[0].device
-        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph, process_group.rank())
+        self._select_parameters(module, not_reduced)
+        self.compiler = GraphCompiler(compile_settings.inner, compile_settings.fullgraph)
         in_backward = not regions and launches_in_backward(config.split, self.compiler)
         algorithm = build_algorithm(algorithm_config, process_group)
         self.sharded = ShardedSubmodules(sharded, process_group, self.device)
-        self._agree(module, algorithm, in_backward, not_reduced, algorithm.objection(reduced), regions)
+        self._agree(module, algorithm, in_backward, not_reduced, regions)
         self.monitor = DesyncMonitor(process_group, self.device, type(module).__name__)
         self.buffers = ReplicatedBuffers(
             module, config.parameters_to_ignore, config.broadcast_buffers, process_group, self.monitor
         )
-        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
+        self.optimizers = OptimizersInBackward(self.reduced)
+        self.uneven_inputs = UnevenInputs(self)
+        gradients = describe_gradients(module, self.reduced)
+        refuse_gradients(algorithm, gradients)
+        refuse_pairs(in_force(self, algorithm))
         if config.init_sync:
             broadcast_all([*self._all_parameters, *self.buffers.tensors().values()], process_group)
-        gradients = describe_gradients(module, reduced)
-        refuse_gradients(algorithm, gradients, process_group.rank())
-        refuse_settings(algorithm, config, self.buffers, bool(sharded), process_group)
-        algorithm.attach(parameters)
+        algorithm.attach(list(self.reduced.values()))
         self.sharded.attach(broadcast=config.init_sync)
-        region_of = region_of_parameters(list(reduced), regions)
-        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
-        ordinal = next_reducer_ordinal()
-        numbers = {id(p): i for i, p in enumerate(parameters)}
-        # What is not sent need not move, and where somebody may add to a gradient it must not.
-        moves = config.static_graph and config.gradient_as_bucket_view and process_group.size() > 1
-        self.backend = TrainingBackend(self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves)
-        self._evaluation_backend = EvaluationBackend(self.compiler)
-        self.optimizers = OptimizersInBackward(reduced)
         self.delayed = DelayedAllReduce(config.delayed, process_group)
-        self.breaks = GraphBreaks()
-        self._compile_calls(module, compile_settings, bool(regions))
-        self.reducer = self._make_reducer(parameters, algorithm, in_backward)
-        self.algorithms = AlgorithmSwitch(
-            self.reducer, gradients, reduced, config, self.buffers, bool(sharded), process_group
-        )
-        self.uneven_inputs = UnevenInputs(
-            process_group, self.device, self.reducer, self._shadow_buffers, self._broadcast_model
-        )
-        register_receiver(ordinal, self.reducer.receiver)
+        region_of = region_of_parameters(list(self.reduced), regions)
+        self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
+        self._compile_calls(module, compile_settings, in_backward, bool(regions))
+        self.reducer = self._make_reducer(algorithm, in_backward)
+        register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
+
+    def _select_parameters(self, module: nn.Module, not_reduced: Container[str]) -> None:
+        self._all_parameters = [p for name, p in module.named_parameters() if name not in not_reduced]
+        self.parameters = ReplicatedParameters(module, not_reduced)
+        delayed = {id(parameter) for parameter in self.config.delayed.named.values()}
+        self.reduced: Mapping[str, nn.Parameter] = {
+            name: p for name, p in self.parameters.named.items() if id(p) not in delayed
+        }
+        self.device = next(iter(self.reduced.values())).device
 
     def _agree(
         self,
@@ -131,14 +121,14 @@ class ReplicateState:
         algorithm: CommAlgorithm,
         in_backward: bool,
         not_reduced: Container[str],
-        objection: str,
         regions: Iterable[str],
     ) -> None:
         """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
+        objection = algorithm.objection(self.reduced)
         description = [
             f"algorithm={algorithm.name}",
-            f"what the algorithm has against the parameters={objection or 'nothing'}",
+            f"objection of the algorithm to the parameters={objection or 'none'}",
             f"parameters that another replicated module reduces={shared}",
             f"parameters whose all-reduce is delayed={', '.join(self.config.delayed.named) or 'none'}",
             f"the parameter whose gradient they are delayed until={self.config.delayed.trigger_name or 'none'}",
@@ -147,10 +137,10 @@ class ReplicateState:
             *self.sharded.describe(),
         ]
         verify_modules_agree(description, self.process_group, self.device)
-        refuse_objection(objection, self.process_group.rank())
-        self.parameters.refuse_shared(self.process_group.rank())
+        refuse_objection(objection)
+        self.parameters.refuse_shared()
 
-    def _make_reducer(self, parameters: Sequence[nn.Parameter], algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
+    def _make_reducer(self, algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
         settings = ReducerSettings(
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
             lazy_bucket_allocation=self.config.lazy_bucket_allocation,
@@ -164,13 +154,22 @@ class ReplicateState:
             on_reduced=self.optimizers.step,
             on_plan_sealed=self._warn_without_overlap,
         )
-        return Reducer(parameters, self.builder, self.process_group, settings)
+        return Reducer(list(self.reduced.values()), self.builder, self.process_group, settings)
 
-    def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings, by_regions: bool) -> None:
-        state = weakref.ref(self)
-        call = torch_internals.traced_call_of(
-            type(module), _await_parameters_of(state), None if by_regions else _compile_inside_of(state)
+    def _compile_calls(
+        self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
+    ) -> None:
+        config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
+        # Gradients that are not sent need not move, and those that may be added to must not.
+        moves = config.static_graph and config.gradient_as_bucket_view and self.process_group.size() > 1
+        ordinal = next_reducer_ordinal()
+        self.backend: TrainingBackend = TrainingBackend(
+            self.compiler, self.builder, numbers, config.split, in_backward, ordinal, moves
         )
+        self._evaluation_backend = EvaluationBackend(self.compiler)
+        self.breaks = GraphBreaks()
+        inside = None if by_regions else _while_alive(self.compile_inside)
+        call = torch_internals.traced_call_of(type(module), _while_alive(self.await_parameters), inside)
         self.backend.root = call
         self._call_eagerly = self._call_training = self._call_evaluation = call
         if by_regions:
@@ -180,8 +179,12 @@ class ReplicateState:
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
 
+    def refuse_if_excluded(self, feature: Feature, said: str) -> None:
+        """Refuse a feature that is to be switched on, if one that is in force excludes it; ``said`` names it."""
+        refuse_if_excluded(feature, said, in_force(self, self.reducer.algorithm))
+
     def compile_inside(self, module: nn.Module) -> None:
-        """A graph break has left the module's own code to Python: compile the blocks that it calls by themselves.
+        """After a graph break has left the module's own code to Python: compile the blocks that it calls by themselves.
 
         A block that Dynamo still inlines into a graph of the surrounding code stays part of that graph.
         """
@@ -200,7 +203,7 @@ class ReplicateState:
         self.breaks.note_block()
 
     def describe(self) -> str:
-        """The settings by which to tell that a printed module is replicated."""
+        """The settings that are printed with the module."""
         backend = getattr(self.compiler.inner, "compiler_name", self.compiler.inner)
         return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
 
@@ -222,7 +225,7 @@ class ReplicateState:
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
             return outputs
-        self._num_called += 1
+        self._was_called = True
         self._refuse_distributed_autograd()
         self.reducer.refuse_capture("a forward of a replicated module with gradients")
         source = self.uneven_inputs.forward_begins(module, self.requires_sync)
@@ -230,30 +233,30 @@ class ReplicateState:
         num_graphs = self._num_graphs
         outputs = self._call_with_gradients(module, args, kwargs, kind, source)
         if self._num_graphs != num_graphs:
-            # Dynamo has noticed something new, perhaps the dtype of a parameter, between two looks at them.
+            # Perhaps a parameter has changed, its dtype for example, since they were last checked.
             self._refuse_changes(module)
         if self.requires_sync:
             self.reducer.await_at_the_end(self.buffers.after_forward())
             self.reducer.search_unused_parameters(outputs)
-        # A forward in evaluation mode may be one for which somebody has forgotten no_grad.
+        # A forward in evaluation mode may be one where no_grad was forgotten.
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
 
     def await_parameters(self) -> None:
-        """Parameters are about to be read: return when they are complete."""
+        """Return when all parameters are complete."""
         self.reducer.algorithm.await_parameters()
 
     @property
     def evaluates_eagerly(self) -> bool:
-        """Whether a forward without gradients, if it came now, would not be compiled."""
+        """Whether a forward without gradients would run uncompiled now."""
         if self._is_training or torch_internals.is_inside_backward():
-            return False  # of a part of the module, in a reentrant checkpoint: it is to compute what training computes
+            return False  # in a reentrant checkpoint, which has to compute what training computes
         wanted = self.config.compile_evaluation
         return self._is_generating if wanted == "auto" else not wanted
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Around the module's method ``generate``, whose forwards are sequences that grow."""
+        """The module's method ``generate`` runs, whose forwards get longer and longer sequences."""
         before, self._is_generating = self._is_generating, True
         try:
             yield
@@ -267,7 +270,7 @@ class ReplicateState:
         number, number_whole = runs.number, runs.number_whole
         is_one_graph = False
         try:
-            # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
+            # In evaluation mode too, as in DistributedDataParallel: ranks may be in different modes.
             if self.requires_sync:
                 self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
             self._is_training = True
@@ -284,22 +287,22 @@ class ReplicateState:
     def _refuse_distributed_autograd(self) -> None:
         if self.requires_sync and torch_internals.inside_distributed_autograd():
             raise ReplicationError(
-                f"{this_rank()}: a forward inside torch.distributed.autograd.context(), whose"
-                " backward leaves its gradients in the context, where they are not averaged. Leave the context and call"
-                " loss.backward(), or call the module inside model.no_sync() and average what get_gradients() returns"
-                " yourself; DistributedDataParallel averages it"
+                f"{this_rank()}: a forward inside torch.distributed.autograd.context(), whose backward leaves its"
+                " gradients in the context, where they are not averaged. Leave the context and call loss.backward(), or"
+                " call the module inside model.no_sync() and average what get_gradients() returns yourself;"
+                " DistributedDataParallel averages it"
             )
 
     def _refuse_wrapper_around(self, module: nn.Module) -> None:
         self._num_forwards += 1
         ddp = torch_internals.active_ddp()
         if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
-            refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
+            refuse_wrapper_around(module, self.parameters.named)
             self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
         if self._num_with_gradients == 0:
-            self.delayed.refuse_optimizers_in_backward()
+            refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied meanwhile
             self.optimizers.adopt()
         self._num_with_gradients += 1
         if is_agreement_point(self._num_with_gradients):
@@ -311,30 +314,35 @@ class ReplicateState:
             raise
 
     def broadcast_buffers(self, before: str) -> None:
-        """Give all ranks the same buffers before what does not call the module with gradients; together, by all ranks.
+        """Give all ranks the same buffers before something other than a forward with gradients; call it on all ranks.
 
         Args:
-            before: What it is, "validation" for example.
+            before: A name for that, such as "validation".
         """
         self.reducer.await_at_the_end(self.buffers.before_forward(before, source=0))
 
     def prepare_for_backward_of(self, module: nn.Module, loss: Any) -> None:
-        """Before a backward behind no call of the module: get ready for its gradients, as a forward does.
+        """Get ready for a backward as a forward does, if the module was not called for it.
 
         Args:
             module: The module.
-            loss: What is differentiated.
+            loss: The tensor whose backward comes.
         """
         self._prepare_for_backward(module)
         if self.requires_sync:
             self.reducer.search_unused_parameters(loss)
 
     def _refuse_changes(self, module: nn.Module) -> None:
-        self.parameters.refuse_changes(self.process_group.rank(), module)
+        self.parameters.refuse_changes(module)
 
     @property
     def _num_graphs(self) -> int:
         return len(self.backend.reports) + self._evaluation_backend.num_graphs + self.regions.num_graphs
+
+    @property
+    def _blocks_have_graphs(self) -> bool:
+        # A reentrant checkpoint calls blocks without gradients first.
+        return self.regions.num_training_graphs > 0 or (self.regions.num_graphs > 0 and not self.backend.reports)
 
     def _kind_of_forward(self, module: nn.Module) -> str:
         if not torch.is_grad_enabled():
@@ -342,49 +350,42 @@ class ReplicateState:
         kind = "training forward" if module.training else "forward with gradients in evaluation mode"
         return kind if self.requires_sync else f"{kind} in no_sync"
 
-    def _broadcast_model(self, source: int) -> None:
-        """Give every rank the parameters of one rank in the group, and its buffers where they are broadcast at all."""
+    def broadcast_model(self, source: int) -> None:
+        """Give every rank the parameters of one rank in the group, and its buffers if buffers are broadcast."""
         broadcast_all([*self._all_parameters, *self.buffers.synchronised()], self.process_group, source)
 
-    def _shadow_buffers(self, source: int) -> None:
-        """Take part in what the others do with buffers, on a rank that has no input left."""
+    def shadow_buffers(self, source: int) -> None:
+        """On a rank that has no input left: take part in what the others do with buffers."""
         self.reducer.await_at_the_end(self.buffers.before_forward("shadow of a forward", source))
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
     def _warn_without_overlap(self, plan: BucketPlan) -> None:
-        rank = self.process_group.rank()
+        warning = None
         if not self._num_with_gradients:
             if not self.monitor.is_paused:  # inside ``Join``, without any input
-                log.warning("%s", overlap_warnings.not_called(rank))
-        elif not self._num_called:
+                warning = explanation.not_called()
+        elif not self._was_called:
             return  # the caller of `prepare_for_backward_of` decides what is compiled
         elif not self._num_graphs:
-            log.warning("%s", overlap_warnings.nothing_compiled(rank, self.breaks))
-        elif self.breaks and self.regions.num_training_graphs:
-            blocks = self.regions.explain(compiled_only=True)
-            log.warning("%s", overlap_warnings.compiled_in_blocks(rank, blocks, self.breaks))
+            warning = explanation.nothing_compiled(self.breaks)
+        elif self.breaks and self._blocks_have_graphs:
+            warning = explanation.compiled_in_blocks(self.regions.explain(compiled_only=True), self.breaks)
         # Each region's backward brings its gradients by itself, however many regions there are.
         elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
-            at_once = overlap_warnings.all_at_once(rank, plan, self.config.caps_bytes[-1], self.backend.reports)
-            if at_once is not None:
-                log.warning("%s", at_once)
+            warning = explanation.all_at_once(plan, self.config.caps_bytes[-1], self.backend.reports)
+        if warning is not None:
+            log.warning("%s", warning)
 
 
-def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
-    # Dynamo keeps the function that calls this for good.
-    def await_parameters() -> None:
-        if (alive := state()) is not None:
-            alive.await_parameters()
+def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """The same for Dynamo, which would keep a bound method, and its object, for good."""
+    reference = weakref.WeakMethod(method)
 
-    return await_parameters
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
 
-
-def _compile_inside_of(state: weakref.ref[ReplicateState]) -> Callable[[nn.Module], None]:
-    def compile_inside(module: nn.Module) -> None:
-        if (alive := state()) is not None:
-            alive.compile_inside(module)
-
-    return compile_inside
+    return call
 
 
 def _nothing() -> None:

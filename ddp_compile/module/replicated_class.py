@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +15,31 @@ from torch import nn
 from ddp_compile.algorithms import AlgorithmConfig
 from ddp_compile.compile.settings import CompileSettings
 from ddp_compile.config import ReplicateConfig
-from ddp_compile.module.ddp_attributes import OwnAttribute, attributes_for
+from ddp_compile.errors import this_rank
 from ddp_compile.module.mixin import STATE, ReplicatedModule, state_of
 from ddp_compile.module.replicate_state import ReplicateState
+from ddp_compile.validation.wrappers import adapters_after_replication
 
 log = logging.getLogger(__name__)
 
-#: Methods that are functions of the package as well, so that a module keeps its own of the same name.
+#: Methods that are also functions of the package; a module keeps its own of the same name.
 ALSO_FUNCTIONS = ("no_sync", "explain", "unwrap")
+
+#: Attributes of DistributedDataParallel that other code reads off a model.
+_ATTRIBUTES: Mapping[str, Callable[[ReplicateState], Any]] = {
+    "process_group": lambda state: state.process_group,
+    "device_mesh": lambda state: state.config.device_mesh,
+    "device": lambda state: state.device,
+    "device_type": lambda state: state.device.type,
+    "parameters_to_ignore": lambda state: {*state.config.parameters_to_ignore, *state.config.delayed.named},
+    "bucket_bytes_cap": lambda state: state.config.caps_bytes[-1],
+    "bucket_bytes_cap_list": lambda state: list(state.config.caps_bytes),
+    "gradient_as_bucket_view": lambda state: state.config.gradient_as_bucket_view,
+    "lazy_bucket_allocation": lambda state: state.config.lazy_bucket_allocation,
+    "find_unused_parameters": lambda state: state.config.find_unused_parameters,
+    "skip_all_reduce_unused_params": lambda state: state.config.skip_all_reduce_unused_params,
+    "static_graph": lambda state: state.config.static_graph,
+}
 
 
 def replicate(
@@ -40,8 +57,8 @@ def replicate(
     module.__class__ = replicated
     for name in kept:
         log.warning(
-            "rank %d: model.%s stays what %s has under that name; write ddp_compile.%s(model) for that of ddp_compile",
-            process_group.rank(),
+            "%s: model.%s stays what %s has under that name; write ddp_compile.%s(model) for that of ddp_compile",
+            this_rank(),
             name,
             original.__name__,
             name,
@@ -49,13 +66,13 @@ def replicate(
 
 
 def names_taken() -> list[str]:
-    """The names that a module to be replicated must not have itself."""
+    """The names that a module to be replicated must not define."""
     ours = (name for name in vars(ReplicatedModule) if not name.startswith("_") and name not in vars(nn.Module))
     return [name for name in ours if name not in ALSO_FUNCTIONS]
 
 
 def defines(module: nn.Module, name: str) -> bool:
-    """Whether the module has the name itself; a catch-all ``__getattr__`` does not count."""
+    """Whether the module defines the name; a catch-all ``__getattr__`` does not count."""
     if name in module._modules or name in module._parameters or name in module._buffers:
         return True
     return inspect.getattr_static(module, name, None) is not None
@@ -63,34 +80,88 @@ def defines(module: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _replicated_class(original: Any, kept: tuple[str, ...]) -> type[nn.Module]:
-    # Libraries read these names off the class, and look modules up by them.
+    attributes = {name: OwnAttribute(name, original, _read_by(read)) for name, read in _ATTRIBUTES.items()}
+    added = {**attributes, _AdapterConfigs.NAME: _AdapterConfigs()}
+    # Libraries read the first three off the class, and look modules up by them.
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_ddp_compile_original": original,
-        # Not where they are defined: torch.compiler.disable imports Dynamo, which takes seconds.
+        # Here instead of where they are defined: torch.compiler.disable imports Dynamo, which takes seconds.
         "__call__": torch.compiler.disable(ReplicatedModule.__call__, reason="ddp_compile arms its reducer"),
         "finalize_backward": torch.compiler.disable(ReplicatedModule.finalize_backward, reason="ddp_compile waits"),
-        **attributes_for(original, state_of),
+        **{name: attribute for name, attribute in added.items() if not hasattr(original, name)},
         **{name: _kept(original, name) for name in kept},
         **_generate_of(original),
     }
     return type(original.__name__, (ReplicatedModule, original), names)
 
 
+class OwnAttribute:
+    """An attribute of a replicated class, to which an attribute that the module has or is given is preferred.
+
+    A ``__getattr__`` of the replicated class would do, but each read of a parameter or submodule would pass through it.
+
+    Args:
+        name: Its name.
+        original: The user's class.
+        otherwise: Gives the value for a module that has no such attribute.
+    """
+
+    def __init__(self, name: str, original: Any, otherwise: Callable[[nn.Module], Any]) -> None:
+        self._name = name
+        self._original = original
+        self._otherwise = otherwise
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        try:
+            return self._original.__getattr__(module, self._name)  # of torch, or the user's own
+        except AttributeError:
+            return self._otherwise(module)
+
+
+class _AdapterConfigs:
+    """``peft_config``, which PEFT sets on a module after putting adapters into it; an earlier one can be deleted.
+
+    Nothing else tells: PEFT freezes all reduced parameters, and calls the module's ``forward`` instead of the module.
+    """
+
+    NAME = "peft_config"
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        if self.NAME not in module.__dict__:
+            raise AttributeError(self.NAME)  # a ``__getattr__`` of the module is asked next
+        return module.__dict__[self.NAME]
+
+    def __set__(self, module: nn.Module, configs: object) -> None:
+        raise adapters_after_replication()
+
+    def __delete__(self, module: nn.Module) -> None:
+        if module.__dict__.pop(self.NAME, None) is None:
+            raise AttributeError(self.NAME)
+
+
+def _read_by(read: Callable[[ReplicateState], Any]) -> Callable[[nn.Module], Any]:
+    return lambda module: read(state_of(module))
+
+
 def _kept(original: Any, name: str) -> Any:
-    """What stands in the replicated class so that the module's own goes before ours."""
+    """The entry of the replicated class by which the module's own attribute goes before ours."""
     of_the_class = inspect.getattr_static(original, name, None)
     if of_the_class is not None:
         return of_the_class
-    # A submodule or an attribute of this one; another module of the class may have none.
+    # A submodule or an attribute of this module, which another module of the class may lack.
     ours: Callable[..., Any] = vars(ReplicatedModule)[name].__get__
     return OwnAttribute(name, original, ours)
 
 
 def _generate_of(original: Any) -> dict[str, Any]:
-    """The class's method ``generate``, as Transformers' language models have it, told from other evaluation."""
+    """A method ``generate`` of the class, as Transformers' language models have it, marked as generation."""
     generate = inspect.getattr_static(original, "generate", None)
     if not inspect.isfunction(generate):
         return {}

@@ -1,4 +1,4 @@
-"""The plan of one module while it is made: frame by frame, sealed, and with its tail packed anew once."""
+"""Builds the plan of one module: frame by frame, then sealed, then with its tail packed again once."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, 
 
 
 class _Place(NamedTuple):
-    """Where a bucket of a compiled frame stands.
+    """The place of a bucket of a compiled frame."""
 
-    Args:
-        frame: Ordinal of its frame.
-        position: Among the frame's buckets.
-        from_end: Buckets of frames from this one on, to the last bucket of the first frame.
-    """
-
-    frame: int
-    position: int
-    from_end: int
+    frame: int  # ordinal of the frame
+    position: int  # among the frame's buckets
+    from_end: int  # number of buckets from this one to the last one of the first frame
 
 
 class PlanBuilder:
@@ -32,8 +26,7 @@ class PlanBuilder:
         gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
         caps_bytes: Bucket capacities in bytes, see `plan_buckets`. Each frame starts with the first one.
         layout: See `BucketSpec`.
-        region_of: By parameter index the region that is compiled by itself, of those that are in one. Gradients of one
-            region come all at once, so buckets of the eager tail begin and end where regions do; see `pack`.
+        region_of: The region of each parameter that is in one, by index; see `pack`.
 
     Raises:
         ValueError: As `plan_buckets`.
@@ -58,23 +51,21 @@ class PlanBuilder:
         self._place_of: dict[int, _Place] = {}
 
     def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
-        """Take in one frame and say which buckets meet it.
+        """Add one frame; return every bucket with a parameter of the frame, in launch order.
+
+        Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterwards the sealed plan
+        decides.
 
         Args:
             ready_order: Indices of the frame's parameters in gradient-ready order.
-
-        Returns:
-            Every bucket that holds a parameter of the frame, in launch order. Until the plan is sealed, parameters that
-            no earlier frame has shown are packed here; later ones stay in the bucket that the sealed plan gives them.
         """
         if self.sealed is not None:
             indices = {self.sealed.bucket_of_parameter[i] for i in ready_order}
             return [self.sealed.buckets[index] for index in sorted(indices)]
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
-        # A frame compiled again brings nothing new and adds no frame, so compiling twice changes nothing.
-        if fresh:
+        if fresh:  # not if a frame is compiled again
             self._pack_frame(fresh)
-        # Only what meets the frame is looked at: a model may have a hundred frames of many small parameters.
+        # Without a loop over all buckets: a model may have a hundred frames of many small parameters.
         found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
         return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
 
@@ -88,34 +79,34 @@ class PlanBuilder:
             self._place_of.update((gradient.index, place) for gradient in bucket.gradients)
 
     def _index_of(self, place: _Place) -> int:
-        """What `propose` would number a bucket by now: every new frame goes before those that there are."""
+        """The index that `propose` would now give a bucket: every new frame goes before the earlier ones."""
         return self._num_buckets - place.from_end
 
     def propose(self) -> BucketPlan:
         """The plan as this rank sees it.
 
         The backward runs through the frames from the last to the first, so the last frame's buckets are launched first.
-        What no frame showed is the eager tail: reverse registration order, after all frames. If it contains regions,
-        which run between the frames, all buckets are in reverse registration order.
+        Parameters that no frame showed are the eager tail, in reverse registration order, after all frames. If it
+        contains regions, which run between the frames, all buckets are in reverse registration order.
         """
         tail = [gradient.index for gradient in reversed(self.gradients) if gradient.index not in self._place_of]
         parts = [*reversed(self._frames), *([bucket] for bucket in self._pack_tail(tail))]
         if self._frames and any(index in self.region_of for index in tail):
-            parts.sort(key=_first_registered, reverse=True)
+            parts.sort(key=lambda part: min(g.index for bucket in part for g in bucket.gradients), reverse=True)
         return BucketPlan(renumbered(bucket for part in parts for bucket in part))
 
     def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
-        """The sealed plan's next generation: the eager tail packed as its gradients came, each bucket in its place.
+        """The sealed plan's next generation, with the eager tail packed in the order in which its gradients arrived.
 
         Args:
-            arrival_order: Parameter numbers in the order of their gradients in one iteration.
+            arrival_order: Parameter indices in the order of their gradients in one iteration.
 
         Returns:
-            A plan with the same buckets for compiled frames, and buckets in the order of their last gradients.
-            Parameters that got no gradient come last.
+            A plan with the same buckets of compiled frames, and all buckets in the order of their last gradients.
+            Parameters without a gradient come last.
         """
         assert self.sealed is not None
-        # A dict keeps the place of a key that it has.
+        # A repeated key keeps its first place.
         order = dict.fromkeys([*arrival_order, *self.sealed.bucket_of_parameter])
         place = {index: i for i, index in enumerate(order)}
         compiled = [bucket for bucket in self.sealed.buckets if bucket.frame is not None]
@@ -125,18 +116,18 @@ class PlanBuilder:
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
 
     def _pack_tail(self, order: Sequence[int]) -> list[BucketSpec]:
-        """Buckets of these parameters, those of a region behind the first of them."""
+        """Buckets of these parameters; those of a region come together, at the place of the first of them."""
         begins: dict[int, int] = {}
         for place, index in enumerate(order):
             if index in self.region_of:
                 begins.setdefault(self.region_of[index], place)
-        # Sorting is stable: in a region they stay in the order given.
+        # Sorting is stable: parameters of a region keep their order.
         places = {index: begins.get(self.region_of.get(index, -1), place) for place, index in enumerate(order)}
         tail = [self.gradients[index] for index in sorted(order, key=places.__getitem__)]
         return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
 
     def lay_out_as(self, layout: Layout) -> None:
-        """Give every bucket another layout, those of a sealed plan as well; the gradients in it stay the same."""
+        """Give every bucket, those of a sealed plan too, another layout and the same gradients."""
         self.layout = layout
         self._frames = [[replace(bucket, layout=layout) for bucket in frame] for frame in self._frames]
         if self.sealed is not None:
@@ -144,10 +135,6 @@ class PlanBuilder:
             self.sealed = replace(self.sealed, buckets=buckets)
 
     def seal(self, plan: BucketPlan) -> None:
-        """Fix the plan all ranks agreed on; frames compiled from now on are cut at its boundaries."""
+        """Fix the plan that all ranks agreed on; frames that are compiled later are cut at its boundaries."""
         assert set(plan.bucket_of_parameter) == {gradient.index for gradient in self.gradients}
         self.sealed = plan
-
-
-def _first_registered(buckets: Sequence[BucketSpec]) -> int:
-    return min(gradient.index for bucket in buckets for gradient in bucket.gradients)

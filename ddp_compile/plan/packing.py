@@ -10,26 +10,21 @@ from typing import get_args
 
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, renumbered
 
-#: Dtype and device, of which a bucket holds one each.
+#: Dtype and device: those of all gradients of a bucket.
 _Kind = tuple[str, str]
 
 
 def plan_buckets(
     gradients: Iterable[GradientSpec],
     caps_bytes: int | Sequence[int],
-    *,
-    first_cap_bytes: int | None = None,
     layout: Layout = "padded",
-    generation: int = 0,
 ) -> BucketPlan:
     """Pack gradients into buckets in the order given, which should be the order in which they become ready.
 
     Args:
         gradients: The gradients in gradient-ready order.
-        caps_bytes: One capacity in bytes, or one for each bucket, the last of which holds for all further buckets.
-        first_cap_bytes: Capacity of the first bucket beside a single ``caps_bytes``; no larger than that is used.
+        caps_bytes: One capacity in bytes, or one for each bucket; the last one is for all further buckets.
         layout: See `BucketSpec`.
-        generation: See `BucketPlan`.
 
     Returns:
         A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are
@@ -42,10 +37,8 @@ def plan_buckets(
     capacities by itself) is ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
     caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
-    if first_cap_bytes is not None:
-        caps = (min(first_cap_bytes, caps[0]), *caps)
     check_caps(caps, layout)
-    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)), generation)
+    return BucketPlan(renumbered(pack(gradients, caps, layout, frame=None)))
 
 
 def check_caps(caps: Sequence[int], layout: Layout) -> None:
@@ -65,9 +58,9 @@ def pack(
     """Buckets of gradients in the order given.
 
     Args:
-        region_of: By parameter index the region that it belongs to; gradients of one region come all at once, and stand
-            behind each other. Where such a region is smaller than the capacity, a bucket takes it whole; where it is
-            not, no bucket has gradients of it and others.
+        region_of: The region of each parameter that is in one, by index. Gradients of a region become ready all at
+            once, and follow each other here. If a region is smaller than the capacity, a bucket takes all of it; if
+            not, no bucket mixes its gradients with others.
     """
     packing = _Packing(caps)
     for region, members in itertools.groupby(gradients, key=lambda gradient: region_of.get(gradient.index)):
@@ -81,7 +74,7 @@ def pack(
 
 @dataclass(slots=True)
 class _OpenBucket:
-    """A bucket that is being packed; ``last`` is the position of its latest gradient in the order given."""
+    """A bucket that is being packed; ``last`` is the position of its last gradient in the order given."""
 
     cap_bytes: int
     gradients: list[GradientSpec] = field(default_factory=list)
@@ -100,7 +93,7 @@ class _Packing:
         self._num_added = 0
 
     def add(self, gradient: GradientSpec) -> None:
-        """Put a gradient into the open bucket of its kind, which closes once it has reached its capacity."""
+        """Add a gradient to the open bucket of its kind, which closes when it has reached its capacity."""
         if gradient.is_sparse:
             self._closed.append(_OpenBucket(self._caps[-1], [gradient], last=self._num_added))
             self._num_added += 1
@@ -109,7 +102,7 @@ class _Packing:
         self._close_if_full(_kind(gradient))
 
     def add_region(self, members: Sequence[GradientSpec]) -> None:
-        """Add gradients that come all at once."""
+        """Add gradients that become ready all at once."""
         by_kind: dict[_Kind, list[GradientSpec]] = {}
         for gradient in members:
             if gradient.is_sparse:
@@ -119,7 +112,7 @@ class _Packing:
         for kind, gradients in by_kind.items():
             num_bytes = sum(gradient.num_bytes for gradient in gradients)
             if num_bytes >= self._cap_of(kind):
-                self._close(kind)  # what came before is not to wait for the region
+                self._close(kind)  # earlier gradients must not wait for the region
             is_small = num_bytes < self._cap_of(kind)
             for gradient in gradients:
                 if is_small:
@@ -132,7 +125,7 @@ class _Packing:
                 self._close(kind)
 
     def ordered(self) -> list[_OpenBucket]:
-        """All buckets, by when their last gradient is ready."""
+        """All buckets, in the order in which their last gradients are ready."""
         return sorted([*self._closed, *self._open.values()], key=lambda bucket: bucket.last)
 
     def _append(self, gradient: GradientSpec) -> None:
@@ -148,7 +141,7 @@ class _Packing:
         self._num_added += 1
 
     def _cap_of(self, kind: _Kind) -> int:
-        """Capacity of the open bucket, or of the next one."""
+        """Capacity of the open bucket; of the next one if none is open."""
         if kind in self._open:
             return self._open[kind].cap_bytes
         return self._caps[min(self._num_opened.get(kind, 0), len(self._caps) - 1)]

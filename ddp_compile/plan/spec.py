@@ -1,4 +1,4 @@
-"""Which gradients travel together, in which order: the one plan that graph cuts and the reducer both read.
+"""Which gradients are reduced together, in which order: the one plan that graph cuts and the reducer both read.
 
 Pure data and arithmetic: nothing here talks to another rank or touches a graph.
 """
@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from ddp_compile.errors import number_of
+
 Layout = Literal["padded", "ddp"]
 
 #: Every gradient of a padded bucket starts at a multiple of this many bytes: a whole number of 128-bit loads, and of
@@ -27,7 +29,7 @@ _JSON_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """One parameter's gradient as the plan sees it.
+    """One parameter's gradient in the plan.
 
     Args:
         index: Position among the parameters that are reduced, in registration order.
@@ -56,7 +58,7 @@ class BucketSpec:
 
     Args:
         index: Position in the plan, which is the launch order.
-        gradients: What the bucket holds.
+        gradients: The gradients in the bucket.
         cap_bytes: The capacity it was packed to. A bucket closes when it has reached its capacity, so it can be
             larger by less than its last gradient.
         frame: Ordinal of the compiled frame that the bucket belongs to; None for the eager tail.
@@ -110,7 +112,7 @@ class BucketPlan:
         generation: Counts the plans that a module has trained with; a new one is only installed between steps.
 
     Raises:
-        ValueError: A parameter stands in two buckets, or the buckets are not numbered by their places.
+        ValueError: A parameter is in two buckets, or the buckets are not numbered by their places.
     """
 
     buckets: tuple[BucketSpec, ...]
@@ -130,12 +132,12 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one backward sends into the all-reduces, padding included."""
+        """Bytes that one backward all-reduces, padding included."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits that are equal on all ranks and in all processes exactly where the plans are."""
+        """Sixteen hex digits that are equal, in all processes, if and only if the plans are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -160,8 +162,7 @@ class BucketPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: The text was written by another version of the format, or is not what `to_json` writes: says
-                what is missing, or wrong, and where.
+            ValueError: The text has another version of the format, or is malformed; says what is wrong or missing.
         """
         try:
             document = json.loads(text, object_pairs_hook=_object_of)
@@ -300,19 +301,3 @@ def _malformed(what: str) -> ValueError:
 
 def renumbered(buckets: Iterable[BucketSpec]) -> tuple[BucketSpec, ...]:
     return tuple(replace(bucket, index=i) for i, bucket in enumerate(buckets))
-
-
-def shorten_names(names: Sequence[str]) -> str:
-    """Names for a message: all of a few, or the ends of a long list."""
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
-
-
-def number_of(count: int, what: str) -> str:
-    """A count for a message: ``"1 bucket"``, ``"2 buckets"``."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def with_article(name: str) -> str:
-    """A name for a message, as it is spoken: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
-    vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
-    return f"{'an' if name[0] in vowels else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""The autograd engine: its passes, nodes and hooks."""
+"""The autograd engine: backward passes, nodes and hooks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def _skip_all() -> Any:
 
 
 def never_compile(function: Callable[..., Any]) -> None:
-    """Let Dynamo leave a function alone, and whatever it calls, where the engine calls it.
+    """Keep Dynamo from compiling a function that the engine calls, and everything that it calls.
 
-    In a training step that is compiled as a whole, Dynamo looks at every frame that runs, those of hooks included.
-    ``torch.compiler.disable`` would cost each call a wrapper.
+    In a training step that is compiled as a whole, Dynamo sees every frame that runs, those of hooks included.
+    ``torch.compiler.disable`` would add a wrapper to each call.
     """
     set_code_exec_strategy(getattr(function, "__func__", function).__code__, _skip_all())
 
 
 def current_graph_task_id() -> int:
-    """Identity of the backward pass this thread is in; a reentrant checkpoint opens passes inside passes. -1: none."""
+    """Number of the backward pass that this thread is in, the innermost one of reentrant checkpoints; -1 for none."""
     return torch._C._current_graph_task_id()
 
 
@@ -43,23 +43,23 @@ def is_inside_backward() -> bool:
 
 
 def post_accumulate_grad_hooks(parameter: Tensor) -> OrderedDict[int, Any]:
-    """The hooks of a parameter that has had one, by number, in the order in which they run: torch's own dict."""
+    """torch's own dict of a parameter's hooks, in the order in which they run; the parameter has had one."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     return hooks
 
 
 def with_hooks_of_others(hooks: Sequence[OrderedDict[int, Any]]) -> list[int]:
-    """Where somebody beside us has hooks, among those that `post_accumulate_grad_hooks` gave."""
+    """The positions at which others beside us have hooks, given the dicts of `post_accumulate_grad_hooks`."""
     if max(map(len, hooks), default=0) <= 1:
         return []
     return [place for place, present in enumerate(hooks) if len(present) > 1]
 
 
 def run_last(handle: Any) -> None:
-    """Let a hook of a node run after those that were registered later; not while the engine goes through them."""
+    """Let a hook of a node run after those that were registered later. Not to be called while the engine runs them."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and next(reversed(hooks)) != handle.id:
-        # Not move_to_end: torch reads the order of the dict underneath, which that leaves as it is.
+        # Not move_to_end: torch reads the order of the underlying dict, which that does not change.
         hooks[handle.id] = hooks.pop(handle.id)
 
 
@@ -67,7 +67,7 @@ _num_own_hooks = 0
 
 
 def register_own(register: Callable[[Any], RemovableHandle], hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook that `num_hooks_of_others` does not count, and Dynamo never compiles."""
+    """Register a hook that `num_hooks_of_others` does not count and that Dynamo never compiles."""
     global _num_own_hooks
     never_compile(hook)
     before = RemovableHandle.next_id
@@ -77,28 +77,28 @@ def register_own(register: Callable[[Any], RemovableHandle], hook: Callable[...,
 
 
 def num_hooks_of_others() -> int:
-    """How many hooks of any kind others have registered from Python so far; another number tells of new ones."""
+    """How many hooks of any kind others have registered from Python so far."""
     return RemovableHandle.next_id - _num_own_hooks
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """The autograd node that accumulates into a parameter's ``.grad``; it stays the same while somebody holds it."""
+    """The autograd node that accumulates into a parameter's ``.grad``; the same one for as long as it is referenced."""
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def are_going_to_run(nodes: Sequence[Any]) -> bool:
-    """Whether the backward pass that this thread is in will run all of these nodes.
+    """Whether the backward pass of this thread will run all of these nodes.
 
-    It will not where gradients are asked for by ``torch.autograd.grad`` or ``backward(inputs=...)``.
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` leave some out.
     """
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # torch gives no answer for a leaf whose gradient is to be returned
+    except RuntimeError:  # torch does not answer for a leaf whose gradient it will return
         return False
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether ``register_hook`` was called for a parameter, or somebody beside us awaits its ``.grad``."""
+    """Whether a parameter has a hook from ``register_hook``, or another post-accumulate hook than ours."""
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
@@ -108,19 +108,19 @@ def inside_distributed_autograd() -> bool:
         return False
     try:
         torch._C._distributed_autograd._current_context()
-    except RuntimeError:  # torch's way to say that there is none
+    except RuntimeError:  # there is none
         return False
     return True
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the innermost running backward pass has ended without an exception; never compiled."""
+    """Run ``callback`` when the innermost backward pass has ended without an exception; it is never compiled."""
     never_compile(callback)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def profiled_range(name: str) -> AbstractContextManager[Any]:
-    """A range of this name in the profiler's trace; free of cost while no profiler runs."""
+    """A range in the profiler's trace; costs nothing while no profiler runs."""
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
     return nullcontext()

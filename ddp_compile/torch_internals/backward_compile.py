@@ -1,4 +1,4 @@
-"""Compilation of backward graphs: changed before it, and eager where it fails."""
+"""Compilation of backward graphs: with edits, and with eager execution if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_compile.torch_internals.dynamo import InnerBackend, order_keeping_settings, right_donations
 
-#: Called with inductor's error and the backward graph it failed at; raises if that must not run eagerly.
+#: Called with inductor's error and the backward graph that it failed at; raises if the graph must not run eagerly.
 AcceptFailure = Callable[[Exception, fx.GraphModule], None]
 
 
@@ -23,23 +23,14 @@ def compile_with_eager_backward(
     inner: InnerBackend,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    accept_failure: AcceptFailure,
+    accept_failure: AcceptFailure | None,
 ) -> Callable[..., Any]:
-    """Compile a graph; where inductor fails to compile its backward, that runs eagerly.
+    """Compile a graph; if inductor fails to compile its backward and the failure is accepted, that runs eagerly.
 
-    AOTAutograd makes the backward graph with the forward one, and inductor compiles it when it is first needed: inside
-    of a backward pass. By then the forward has saved what this backward graph takes, so only that graph can go on.
-
-    Args:
-        inner: What `inner_backend` returned.
-        gm: The graph; the compiler may change it.
-        example_inputs: One entry for each placeholder.
-        accept_failure: Called with inductor's error and the backward graph; raises if that must not run eagerly.
-
-    Returns:
-        The compiled function.
+    AOTAutograd makes the backward graph with the forward one, and inductor compiles it in the first backward pass. By
+    then the forward has saved the inputs of this backward graph, so no other one could run.
     """
-    if not isinstance(inner, torch._TorchCompileInductorWrapper):
+    if accept_failure is None or not isinstance(inner, torch._TorchCompileInductorWrapper):
         return inner(gm, list(example_inputs))
     from torch._inductor.compile_fx import compile_fx
 
@@ -50,7 +41,7 @@ def compile_with_eager_backward(
 
 
 def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
-    """Inductor's compiler of one graph; a backward that it fails at, and that may run eagerly, is what runs."""
+    """Inductor's compiler of one graph; if it fails at a backward that may run eagerly, returns that backward."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -68,7 +59,7 @@ def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
 
 
 def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy, since inductor's passes rewrite the graph, without what is there to choose inductor's strides."""
+    """A copy, since inductor's passes rewrite the graph, without the operators that choose inductor's strides."""
     from torch._inductor import inductor_prims
 
     copied = copy.deepcopy(graph.graph)
@@ -81,8 +72,8 @@ def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
 def repeats_random_numbers(backward: fx.GraphModule) -> bool:
     """Whether one of inductor's backward graphs draws random numbers from the forward's seed.
 
-    The eager implementation of these operators ignores the seed (_inductor/inductor_prims.py of torch 2.13), so that a
-    dropout that a checkpoint computes again would drop others than the forward did.
+    The eager implementation of these operators ignores the seed (_inductor/inductor_prims.py of torch 2.13), so a
+    dropout that a checkpoint computes again would drop other elements than the forward did.
     """
     names = ("inductor_rand", "rngprims")
     return any(name in str(node.target) for node in backward.graph.nodes for name in names)
@@ -91,20 +82,18 @@ def repeats_random_numbers(backward: fx.GraphModule) -> bool:
 #: Compiles a backward graph for example inputs.
 CompileBackward = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-
-#: Changes a graph in place; returns it, the number of nodes that it has changed, and nothing that it has declined.
+#: A pass that declines nothing.
 BackwardPass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, int, tuple[()]]]
 
 
 class GraphEdit(NamedTuple):
-    """A change to the two graphs that AOTAutograd makes of one, before they are compiled; not where a cache has them.
+    """A change to AOTAutograd's forward and backward graphs before they are compiled, unless a cache has them.
 
     Args:
-        backward: Called with the backward graph, and with passes that the compiler needs behind the others.
+        backward: Called with the backward graph, and with passes that the compiler needs after all others.
         cache_key: Different for edits that make different graphs, the same in every process for the same edit.
-        compile_edited: Calls a compiler that may not know what stands in an edited backward, as inductor does.
-        forward: Called with the forward graph, unless it is None. Compilers that may not know what stands in it then,
-            see `edits_forwards`, are to be given none.
+        compile_edited: Calls a compiler that may not know the operators in an edited backward; inductor does.
+        forward: Called with the forward graph; only for compilers of which `edits_forwards` is true.
     """
 
     backward: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
@@ -118,14 +107,14 @@ EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., 
 
 
 def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
-    """A backend that compiles as ``inner`` does and edits backward graphs; None for one that is not known to make any.
+    """A backend that compiles as ``inner`` does and edits graphs; None if ``inner`` is not known to use AOTAutograd.
 
-    Known are inductor, ``compile_fx`` itself or with an ``inner_compile`` of the user's, ``aot_eager``, and what
-    ``torch._dynamo.backends.common.aot_autograd`` returned.
+    Known are inductor, ``compile_fx`` itself or with the user's ``inner_compile``, ``aot_eager``, and results of
+    ``torch._dynamo.backends.common.aot_autograd``.
 
     Args:
-        inner: What `inner_backend` returned.
-        accept_failure: As for `compile_with_eager_backward`; None raises what inductor raises.
+        inner: The result of `inner_backend`.
+        accept_failure: As for `compile_with_eager_backward`; None raises inductor's errors.
 
     Raises:
         ValueError: The backend's ``inner_compile`` is not callable.
@@ -159,7 +148,7 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
 
 
 def edits_forwards(inner: InnerBackend) -> bool:
-    """Whether the editing backend of ``inner`` is known to compile forwards with operators of ours in them."""
+    """Whether the editing backend of ``inner`` is known to compile forwards with our operators in them."""
     from torch._dynamo.backends import debugging
 
     compiler = getattr(inner, "compiler_fn", None)
@@ -203,8 +192,6 @@ def _compile_with_aot_eager(
 
 
 def _edited_always(compile_backward: CompileBackward, edit: GraphEdit) -> CompileBackward:
-    """A compiler of backwards that edits them first."""
-
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         edit.backward(gm, ())
         return edit.compile_edited(compile_backward, gm, inputs)
@@ -213,8 +200,6 @@ def _edited_always(compile_backward: CompileBackward, edit: GraphEdit) -> Compil
 
 
 def _edited(inner_compile: Callable[..., Any], edit: GraphEdit) -> Callable[..., Any]:
-    """Inductor's compiler of one graph, with the edit before it."""
-
     def compile_graph(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("is_backward"):
             edit.backward(gm, [return_what_operators_write_pass])
@@ -226,10 +211,10 @@ def _edited(inner_compile: Callable[..., Any], edit: GraphEdit) -> Callable[...,
 
 
 def return_what_operators_write_pass(gm: fx.GraphModule, ctx: object) -> tuple[fx.GraphModule, int, tuple[()]]:
-    """Let operators that are said to write into outputs of the graph be given those very tensors.
+    """Let operators that are declared to write into outputs of the graph get the returned tensors themselves.
 
-    Inductor computes in strides of its own choice, convolutions in channels_last for example, and makes a copy of what
-    it returns if the graph says other strides. The copy comes at the end, after the operator.
+    Inductor chooses strides, channels_last for convolutions for example, and at the end of the graph copies an output
+    to the strides that the graph declares. The operator would see the tensor before the copy.
     """
     from torch._inductor import inductor_prims
 
@@ -258,10 +243,10 @@ def _writes_into(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _with_cache_key(theirs: Any, key: str) -> Any:
-    """Passes that do what the user's do, and let inductor's caches and AOTAutograd's tell edits apart.
+    """The user's passes, with a key by which the caches of inductor and AOTAutograd tell edits apart.
 
-    A key on the backward graph alone would not do: AOTAutograd's cache is asked before there is one, and would return
-    the backward that plain torch.compile made of the same model (seen).
+    A key in the backward graph would not do: AOTAutograd's cache is asked before there is one, and would return the
+    backward that plain torch.compile made of the same model (seen).
     """
     from torch._inductor import custom_graph_pass
 
@@ -273,11 +258,11 @@ def _with_cache_key(theirs: Any, key: str) -> Any:
         def uuid(self) -> Any:
             if takes_several or theirs is None:
                 return key
-            # None, and so nothing is cached, where the user's pass does not say what it is.
+            # None, so that nothing is cached, if the user's pass has no key.
             their_key = theirs.uuid() if isinstance(theirs, custom_graph_pass.CustomGraphPass) else None
             return None if their_key is None else (key, their_key)
 
-    # torch 2.13 takes several passes in this place; before, there is one.
+    # torch 2.13 takes several passes here, earlier versions one.
     takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
     if theirs is None or not takes_several:
         return CacheKey()
@@ -285,10 +270,7 @@ def _with_cache_key(theirs: Any, key: str) -> Any:
 
 
 def inputs_of_gradients(backward: fx.GraphModule) -> list[int | None]:
-    """For each output of a backward graph, the position of the Dynamo graph's input whose gradient it is, or None.
-
-    AOTAutograd of torch 2.13 writes it on the output node.
-    """
+    """For each output of a backward graph, the position of the Dynamo graph's input whose gradient it is, or None."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
     described = backward.graph.output_node().meta.get("desc") or ()
@@ -299,10 +281,7 @@ def inputs_of_gradients(backward: fx.GraphModule) -> list[int | None]:
 
 
 def positions_of_inputs(forward: fx.GraphModule) -> list[int | None]:
-    """For each input of a forward graph, its position among the Dynamo graph's inputs, or None.
-
-    AOTAutograd of torch 2.13 writes it on the placeholders.
-    """
+    """For each input of a forward graph, its position among the Dynamo graph's inputs, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     described = (node.meta.get("desc") for node in forward.graph.find_nodes(op="placeholder"))

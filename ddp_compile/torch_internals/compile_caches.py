@@ -1,14 +1,14 @@
-"""Graphs that AOTAutograd's cache would answer for wrongly, and so is not asked about.
+"""Keeps graphs for which AOTAutograd's cache answers wrongly out of it.
 
 Note [Graphs kept out of AOTAutograd's cache]
-*Floats that vary.* Dynamo hands a Python float that has had several values over as a tensor and a symbol. Where an
-operator takes no symbol, AOTAutograd compiles the value in, under a guard that it finds out while it traces. Neither
-the value nor that guard is in the key, and a hit does not bring the guard back: the cache gives a graph made for
-another float, and Dynamo then runs it for all floats (pytorch/pytorch#194976; #197889 is open in torch 2.14).
-FXGraphCache is right: its key is the graph with the value in it.
+*Floats that vary.* Dynamo passes a Python float that has had several values as a tensor and a symbol. If an operator
+takes no symbol, AOTAutograd compiles the value in, under a guard that it adds while it traces. Neither the value nor
+the guard is in the key, and a hit does not restore the guard: the cache returns a graph for another float, which Dynamo
+then runs for all floats (pytorch/pytorch#194976; #197889 is open in torch 2.14). FXGraphCache is right: its key is the
+graph with the value in it.
 
-*Outputs that share memory.* AOTAutograd replays the views on the base they have in common. Up to torch 2.13 the
-recorded view of a matrix product comes back from a cache with sizes read from freed memory (pytorch/pytorch#185861).
+*Outputs that share memory.* AOTAutograd replays their views on the common base. Up to torch 2.13 the recorded view of a
+matrix product comes back from a cache with sizes read from freed memory (pytorch/pytorch#185861).
 """
 
 from __future__ import annotations
@@ -27,22 +27,16 @@ _LOSES_SIZES_OF_VIEWS = torch.__version__ < "2.14"
 
 
 def right_cache_entries(gm: fx.GraphModule) -> AbstractContextManager[Any]:
-    """Compile a graph without AOTAutograd's cache where that might give what was compiled for another one.
+    """Compile a graph without AOTAutograd's cache if the cache might answer wrongly.
 
     Source: ``aot_module_simplified`` of torch 2.13 (_functorch/aot_autograd.py), which asks for these settings first.
-
-    Args:
-        gm: The graph as Dynamo made it, or a part of it, with its example values.
     """
     import torch._functorch.config as functorch_config
 
-    if not _has_symbolic_float(gm) and not (_LOSES_SIZES_OF_VIEWS and _has_outputs_that_share_memory(gm)):
+    varies = any(_depends_on_a_float(value) for node in gm.graph.nodes for value in _values(node))
+    if not varies and not (_LOSES_SIZES_OF_VIEWS and _has_outputs_that_share_memory(gm)):
         return functorch_config.patch()
     return functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
-
-
-def _has_symbolic_float(gm: fx.GraphModule) -> bool:
-    return any(_depends_on_a_float(value) for node in gm.graph.nodes for value in _values(node))
 
 
 def _depends_on_a_float(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Dynamo: backends, logs, what it traces and compiles, and the context it compiles in.
+"""Dynamo: backends, logs, frames, recompiles, and the context of a compilation.
 
-Functions import it when they are called: it takes longer than all of torch, and a program that imports ddp_compile
-may never compile.
+Functions import Dynamo when they are called: the import takes longer than all of torch's, and a program that imports
+ddp_compile may never compile.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import fx
 
 from ddp_compile.torch_internals.graph_breaks import tell_when_broken
 
-#: In graphs of torch 2.11 an autograd.Function that communicates has zeros in place of its gradient; later versions
-#: break the graph there.
+#: In graphs of torch 2.11, the gradient of an autograd.Function that communicates is zero; later versions break the
+#: graph there.
 _LOSES_GRADIENTS_OF_COLLECTIVES = torch.__version__ < "2.12"
 
-#: (compiler function) -> called with a graph and its example inputs, returns what runs in the graph's place.
+#: (graph, example inputs) -> the compiled function.
 InnerBackend = Callable[..., Callable[..., Any]]
 
 
 def graphs_log() -> logging.Logger:
     """The logger that ``TORCH_LOGS="ddp_graphs"`` turns on.
 
-    torch refuses artifact names of ours and gives handlers only to the loggers of modules it registered, so the dumps
-    go to the logger of torch's own DDPOptimizer, whose place they take.
+    torch registers no artifact names of other packages, and gives handlers only to registered loggers, so the dumps go
+    to the logger of torch's own DDPOptimizer.
     """
     from torch._logging._internal import getArtifactLogger
 
@@ -37,17 +37,10 @@ def graphs_log() -> logging.Logger:
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put a text file beside the graphs of the current compile in the ``TORCH_TRACE`` log (read by tlparse)."""
+    """Add a text file to the current compilation in the ``TORCH_TRACE`` log, which tlparse reads."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
-
-
-def known_backends() -> list[str]:
-    """Names that ``backend=`` may have, experimental and debugging ones included."""
-    import torch._dynamo
-
-    return sorted(torch._dynamo.list_backends(exclude_tags=()))
 
 
 def inner_backend(
@@ -56,24 +49,24 @@ def inner_backend(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> InnerBackend:
-    """What ``torch.compile`` would call with each graph for these arguments; checks mode and options."""
+    """What ``torch.compile`` calls with each graph, given these arguments; checks mode and options."""
     mode = "default" if mode is None and options is None else mode
-    # torch.compile pops what it uses itself from the dict; work on a copy, the caller's stays as it is.
+    # A copy, since torch.compile pops entries.
     options = dict(options) if options is not None else None
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, {**order_keeping_settings(), **(options or {})}, dynamic)
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
-#: Settings of inductor. Its pass "simple_overlap", on by default in nightlies of torch 2.14, moves collectives ahead.
-#: It keeps the order of the collectives that it knows. It does not know the operators that launch buckets.
+#: Inductor's pass "simple_overlap", on by default in nightlies of torch 2.14, moves collectives ahead and keeps their
+#: order, but does not know the operators that launch buckets.
 _KEEP_ORDER = {"aten_distributed_optimizations.enable_simple_overlap": False}
 
 
 def order_keeping_settings() -> dict[str, Any]:
     """Settings with which inductor keeps the order of collectives, except those that the user has changed.
 
-    The caller has to let ``options=`` of ``torch.compile`` override them.
+    The caller lets ``options=`` of ``torch.compile`` override them.
     """
     from torch._inductor import config
 
@@ -99,12 +92,12 @@ def traced_call_of(
 ) -> Callable[..., Any]:
     """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
 
-    It is the frame Dynamo starts from. Dynamo traces this file, so a root whose forward is torch's own, such as
+    Dynamo starts at its frame. As Dynamo traces this file, a root whose forward is torch's own, such as
     ``nn.Sequential``, is compiled like any other.
 
     Args:
         cls: The class of the module.
-        runs_eagerly: Called first in a call whose frame Dynamo leaves to Python.
+        runs_eagerly: Called first if Dynamo leaves the frame to Python.
         is_broken: Called with the module before its own code runs, if a graph break in it keeps it out of this frame.
     """
     # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
@@ -117,18 +110,13 @@ def traced_call_of(
             return call(module, *args, **kwargs)
         return inside(module, *args, **kwargs)
 
-    # Dynamo keeps what it compiles with the code object, which all models would share.
+    # Dynamo keeps compiled code with the code object, which all models would share.
     call_module.__code__ = call_module.__code__.replace()
     return call_module
 
 
 def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:
-    """Whether the graph that is being compiled is all of a function's frame: nothing of it is left to Python.
-
-    Args:
-        gm: What Dynamo gave to the backend, which calls this.
-        function: The function.
-    """
+    """Whether the graph that Dynamo is compiling is all of a function's frame; called by the backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -138,7 +126,7 @@ def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
-    """Let go of everything that Dynamo has compiled of a function's frame; functions that it calls keep theirs.
+    """Free the code that Dynamo has compiled for a function's frame, but not for functions that it calls.
 
     Dynamo keeps it for as long as the code object lives, which compiled code itself keeps alive.
     """
@@ -160,27 +148,24 @@ def compile_isolated(
 ) -> Callable[..., Any]:
     """``torch.compile`` with a recompile limit of its own.
 
-    Dynamo guards on the backend, and the models of one class share code, so each model adds an entry to one list; the
-    ninth would hit the limit and run eagerly without a word. torch 2.13 can keep the lists apart. For an older torch
-    the limits grow with the number of functions compiled here.
+    Dynamo guards on the backend, and models of one class share code, so each model adds an entry to one list; the ninth
+    would reach the limit and run eagerly without a warning. torch 2.13 can keep the lists apart. In an older torch the
+    limits grow with the number of functions compiled here.
 
     Args:
-        function: What is compiled.
-        backend: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``.
-        dynamic: As in ``torch.compile``.
+        function, backend, fullgraph, dynamic: As in ``torch.compile``.
         num_modules: How many modules the function is called with, each of which may need a graph of its own; None for
-            the one whose class it calls.
+            a function of one module.
     """
     import torch._dynamo
 
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     patches: dict[str, Any] = {}
     if num_modules is not None:
-        # Dynamo takes a module that has no hooks for one that never has any, and its code would serve those that have.
+        # Without guards on hooks, code that was compiled for a module without hooks would run for one that has some.
         patches["skip_nnmodule_hook_guards"] = False
     if has_isolated_recompiles():
-        # None stands for what torch's setting is when something is compiled again.
+        # None stands for torch's own setting at the time of a recompile.
         limit = None if num_modules is None else torch._dynamo.config.recompile_limit + num_modules - 1
         compiled = torch.compile(function, isolate_recompiles=True, recompile_limit=limit, **settings)  # type: ignore[call-overload]
         return _patched(_after_tracing(compiled), lambda: patches) if patches else _after_tracing(compiled)
@@ -197,7 +182,7 @@ def compile_isolated(
 
 
 def _patched(compiled: Callable[..., Any], patches: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
-    """Compiled code that is called, and maybe compiled anew, with some settings of Dynamo."""
+    """Let compiled code be called, and compiled again, with these settings of Dynamo."""
     import torch._dynamo
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -208,10 +193,10 @@ def _patched(compiled: Callable[..., Any], patches: Callable[[], dict[str, Any]]
 
 
 def _after_tracing(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let calls wait while another thread traces a graph.
+    """Let calls wait while another thread traces a graph, which holds Dynamo's lock.
 
-    Until torch 2.13 the flag that a graph is being traced is one for all threads, and Dynamo refuses to be called while
-    it is set, "symbolically trace a dynamo-optimized function". Whoever traces holds Dynamo's lock.
+    Up to torch 2.13 all threads share the flag that a graph is being traced, and Dynamo refuses calls while it is set
+    ("symbolically trace a dynamo-optimized function").
     """
     import torch._dynamo
 
@@ -248,7 +233,7 @@ def watch_compilations(begins: Callable[[str], None], ends: Callable[[], None]) 
         ends: Called when it is over, or has failed.
 
     Returns:
-        What ends the watching. ``torch._dynamo.reset()`` ends it too.
+        A function that unregisters both, as ``torch._dynamo.reset()`` does.
     """
     import torch._dynamo
 
@@ -269,38 +254,37 @@ def is_request_to_dynamo(error: BaseException) -> bool:
     """Whether a backend's exception asks Dynamo to trace the frame again, or to leave it to Python."""
     import torch._dynamo
 
-    # Those that call_user_compiler of torch 2.13 lets through; for any other one Dynamo raises BackendCompilerFailed.
+    # call_user_compiler of torch 2.13 lets these through; for any other one Dynamo raises BackendCompilerFailed.
     return isinstance(error, torch._dynamo.exc.TensorifyScalarRestartAnalysis | torch._dynamo.exc.SkipFrame)
 
 
 def compiled_autograd_is_on() -> bool:
-    """Whether backwards are traced by Dynamo, which takes the graphs as AOTAutograd made them, without our edit."""
+    """Whether Dynamo traces backwards, for which it takes AOTAutograd's graphs without our edit."""
     import torch._dynamo.compiled_autograd as compiled_autograd
 
     return bool(torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
-def _calls_subgraphs(gm: fx.GraphModule) -> bool:
-    return any("invoke_subgraph" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
-
-
 def right_donations(gm: fx.GraphModule) -> AbstractContextManager[Any]:
-    """Compile a graph without donated buffers where inductor would donate wrong ones.
+    """Compile a graph without donated buffers if inductor would donate wrong ones.
 
-    It looks them up by the placeholder numbers of the subgraph it is in (graph.py of torch 2.13), so the backward of a
-    graph with a nested_compile_region could overwrite an output of the forward (seen).
+    Inductor looks them up by the placeholder numbers of the subgraph that it is in (graph.py of torch 2.13), so the
+    backward of a graph with a nested_compile_region could overwrite an output of the forward (seen).
     """
     import torch._functorch.config as functorch_config
 
-    return functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not _calls_subgraphs(gm))
+    calls_subgraphs = any(
+        "invoke_subgraph" in str(node.target) for node in gm.graph.nodes if node.op == "call_function"
+    )
+    return functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not calls_subgraphs)
 
 
 @contextmanager
 def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iterator[None]:
-    """Compile one partition under a tracing context of its own.
+    """Compile one partition under its own tracing context.
 
-    Under a shared one the backward of an early partition, which is compiled lazily, would read the forward metadata of
-    the last partition, and inductor would donate the wrong buffers (seen on torch 2.13).
+    With a shared one, the backward of an early partition, which is compiled lazily, would read the forward metadata of
+    the last partition, and inductor would donate the wrong buffers (seen with torch 2.13).
     """
     import torch._guards
 
@@ -317,11 +301,11 @@ def partition_tracing_context(fake_mode: Any, partition: fx.GraphModule) -> Iter
 
 
 def copy_dynamo_metadata(source: fx.GraphModule, partition: fx.GraphModule) -> None:
-    """Give a partition what AOTAutograd reads off a Dynamo graph: which placeholder came from which Python value."""
+    """Copy what AOTAutograd reads from a Dynamo graph: the Python value that each placeholder came from."""
     partition.meta = source.meta
     if hasattr(source, "_param_name_to_source"):
         partition._param_name_to_source = source._param_name_to_source
     sources = {node.name: getattr(node, "_dynamo_source", None) for node in source.graph.find_nodes(op="placeholder")}
     for node in partition.graph.find_nodes(op="placeholder"):
-        # An intermediate value of the whole graph is a placeholder of the partition, with no Python source.
+        # An intermediate value of the whole graph has no Python source.
         node._dynamo_source = sources.get(str(node.target))

@@ -1,4 +1,4 @@
-"""What `torch.distributed.fsdp.fully_shard` keeps of a module."""
+"""The state of `torch.distributed.fsdp.fully_shard`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def state_of_fully_shard(module: FSDPModule) -> object:
-    """What the modules share that one call of ``fully_shard`` was given."""
+    """The state that all modules given to one call of ``fully_shard`` share."""
     return module._get_fsdp_state()
 
 
 def parameters_of_fully_shard(module: FSDPModule) -> list[Parameter]:
-    """The DTensors that the module's parameters are outside of forwards and backwards; not those of nested calls."""
+    """The module's parameters as DTensors, as they are between steps; without those of nested calls."""
     return [each.sharded_param for group in _groups_of(module) for each in group.fsdp_params]
 
 
 def ranks_of_fully_shard(module: FSDPModule) -> list[int]:
-    """The global ranks over which a module's gradients are averaged by FSDP2 itself, in the order of the mesh."""
+    """The global ranks over which FSDP2 itself averages a module's gradients, in the order of the mesh."""
     groups = _groups_of(module)
     if not groups:
         return []
@@ -35,12 +35,12 @@ def ranks_of_fully_shard(module: FSDPModule) -> list[int]:
 
 
 def all_reduce_hook_of_fully_shard(module: FSDPModule) -> Callable[[Tensor], None] | None:
-    """What ``set_all_reduce_hook`` was given last."""
+    """The hook that ``set_all_reduce_hook`` set, if any."""
     return next((group._all_reduce_hook for group in _groups_of(module)), None)
 
 
 def remove_all_reduce_hook(module: FSDPModule) -> None:
-    """Undo ``set_all_reduce_hook``, which takes no None."""
+    """Undo ``set_all_reduce_hook``, which does not take None."""
     for group in _groups_of(module):
         group._all_reduce_hook = None
 

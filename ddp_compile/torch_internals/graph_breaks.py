@@ -1,12 +1,12 @@
-"""Graph breaks: where Dynamo left code to Python, and why.
+"""Graph breaks: the code that Dynamo left to Python, and the reasons.
 
 Note [Calls that Dynamo leaves to Python]
 Dynamo inlines a module's call into the frame that it traces. If it cannot, because of a graph break in the module's own
 code, Python makes the call, and Dynamo begins anew with the frames inside. It leaves a frame to Python for good if the
 break is in a loop, or if it cannot resume for another reason.
 
-The functions here tell the two apart: if Dynamo traces one, it does what it stands for; if Python calls it, it does
-something else. Dynamo itself never starts at the frame of such a function, because its code is marked as skipped.
+Functions made here behave differently if Dynamo traces them than if Python calls them. Dynamo never starts at the frame
+of such a function, because its code is marked as skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,8 @@ _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 class GraphBreak(NamedTuple):
-    """A graph break.
-
-    Args:
-        reason: Dynamo's, in one line.
-        place: ``file:line`` of the innermost code that is neither torch's nor Python's own.
-    """
-
-    reason: str
-    place: str
+    reason: str  #: Dynamo's, in one line
+    place: str  #: ``file:line`` of the innermost code that is neither torch's nor Python's own
 
     def __str__(self) -> str:
         return f"{self.reason}, at {self.place}"
@@ -50,13 +43,13 @@ class GraphBreaks:
         self._is_noted = False
         self._first: GraphBreak | None = None
         self._around_blocks: GraphBreak | None = None
-        self._compiled_before: Any = None  # metrics of the latest frame then
+        self._compiled_before: Any = None  # metrics of the last frame before that break
 
     def __bool__(self) -> bool:
         return self._is_noted
 
     def note_module(self) -> bool:
-        """Python is about to run the module's own code, as a graph break keeps it out of the frame around.
+        """Python is about to run the module's own code, since a graph break keeps it out of the outer frame.
 
         Returns:
             Whether this is the first time.
@@ -68,7 +61,7 @@ class GraphBreaks:
         return is_new
 
     def note_block(self) -> None:
-        """Python is about to call a block, as Dynamo has given up the frame that calls it."""
+        """Python is about to call a block, since Dynamo has given up the frame that calls it."""
         if self._is_noted and self._around_blocks is None:
             given_up = _last_frame_given_up(self._compiled_before)
             is_other = given_up is not None and (self._first is None or given_up.reason != self._first.reason)
@@ -83,7 +76,7 @@ class GraphBreaks:
 
 
 def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
-    """``call(module, *args, **kwargs)``; if Python makes the call, ``is_broken(module)`` comes first."""
+    """A function that does ``call(module, *args, **kwargs)``, after ``is_broken(module)`` if Python calls it."""
     never_compile(is_broken)
 
     def call_inside(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +102,9 @@ def in_python(traced: Callable[..., Any], called: Callable[..., Any]) -> Callabl
 def leave_call_to_python(cls: type[torch.nn.Module]) -> None:
     """Let Python make the calls of modules whose class defines a ``__call__``, unless Dynamo inlines them.
 
-    A checkpoint around ``super().__call__()`` for example, which then finds what is compiled for the module. The mark
-    stays with the code; for other compiled models it means that a graph begins inside, as with nn.Module's own call.
+    A ``__call__`` that puts a checkpoint around ``super().__call__()``, for example, then reaches the module's compiled
+    code. The mark stays with the code; in other compiled models a graph then begins inside, as with nn.Module's own
+    call.
     """
     code = getattr(cls.__call__, "__code__", None)
     if cls.__call__ is not torch.nn.Module.__call__ and code is not None and code.co_name == "__call__":
@@ -118,7 +112,7 @@ def leave_call_to_python(cls: type[torch.nn.Module]) -> None:
 
 
 def _never_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from starting at a function's frame; it may still start at the functions that it calls."""
+    """Keep Dynamo from starting at a function's frame, but not at the functions that it calls."""
     import torch._dynamo
 
     torch._dynamo.eval_frame.skip_code(function.__code__)
@@ -126,7 +120,7 @@ def _never_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _last_graph_break() -> GraphBreak | None:
-    """The latest one after which Dynamo resumed: in the frame that now runs, if its code has just been compiled."""
+    """The last break after which Dynamo resumed: that of the running frame, if it has just been compiled."""
     from torch._dynamo.utils import graph_break_reasons
 
     if not graph_break_reasons:
@@ -138,14 +132,14 @@ def _last_graph_break() -> GraphBreak | None:
 
 
 def _latest_metrics() -> Iterator[Any]:
-    """What Dynamo keeps of the latest 64 frames that it has compiled or given up, the last one first."""
+    """Dynamo's metrics of the last 64 frames that it compiled or gave up, the latest first."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return reversed(get_compilation_metrics())
 
 
 def _last_frame_given_up(after: Any) -> GraphBreak | None:
-    """Why Dynamo has given up a frame; None if it has compiled all after that of these metrics, at least in parts."""
+    """Why Dynamo gave up a frame after the one with these metrics; None if it gave up none."""
     for metrics in itertools.takewhile(lambda metrics: metrics is not after, _latest_metrics()):
         if metrics.fail_reason and metrics.co_filename:
             filename, line = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno
@@ -156,7 +150,7 @@ def _last_frame_given_up(after: Any) -> GraphBreak | None:
 
 
 def _in_one_line(reason: str) -> str:
-    """What Dynamo calls it, and its explanation, without hints."""
+    """Dynamo's name of the break and its explanation, without hints."""
     lines = [line.strip().removeprefix("Explanation: ") for line in reason.strip().splitlines()[:2]]
     return ": ".join(line for line in lines if line).rstrip(".")
 

@@ -27,27 +27,24 @@ def broadcast_coalesced(
 
 
 def preserved_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """While buffers are made equal on all ranks: let autograd take the new values for the old ones.
-
-    Otherwise a forward before that, whose backward is still to come, could not be differentiated.
-    """
+    """Hide writes to tensors from autograd, so that a forward that has read them can still be differentiated."""
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def started(work: Any) -> Any:
-    """The work of a collective that was called with ``async_op=True``; None is for ranks outside of its group."""
+    """The work of a collective that was called with ``async_op=True``; only ranks outside of its group get None."""
     assert work is not None
     return work
 
 
 @contextlib.contextmanager
 def unprofiled_messages() -> Iterator[None]:
-    """Let gloo's messages from rank to rank, started inside, be in no trace.
+    """Keep gloo's messages from rank to rank, started inside, out of traces.
 
-    The work of one that a profiler has seen ends its range when it is waited for. Where the profiler has stopped by
-    then, that writes into memory which the profiler has freed (torch 2.13: a process crashes some time later).
+    If a profiler saw the message start, waiting for its work ends its range. If the profiler has stopped by then, this
+    writes into memory that the profiler has freed (torch 2.13: the process crashes some time later).
     """
     if not torch.autograd.profiler._is_profiler_enabled:
         yield
@@ -60,9 +57,9 @@ def unprofiled_messages() -> Iterator[None]:
 
 
 def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
-    """Start to gather ``input`` of every rank, one behind the other, in ``output``; returns the work.
+    """Start to gather ``input`` of every rank, in order of ranks, in ``output``; returns the work.
 
-    ``torch.distributed.all_gather_single`` goes by its old name before torch 2.13.
+    torch before 2.13 has ``torch.distributed.all_gather_single`` under an older name.
     """
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     return started(gather(output, input, group=process_group, async_op=True))
@@ -71,14 +68,14 @@ def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
 def reduce_scatter_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
     """Start to add up ``input`` over the ranks, each of which gets its part in ``output``; returns the work.
 
-    ``torch.distributed.reduce_scatter_single`` goes by its old name before torch 2.13.
+    torch before 2.13 has ``torch.distributed.reduce_scatter_single`` under an older name.
     """
     scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
     return started(scatter(output, input, group=process_group, async_op=True))
 
 
 def backend_name(process_group: Any, device: torch.device) -> str:
-    """What sends tensors on this device: "gloo", "nccl"; the group's own name where it is written in Python."""
+    """The backend for tensors on this device, "gloo" for example; the group's own name if it is written in Python."""
     try:
         return str(process_group._get_backend(device).name())
     except RuntimeError:  # a group without backends
@@ -86,7 +83,7 @@ def backend_name(process_group: Any, device: torch.device) -> str:
 
 
 def device_types(process_group: Any) -> list[str]:
-    """Kinds of devices whose tensors the process group sends, as "cpu"; none for a group that is written in Python."""
+    """Types of devices that the process group has backends for, "cpu" for example; none if it is written in Python."""
     return sorted(device.type for device in process_group._device_types)
 
 
@@ -95,19 +92,17 @@ _making_groups = threading.Lock()
 
 @contextlib.contextmanager
 def groups_of_some_ranks(name: str) -> Iterator[None]:
-    """Inside, ``new_group(use_local_synchronization=True)`` needs the ranks of the new group and nobody else.
+    """Inside, ``new_group(use_local_synchronization=True)`` involves only the ranks of the new group.
 
-    Torch's own names of such groups follow from how many groups a rank has, or has made so far. A rank that has made
-    more groups than another, as the leader of a node has, would wait forever. Groups that only some ranks make would
-    count too, so that later ones of all ranks do not find each other. Inside, the group gets ``name``, on which its
-    ranks have agreed, and is not counted.
+    torch names such groups by how many groups a rank has, or has made so far. A rank that has made more groups than
+    another, as the leader of a node has, would wait forever, and groups of some ranks would shift the names of later
+    groups of all ranks. Inside, the group gets ``name``, on which its ranks have agreed, and is not counted.
 
     If the default group has a bound device (``init_process_group(device_id=...)``), ``new_group`` splits the new
-    communicator from that of the default group and connects at once. ``ncclCommSplit`` needs every rank of the default
-    group, but those outside of the new group never come here. ``new_group`` has no argument against that (its
-    ``device_id=None`` means the default group's device), so the default group, an object of this process, has no bound
-    device inside. The new group then has none either: its communicator is made among its own ranks, at its first
-    collective.
+    communicator from that of the default group at once. ``ncclCommSplit`` needs every rank of the default group, but
+    those outside of the new group never come here. No argument of ``new_group`` prevents this (``device_id=None`` means
+    the default group's device). So the default group, an object of this process, has no bound device inside, and the
+    new group makes its communicator among its own ranks at its first collective.
     """
     c10d: Any = torch.distributed.distributed_c10d
     default_group: Any = torch.distributed.group.WORLD
@@ -124,35 +119,35 @@ def groups_of_some_ranks(name: str) -> Iterator[None]:
 
 
 def group_timeout(process_group: Any, device: torch.device) -> timedelta:
-    """How long a collective of tensors on this device may take; torch's default where the backend does not say."""
+    """The timeout of collectives of tensors on this device; torch's default if the backend has none."""
     try:
         return process_group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):  # a process group, or a backend, that is written in Python
+    except (RuntimeError, AttributeError):  # a process group or backend in Python
         return torch.distributed.constants.default_pg_timeout
 
 
 def disabled_join_config() -> Any:
-    """What a Joinable is told outside of ``torch.distributed.algorithms.Join``."""
+    """The config of a Joinable outside of ``torch.distributed.algorithms.Join``."""
     from torch.distributed.algorithms.join import _JoinConfig
 
     return _JoinConfig.construct_disabled_join_config()
 
 
 def holds_server(store: Any) -> bool:
-    """Whether a store ends with this process: whether it is, behind prefixes, a TCPStore with the server in it."""
+    """Whether a store, without its prefixes, is a TCPStore whose server is in this process and ends with it."""
     return _is_tcp(store) and re.search(r"server=TCPServer\(", repr(_innermost(store))) is not None
 
 
 def shut_down_connection(store: Any) -> bool:
-    """Let whatever waits for the answer of a TCPStore's server fail at once; False for a store of another kind.
+    """Let every wait for an answer of a TCPStore's server fail at once; False for a store of another kind.
 
-    torch 2.13 has no limit for that wait (recvBytes of csrc/distributed/c10d/TCPStore.cpp), and no way to end it. The
-    number of the socket stands in the store's text (``SocketImpl::repr`` of csrc/distributed/c10d/socket.cpp).
+    torch 2.13 has no limit for that wait (recvBytes of csrc/distributed/c10d/TCPStore.cpp) and no way to end it. The
+    ``repr`` of the store has the socket's number (``SocketImpl::repr`` of csrc/distributed/c10d/socket.cpp).
     """
     found = re.search(r"SocketImpl\(fd=(\d+)", repr(_innermost(store))) if _is_tcp(store) else None
     if found is None:
         return False
-    # A copy of the number: closing it leaves the store's own to the store. An OSError: there is no connection left.
+    # A copy of the number, so that closing it leaves the store's open. OSError: there is no connection any more.
     with socket.socket(fileno=os.dup(int(found[1]))) as connection, contextlib.suppress(OSError):
         if connection.getpeername()[1] == _innermost(store).port:
             connection.shutdown(socket.SHUT_RDWR)

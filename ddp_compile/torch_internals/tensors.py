@@ -1,4 +1,4 @@
-"""Tensors without values, sizes that are symbols, and what memory tensors share."""
+"""Fake tensors, symbolic sizes, shared memory, and kinds of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
-    """The fake tensor mode the current compile uses, or a new one outside of Dynamo."""
+    """The fake tensor mode of the current compilation; a new one outside of Dynamo."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,7 +28,7 @@ def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
 
 
 def to_fake(value: Any, fake_mode: Any) -> Any:
-    """A fake tensor of ``fake_mode`` for a real one, with the symbolic sizes Dynamo chose; other values unchanged."""
+    """A fake tensor for a real one, with the symbolic sizes that Dynamo chose; any other value itself."""
     from torch._dynamo.utils import to_fake_tensor
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -40,8 +40,8 @@ def to_fake(value: Any, fake_mode: Any) -> Any:
 def fake_like(example: Any, fake_mode: Any) -> Any:
     """A new fake tensor with the size, strides, dtype, device and requires_grad of an ``example_value``.
 
-    The example values of Dynamo's graph belong to an earlier fake mode that shares the shape environment, so their
-    symbolic sizes stay valid. Running the partition again instead would make new unbacked symbols.
+    Example values of Dynamo's graphs belong to an earlier fake mode with the same shape environment, so their symbolic
+    sizes stay valid. Running the partition on fakes instead would make new unbacked symbols.
     """
     if not isinstance(example, Tensor):
         return example
@@ -51,13 +51,13 @@ def fake_like(example: Any, fake_mode: Any) -> Any:
 
 
 def call_with_fakes(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """What an operator returns for fake tensors, in their own fake mode."""
+    """The result of an operator for fake tensors, in their fake mode."""
     with fake_mode_of(arguments):
         return operator(*arguments)
 
 
 def num_bytes_hint(value: Tensor) -> int:
-    """Bytes of a (fake) tensor's elements; for symbolic sizes, those of the inputs the graph was traced with."""
+    """Bytes of a (fake) tensor's elements; symbolic sizes are those that the graph was traced with."""
     numel: Any = value.numel()
     if isinstance(numel, torch.SymInt):
         numel = numel.node.hint or 0  # None for a size that depends on data
@@ -65,7 +65,7 @@ def num_bytes_hint(value: Tensor) -> int:
 
 
 def is_plain_tensor(value: Tensor) -> bool:
-    """A strided tensor (real or fake) `fake_like` can stand in for: no subclass, no lazy conjugation or negation."""
+    """Whether `fake_like` can describe a (fake) tensor: strided, no subclass, no lazy conjugation or negation."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return (
@@ -79,12 +79,12 @@ def is_plain_tensor(value: Tensor) -> bool:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has not imported it has none, and it takes long
+    module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What of a DTensor lies on this rank, once it is complete; any other tensor itself."""
+    """This rank's part of a DTensor, when it is complete; any other tensor itself."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
@@ -109,7 +109,7 @@ def free_symbols(value: Any) -> list[Any]:
 
 
 def symbol_bound_by(value: Any) -> Any | None:
-    """The sympy symbol that a SymInt is, or None where it is an expression or no SymInt."""
+    """The sympy symbol that a SymInt is; None for an expression or any other value."""
     import sympy  # type: ignore[import-untyped]
 
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
@@ -118,26 +118,23 @@ def symbol_bound_by(value: Any) -> Any | None:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """Equal for two (fake) tensors exactly where they share storage; None for tensors that have none of their own."""
+    """Equal for two (fake) tensors if and only if they share storage; None for a tensor without its own storage."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not torch._C._has_storage(tensor):
         return None
     return key_of_storage(tensor.untyped_storage())
 
 
 def key_of_storage(storage: torch.UntypedStorage) -> int:
-    """The `storage_key` of the tensors in it."""
+    """The `storage_key` of tensors in this storage."""
     return storage._cdata
 
 
-#: Makes a sparse tensor on the memory of its indices and values, the fourth and fifth argument.
+#: Makes a sparse tensor that uses the memory of its indices and values, the fourth and fifth argument.
 SPARSE_FROM_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 
 
 def num_references(tensors: Sequence[Any]) -> list[int]:
-    """How many references there are to each tensor, from Python and from C++.
-
-    To be compared with what this function said of another list of tensors, as a list counts itself.
-    """
+    """The number of references to each tensor, from Python and from C++, those of the list included."""
     references = list(map(sys.getrefcount, tensors))
     if _references_from_cpp_show():
         return references
@@ -146,7 +143,7 @@ def num_references(tensors: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def _references_from_cpp_show() -> bool:
-    """Whether a tensor that C++ holds as well has one reference more, as in torch 2.11.0 to 2.15.0."""
+    """Whether a reference from C++ counts as one from Python, as in torch 2.11.0 to 2.15.0."""
     parameter, gradient = torch.nn.Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu")
     alone = sys.getrefcount(gradient)
     parameter.grad = gradient
@@ -154,7 +151,7 @@ def _references_from_cpp_show() -> bool:
 
 
 def num_storage_uses(storage_keys: Sequence[int]) -> list[int]:
-    """How many tensors and storage objects there are on each storage, given by its `storage_key`; it must be alive."""
+    """The number of tensors and storage objects on each storage, given by its `storage_key`; it must be alive."""
     return list(map(torch._C._storage_Use_Count, storage_keys))
 
 
@@ -168,29 +165,29 @@ def allows_same_attention_kernels(backends: Any) -> bool:
 def wrapper_subclass(
     cls: Any, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A tensor of a subclass, without memory."""
+    """A tensor of a subclass without memory."""
     return Tensor._make_wrapper_subclass(cls, tuple(shape), strides=tuple(strides), dtype=dtype, device=device)
 
 
 def as_plain_tensors() -> AbstractContextManager[Any]:
-    """Inside, no ``__torch_function__`` of a subclass is called."""
+    """Inside, torch calls no ``__torch_function__`` of subclasses."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 #: ``__torch_function__`` of classes that have none, Parameter among them.
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
-#: What a GradScaler calls with gradients, a flag that becomes 1 where one is not finite, and what to multiply by.
+#: A GradScaler calls it with gradients, a flag that becomes 1 if one is not finite, and a factor.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """The values of a sparse tensor as they are stored, those of one index perhaps in several places."""
+    """The stored values of a sparse tensor; one index may have several."""
     return tensor._values()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in a value: in lists, tuples, dicts and whatever else pytree knows, and in fields of dataclasses."""
+    """All tensors in a pytree, in fields of dataclasses too."""
     for leaf in pytree.tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -1,4 +1,4 @@
-"""A module in words and numbers: what its plan is made of, and what has to be the same on every rank."""
+"""Descriptions of a module: for its plan, and for comparing ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_compile.plan.spec import GradientSpec
 
 
 def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
-    """What the plan needs to know of each parameter, in registration order."""
+    """What the plan knows of each parameter, in registration order."""
     sparse = with_sparse_gradients(module)
     return [
         GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), p.device.type, id(p) in sparse)
@@ -21,7 +21,7 @@ def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> 
 
 
 def with_sparse_gradients(module: nn.Module) -> set[int]:
-    """The parameters, by ``id``, whose layer announces sparse gradients."""
+    """The ids of the parameters whose layer announces sparse gradients."""
     layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return {id(layer.weight) for layer in layers if layer.sparse}
 
@@ -29,11 +29,11 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
 def describe_module(
     module: nn.Module, config: ReplicateConfig, launches_in_backward: bool, ignored: Container[str]
 ) -> list[str]:
-    """One line for each thing that has to be the same on every rank; strides, since flat buffers follow them.
+    """Lines that have to be the same on every rank; with strides, since flat buffers follow them.
 
     Args:
         module: The module.
-        config: What it was asked to do.
+        config: Its settings.
         launches_in_backward: Whether buckets are launched inside compiled backwards.
         ignored: Names of parameters and buffers that may differ.
     """
@@ -47,7 +47,7 @@ def describe_module(
         "check_finite_gradients",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
-    # What is launched inside a backward is followed by a message between the ranks.
+    # After such launches the ranks exchange a message.
     lines.append(f"buckets launched inside the backward={launches_in_backward}")
     for name, parameter in module.named_parameters():
         if name not in ignored:
@@ -65,7 +65,7 @@ def describe_module(
 
 
 def _part_here(tensor: Tensor) -> str:
-    """What of a DTensor lies on this rank, in words; the same on all ranks that average it."""
+    """The part of a DTensor on this rank, in words; the same on all ranks that average it."""
     if not torch_internals.is_dtensor(tensor):
         return ""
     placements = ", ".join(map(str, tensor.placements))

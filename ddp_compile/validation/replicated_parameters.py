@@ -1,4 +1,4 @@
-"""What is reduced of each replicated module: kept to find out what has changed since, and what two of them share."""
+"""The reduced parameters of each replicated module: which have changed since, and which two modules share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.wrappers import reduces_by_itself, reducing_wrappers_inside
 
-# Of all modules that are replicated now; torch keeps nothing that leads here.
+# Of all replicated modules.
 _alive: weakref.WeakSet[ReplicatedParameters] = weakref.WeakSet()
 
 _Properties = tuple[torch.dtype, torch.device, torch.Size]
 
 
 def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
-    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name only."""
+    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name."""
     every_name = module.named_parameters(remove_duplicate=False) if ignored else ()
     ignored_ids = {id(parameter) for name, parameter in every_name if name in ignored}
     return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in ignored_ids}
@@ -44,17 +44,13 @@ class ReplicatedParameters:
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
     def shared_with_others(self) -> list[str]:
-        """Which of the parameters another replicated module reduces: "head.weight is head.weight of a Task"."""
+        """The parameters that another replicated module reduces too, as in "head.weight is head.weight of a Task"."""
         if self._find_shared():
-            gc.collect()  # a module that was let go is freed by the collector, since its state leads back to it
+            gc.collect()  # frees modules that were dropped: their states are in cycles
         return self._find_shared()
 
-    def refuse_shared(self, rank: int) -> None:
-        """Refuse to reduce what another replicated module reduces.
-
-        Raises:
-            ReplicationError: Names the parameters, and the way out.
-        """
+    def refuse_shared(self) -> None:
+        """Raise a ReplicationError if another replicated module reduces some of the parameters too."""
         if shared := self.shared_with_others():
             raise ReplicationError(
                 f"{this_rank()}: parameters of the module are reduced by another replicated module already:"
@@ -70,15 +66,11 @@ class ReplicatedParameters:
         """The module is not replicated any more."""
         _alive.discard(self)
 
-    def refuse_changes(self, rank: int, module: nn.Module) -> None:
-        """Refuse parameters that are not those which were replicated.
+    def refuse_changes(self, module: nn.Module) -> None:
+        """Refuse parameters other than those that were replicated.
 
-        Freezing some is no change, nor is another place or name in the module: a generator's step freezes the
-        discriminator and ends by thawing it. What is missing for that reason, `MissingGradientError` says.
-
-        Args:
-            rank: This rank, for the message.
-            module: The module.
+        A frozen or moved or renamed parameter is no change: the step of a generator freezes the discriminator, and
+        thaws it afterwards. If gradients are missing for that reason, `MissingGradientError` says so.
 
         Raises:
             ParametersChangedError: Names each parameter, and what happened to it.
@@ -91,7 +83,7 @@ class ReplicatedParameters:
             raise error_messages.parameters_changed(changes)
 
     def _is_as_it_was(self, module: nn.Module) -> bool:
-        """Whether nothing can have changed, without looking for names, which takes longer."""
+        """A quick check without names: True only if nothing has changed."""
         known, missing = self._properties, set(self._properties)
         seen: set[int] = set()
         types: set[type] = set()

@@ -1,4 +1,4 @@
-"""Which versions of torch the package has been tested with: docs/compatibility.md."""
+"""The versions of torch that the package has been tested with: docs/compatibility.md."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ import re
 
 import torch
 
+from ddp_compile.errors import this_rank
+
 log = logging.getLogger(__name__)
 
-#: The newest; the tests compare it with the page.
+#: A test compares it with the page.
 NEWEST_TESTED = "2.15"
 
 
 def is_newer_than_tested(torch_version: str) -> bool:
-    """Whether a version, such as "2.16.0a0+git1234", is of a later release than those tested; not by its patches."""
+    """Whether a version such as "2.16.0a0+git1234" is of a later release than those tested; patches do not count."""
     return _release(torch_version) > _release(NEWEST_TESTED)
 
 
 @functools.cache
 def warn_of_newer_torch(rank: int) -> None:
-    """Log a warning, once in this process, where the installed torch is newer than any that was tested.
-
-    Args:
-        rank: This rank, for the message; rank 0 speaks for all.
-    """
+    """Log a warning on rank 0, once in this process, if the installed torch is newer than all that were tested."""
     if rank == 0 and is_newer_than_tested(torch.__version__):
         log.warning(
-            "rank %d: torch %s is newer than torch %s, the newest that ddp_compile has been tested with; should"
+            "%s: torch %s is newer than torch %s, the newest that ddp_compile has been tested with; should"
             " something fail that works with DistributedDataParallel, install torch %s or a newer ddp_compile",
-            rank,
+            this_rank(),
             torch.__version__,
             NEWEST_TESTED,
             NEWEST_TESTED,

@@ -1,6 +1,6 @@
-"""Modules that reduce, shard or compile by themselves, or train adapters: inside of a replicated module, or around it.
+"""Wrappers that reduce, shard or compile by themselves, or train adapters: inside a replicated module, or around it.
 
-They are told by the names of their classes, as some of their modules are costly to import.
+They are recognised by the names of their classes, since some are slow to import.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.plan.spec import shorten_names, with_article
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_article
 
 _REDUCES = "its gradients are reduced already; use one of the two"
 _SHARDS = (
@@ -27,7 +25,7 @@ _SHARDS = (
 )
 _PASS_INSIDE = "pass the module inside it, its .module"
 
-#: By class name: what to do when `ddp_compile` is given one.
+#: By class name: the advice when `ddp_compile` is given one.
 _INSTEAD: Mapping[str, str] = {
     "DistributedDataParallel": _PASS_INSIDE,
     "DataParallel": _PASS_INSIDE,
@@ -55,12 +53,8 @@ def refuse_wrappers_inside(module: nn.Module) -> None:
         if kind is not None and not (name and kind == "FSDPModule"):
             where = f"submodule {name}" if name else "the module"
             raise ReplicationError(
-                f"{_rank()}{where} is {with_article(kind)}{_shards_what(submodule, name)}; {_INSTEAD[kind]}"
+                f"{this_rank()}: {where} is {with_article(kind)}{_shards_what(submodule, name)}; {_INSTEAD[kind]}"
             )
-
-
-def _rank() -> str:
-    return f"{this_rank()}: " if dist.is_available() and dist.is_initialized() else ""
 
 
 def _shards_what(submodule: nn.Module, name: str) -> str:
@@ -76,7 +70,7 @@ def reduces_by_itself(cls: type) -> bool:
 
 
 def reducing_wrappers_inside(module: nn.Module) -> list[str]:
-    """What of a module reduces or shards gradients by itself: "layers.0 is a FSDPModule"."""
+    """The submodules that reduce or shard gradients by themselves, as in "layers.0 is an FSDPModule"."""
     return [
         f"{name or 'the module'} is {with_article(str(_kind_of(type(submodule))))}"
         for name, submodule in module.named_modules()
@@ -84,22 +78,21 @@ def reducing_wrappers_inside(module: nn.Module) -> list[str]:
     ]
 
 
-def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """While the module is called: refuse a call out of a wrapper that would reduce the same gradients, or PEFT's.
+def refuse_wrapper_around(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """While the module is called: refuse a caller that reduces the same gradients, or trains adapters of PEFT.
 
-    A wrapper whose forward merely calls the module, a frozen teacher for example, is none.
+    A wrapper whose forward merely calls the module, a frozen teacher for example, is allowed.
 
     Args:
-        rank: This rank, for the message.
         module: The module.
-        parameters: What is reduced of it, by name.
+        parameters: Its parameters that are reduced, by name.
 
     Raises:
         ReplicationError: Names the wrapper and the way out.
     """
     for wrapper in itertools.chain([module], _calling_modules()):
         if wrapper is not module and _trains_adapters(wrapper, module):
-            raise adapters_behind_replication(rank)
+            raise adapters_after_replication()
         kind = _kind_of(type(wrapper))
         if kind not in _REDUCING or not (taken := _taken_by(wrapper, kind, module, parameters)):
             continue
@@ -113,8 +106,8 @@ def refuse_wrapper_around(rank: int, module: nn.Module, parameters: Mapping[str,
         )
 
 
-def adapters_behind_replication(rank: int) -> ReplicationError:
-    """PEFT has added adapters to a module, or prompts that it trains around one, when it had been replicated."""
+def adapters_after_replication() -> ReplicationError:
+    """PEFT has added adapters to a replicated module, or prompts that it trains around one."""
     return ReplicationError(
         f"{this_rank()}: PEFT has added adapters to a module that ddp_compile has replicated, which would not average"
         " their gradients; add them first: ddp_compile(get_peft_model(model, config))"
@@ -122,7 +115,7 @@ def adapters_behind_replication(rank: int) -> ReplicationError:
 
 
 def _trains_adapters(wrapper: nn.Module, module: nn.Module) -> bool:
-    """Whether a wrapper is a PeftModel that trains parameters beside those of the module that it calls."""
+    """Whether a wrapper is a PeftModel that trains parameters outside the module that it calls."""
     if not any(base.__name__ == "PeftModel" and base.__module__.startswith("peft.") for base in type(wrapper).__mro__):
         return False
     inside = set(map(id, module.parameters()))
@@ -142,7 +135,7 @@ def _taken_by(
 ) -> list[str]:
     """The names of the parameters whose gradients a wrapper reduces or shards."""
     if kind in _SHARDING:
-        # It puts others in their place, here or for the time of a forward; not in the modules it was told to ignore.
+        # It replaces parameters, for good or during a forward, except in modules that it was told to ignore.
         if not any(submodule is module for submodule in wrapper.modules()):
             return []
         present = set(map(id, module.parameters()))
@@ -165,11 +158,12 @@ _FORWARDS = frozenset(
 
 
 def _calling_modules() -> Iterator[nn.Module]:
-    """The modules whose calls have led here, innermost first, compiled ones included.
+    """The modules whose calls have led here, innermost first, including compiled ones.
 
     Note [Frames whose locals are read]
-    Before Python 3.13 a frame keeps what ``f_locals`` has shown for as long as it lives: that of a training loop would
-    keep the tensors of a step until its end. So only frames of torch's are read, which end with the call.
+    Before Python 3.13 a frame keeps the values that ``f_locals`` has returned for as long as it lives: the frame of a
+    training loop would keep the tensors of a step until its end. So only frames of torch are read, which end with the
+    call.
     """
     seen: set[int] = set()
     frame = sys._getframe(1)

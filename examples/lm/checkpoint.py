@@ -1,4 +1,4 @@
-"""Checkpoints that a run goes on from as if it had never stopped."""
+"""Checkpoints from which a run continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class TrainingState:
     settings: dict[str, Any]
 
     def agree(self) -> None:
-        """Where a thread averages the parameters, let it end with the same ones on every rank. All have to call it."""
+        """If a thread averages the parameters, let it end with equal ones. Every rank has to call this."""
         if isinstance(algorithm := self.model.comm_algorithm, AsyncModelAverageAlgorithm):
             algorithm.abort()
 
     def save(self, path: Path, world: World) -> None:
-        """Write the state, in one piece or not at all. Every rank has to call it.
+        """Write the state atomically: from rank 0, or one file for each rank if their parameters differ.
 
-        From rank 0; where every rank trains parameters of its own, from each rank into a file of its own.
+        Every rank has to call this.
         """
         self.agree()
         generators: list[dict[str, Tensor]] | None = [{} for _ in range(world.size)] if world.is_main else None
@@ -94,7 +94,7 @@ class TrainingState:
         partial.replace(path)
 
     def load(self, path: Path, world: World) -> None:
-        """Take the state from a file that every rank can read, and from a rank's own where there are such.
+        """Load the state from a file that every rank can read, and from the rank's own file if parameters differ.
 
         Raises:
             ValueError: The file is of a run with other settings.
@@ -112,7 +112,7 @@ class TrainingState:
 
 
 def _path_on(rank: int, path: Path) -> Path:
-    """Where a rank's own state is, of which rank 0's is the one that is named."""
+    """The file of a rank's own state; rank 0's is ``path`` itself."""
     return path.with_name(f"{path.name}.rank{rank}") if rank else path
 
 

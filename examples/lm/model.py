@@ -84,7 +84,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue  # biases and norms keep the layers' own start
-            # What is added to the residual stream starts smaller, so that its variance does not grow with depth.
+            # Layers that add to the residual stream start smaller, so that its variance does not grow with depth.
             adds_to_residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
             nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * config.layers) if adds_to_residual else 1))
         for name, parameter in self.named_parameters():

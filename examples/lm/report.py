@@ -1,4 +1,4 @@
-"""What a run shows while it trains and leaves behind: a progress bar, a picture of the loss, the numbers in it."""
+"""The output of a run: a progress bar, a chart of the loss, and its numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainingLog:
     Reading a loss waits for the device, so losses stay there until ``flush``.
 
     Args:
-        progress: Where the losses go.
+        progress: Receives the losses.
         steps: Steps of the whole run.
         tokens_per_step: Tokens that all ranks together train on in a step.
         world: The ranks over which losses are averaged.

@@ -1,4 +1,4 @@
-"""Places of tensors in a flat buffer: where each one goes, with which strides, and whether they all fit."""
+"""Places of tensors in a flat buffer, their strides, and checks that all fit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def packed_offsets(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def place_of(tensor: Tensor, flat: Tensor, offset: int) -> Tensor:
-    """A view of ``flat`` at ``offset`` with the tensor's own strides where those fill its elements without gaps.
+    """A view of ``flat`` at ``offset``, with the tensor's own strides if those leave no gaps.
 
-    AccumulateGrad keeps a gradient whose strides equal the parameter's without a copy, so a channels_last weight gets a
+    AccumulateGrad does not copy a gradient whose strides equal the parameter's, so a channels_last weight gets a
     channels_last view.
     """
     is_dense = is_non_overlapping_and_dense(tensor)
     strides = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
-    # Not made by a view operation, so that autograd lets users call .grad.detach_().
+    # Not a view operation: after one, autograd refuses .grad.detach_().
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return view.set_(flat.untyped_storage(), flat.storage_offset() + offset, tensor.shape, strides)
 
@@ -48,7 +48,7 @@ def check_flat(flat: Tensor) -> None:
 
 
 def check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
-    """Raise ValueError where the tensors' places lie outside of ``flat`` or overlap, or devices differ."""
+    """Raise ValueError if places of tensors lie outside of ``flat`` or overlap, or if devices differ."""
     if offsets is None:
         offsets = packed_offsets(tensors)
     if len(offsets) != len(tensors):
@@ -70,8 +70,16 @@ def check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | 
             )
 
 
+def check_tensors(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], flat: Tensor) -> None:
+    """Raise ValueError unless there is one tensor for each shape, and `check_tensor` accepts it."""
+    if len(tensors) != len(shapes):
+        raise ValueError(f"{len(tensors)} tensors were given to a plan for {len(shapes)}")
+    for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        check_tensor(i, tensor, shape, flat)
+
+
 def check_tensor(index: int, tensor: Tensor, shape: Sequence[int], flat: Tensor) -> None:
-    """Raise ValueError unless a tensor has its place's shape and device, memory, and a floating dtype."""
+    """Raise ValueError unless a tensor has this shape, the device of ``flat``, memory, and a floating dtype."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor {index} is of type {type(tensor).__name__}; pass torch tensors")
     if tensor.layout != torch.strided:
@@ -94,14 +102,14 @@ def check_memory(
     written: bool,
     indices: Iterable[int] | None = None,
 ) -> None:
-    """Raise ValueError where a tensor lies in ``flat`` outside of its place, or two that are written share memory.
+    """Raise ValueError if a tensor shares memory with ``flat`` outside of its place, or two written ones share memory.
 
     Args:
-        tensors: Of the bucket.
-        places: Of all of them, in ``flat``.
+        tensors: The tensors of a bucket.
+        places: The place of each in ``flat``.
         flat: The flat buffer.
         written: Whether the tensors are about to be written.
-        indices: Of the tensors that are looked at; all of them when None.
+        indices: The tensors to check; all of them when None.
     """
     flat_begin, flat_end = _memory(flat)
     ranges = []
@@ -114,7 +122,7 @@ def check_memory(
                 f"tensor {i} with strides {tensor.stride()} has elements that share memory and cannot be written"
             )
         begin, end = _memory(tensor)
-        in_place = begin == place.data_ptr() and tensor.dtype == place.dtype and _same_layout(tensor, place)
+        in_place = begin == place.data_ptr() and tensor.dtype == place.dtype and same_layout(tensor, place)
         if begin < flat_end and end > flat_begin and not in_place:
             raise astray_error(i)
         ranges.append((begin, end, i))
@@ -125,19 +133,20 @@ def check_memory(
 
 
 def astray_error(index: int) -> ValueError:
-    """The error for a tensor that shares memory with ``flat`` without lying exactly in its place."""
+    """The error for a tensor that shares memory with ``flat`` outside of its place."""
     return ValueError(
         f"tensor {index} shares memory with flat but does not lie in its place there: writing one would change the"
         " other; clone it first"
     )
 
 
-def _same_layout(a: Tensor, b: Tensor) -> bool:
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, those of dimensions of size 1 aside."""
     return all(size == 1 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may lie at one address: a stride does not step over all that smaller ones span."""
+    """Whether two elements may have one address: a stride is smaller than the span of the smaller strides."""
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

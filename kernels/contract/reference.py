@@ -1,6 +1,6 @@
-"""The kernels in plain torch operations: what every other implementation has to agree with, and what runs without them.
+"""The kernels in plain torch operations: the definition for all implementations, and what runs without them.
 
-All arithmetic is in float32, in float64 where a tensor is of that dtype, and is rounded once, to nearest even.
+All arithmetic is in float32, in float64 if a tensor is of that dtype, and is rounded once, to nearest even.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _LEVELS = 255.0
 
 
 def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> None:
-    """Write ``sources[i] * scale`` into ``destinations[i]``, casting; where both are one memory, scale in place."""
+    """Write ``sources[i] * scale`` into ``destinations[i]``, casting; in place if both are one memory."""
     with torch.no_grad():
         for source, destination in zip(sources, destinations, strict=True):
             if scale != 1.0:
                 if source.dtype != destination.dtype:
                     source = _widened(source)
-                # One pass over memory, where copying and then scaling the flat buffer would take two.
+                # One pass over memory; a copy and a scaling would be two.
                 torch.mul(source, scale, out=destination)
             elif source.data_ptr() != destination.data_ptr() or source.is_neg():
                 destination.copy_(source)
 
 
 def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """What `scale_into` is about to write: sum of the squares before rounding, and whether a value is not finite.
+    """Of the values that `scale_into` will write: the sum of squares before rounding, and whether one is not finite.
 
     Returns:
         A float64 and a bool tensor, both of shape ().
@@ -100,5 +100,5 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
 
 
 def _on(tensor: Tensor, number: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A number as a tensor on the same device, filled in there: after a copy the host would wait for the device."""
+    """A number as a tensor, filled on the device, since the host would wait for a copy."""
     return torch.full((), number, dtype=dtype, device=tensor.device)

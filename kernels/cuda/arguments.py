@@ -14,7 +14,7 @@ from ddp_compile.kernels.cuda.programs import PACK_SIZES
 BLOCK_THREADS = 256
 CHUNK_NUMEL = 8192
 
-# More blocks than this for each multiprocessor would only wait for one another.
+# More blocks than this on a multiprocessor would only wait.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
 # kNone in codec.cuh.
@@ -25,11 +25,7 @@ _SIZE = ctypes.c_uint64
 
 
 class Arguments:
-    """A structure, and the array of addresses through which a launch finds it.
-
-    Args:
-        structure: Kept alive; what is in it at the time of a launch counts.
-    """
+    """A structure, kept alive, and the array of addresses by which a launch finds it."""
 
     def __init__(self, structure: ctypes.Structure) -> None:
         self.structure = structure
@@ -93,12 +89,12 @@ def _move_arguments(size: int) -> type[ctypes.Structure]:
 
 
 class Pack(Arguments):
-    """Consecutive tensors of a bucket that one launch moves, with their places; only addresses change between steps.
+    """Consecutive tensors of a bucket that one launch moves; only their addresses change between steps.
 
     Args:
-        first: Number of the first tensor.
-        numels: Of these tensors; int64, shape (number of tensors), as `offsets`.
-        offsets: Of their places, in elements of the flat buffer.
+        first: Index of the first tensor.
+        numels: Elements of each of these tensors; int64, shape (number of tensors).
+        offsets: Their places, in elements of the flat buffer; int64, same shape.
     """
 
     def __init__(self, first: int, numels: Tensor, offsets: Tensor) -> None:
@@ -109,17 +105,17 @@ class Pack(Arguments):
         end_chunks = ((numels + (CHUNK_NUMEL - 1)) // CHUNK_NUMEL).cumsum(0, dtype=torch.int32)
         self._set("offsets", offsets)
         self._set("end_chunks", end_chunks)
-        self._set("last_counts", ((numels - 1) % CHUNK_NUMEL + 1).to(torch.int32))  # of no use for empty tensors
+        self._set("last_counts", ((numels - 1) % CHUNK_NUMEL + 1).to(torch.int32))  # meaningless for empty tensors
         self.num_chunks = self.structure.end_chunks[self.num_tensors - 1]
         self.structure.num_chunks = self.num_chunks
         self.structure.num_tensors = self.num_tensors
 
     def point_at(self, addresses: int, codes: bytes | None, code: int) -> None:
-        """Take over the addresses of all tensors of the bucket.
+        """Copy this pack's addresses from those of all tensors of the bucket.
 
         Args:
-            addresses: Where they are in memory, as 64-bit integers.
-            codes: If given, only tensors with ``code`` at their place in it will be moved.
+            addresses: Address of an array of 64-bit integers.
+            codes: If given, the dtype codes of all tensors, of which only those with ``code`` will be moved.
             code: Number of a dtype.
         """
         mine = self.structure.addresses

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that only the first process on a machine compiles them.
 
-What is read here runs on the GPU with the user's rights: the folder belongs to the user alone, and a file counts only
-if it is whole.
+A cached file runs on the GPU with the user's rights, so the folder must belong to the user alone, and a file is used
+only if its digest fits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def default_folder() -> Path:
 class BinaryCache:
     """A folder of binaries.
 
-    A file is a SHA-256 and the bytes that it is of. Files are only ever replaced whole, so any number of processes may
-    share the folder. Whatever goes wrong with it is logged once, and binaries are made in memory from then on.
+    A file is the SHA-256 of a binary and the binary. Files are replaced atomically, so any number of processes may
+    share the folder. The first error with it is logged, and binaries are compiled in memory from then on.
 
     Args:
-        folder: Made when something is first written, with access for nobody else.
+        folder: Created for the user alone when the first file is written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class BinaryCache:
         self._is_broken = False
 
     def get(self, key: str, make: Callable[[], bytes]) -> tuple[bytes, bool]:
-        """The binary of a key, and whether it was found; made and kept if it was not."""
+        """The binary of a key, and whether it was found; if not, it is made and kept."""
         path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
         binary = self._attempt(lambda: self._read(path))
         if binary is not None:
@@ -100,7 +100,7 @@ class BinaryCache:
             raise
 
     def _check_folder(self) -> None:
-        """Raise PermissionError where others could have put files into the folder."""
+        """Raise PermissionError if others could have written to the folder."""
         status = self.folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
             raise PermissionError("it is not a folder")

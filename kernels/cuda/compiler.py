@@ -1,15 +1,16 @@
-"""NVRTC: from a program's source to a binary for one GPU architecture, in memory."""
+"""NVRTC: compiles a program to a binary for one GPU architecture, in memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ddp_compile.errors import KernelUnavailableError
+from ddp_compile.kernels.cuda.driver import call
 from ddp_compile.kernels.cuda.programs import Program, headers
 
 OPTIONS = ("--std=c++17",)
 
-# bfloat16 conversions and the NaN-keeping minimum begin there.
+# The first with bfloat16 conversions and a minimum that keeps NaN.
 OLDEST_CAPABILITY = (8, 0)
 
 
@@ -33,13 +34,13 @@ class Compiler:
             self.architectures: list[int] = list(self._call("nvrtcGetSupportedArchs")[0])
         except KernelUnavailableError:
             raise
-        except Exception as error:  # cuda.bindings has raised different classes for a library that it does not find
+        except Exception as error:  # versions of cuda.bindings raise different classes for a missing library
             raise KernelUnavailableError(
                 f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc in the version of torch's CUDA"
             ) from error
 
     def target(self, capability: tuple[int, int]) -> str:
-        """The architecture to compile for: the newest that NVRTC knows and the device can run.
+        """The newest architecture that NVRTC knows and the device can run.
 
         Raises:
             KernelUnavailableError: There is none.
@@ -60,7 +61,7 @@ class Compiler:
         """The binary (cubin) of a program.
 
         Raises:
-            KernelUnavailableError: NVRTC refuses the source; with its log.
+            KernelUnavailableError: NVRTC refuses the source; has its log.
         """
         files = headers()
         (handle,) = self._call(
@@ -90,7 +91,4 @@ class Compiler:
         return log.decode(errors="replace").rstrip("\0\n")
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        status, *results = getattr(self._nvrtc, name)(*arguments)
-        if int(status) != 0:
-            raise KernelUnavailableError(f"{name} failed: {status.name}")
-        return tuple(results)
+        return call(self._nvrtc, name, *arguments)

@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that launching needs, through cuda.bindings."""
+"""The functions of the CUDA driver that launches need, through cuda.bindings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLDEST_DRIVER = 12010
 
 
 class Driver(Protocol):
-    """What `KernelDevice` needs of one device; the tests have one that runs the kernels on the CPU."""
+    """The driver of one device; in the tests, one that runs the kernels on the CPU."""
 
     def load(self, binary: bytes) -> Any:
         """The module of a binary."""
@@ -26,8 +26,8 @@ class Driver(Protocol):
 class CudaDriver:
     """The driver, with the primary context of one device, which is the one that torch uses.
 
-    A context is current for each thread. In the threads that torch starts for backward, and in those that users start,
-    it is mostly the right one already, but not always: a thread has none until it first calls the CUDA runtime.
+    Each thread has a current context, which is not always the right one: a thread has none until it first calls the
+    CUDA runtime.
 
     Args:
         ordinal: The device's number, as in ``torch.device("cuda", ordinal)``. torch has initialized CUDA already.
@@ -81,7 +81,7 @@ class CudaDriver:
             raise RuntimeError(f"a CUDA kernel could not be launched: {status.name}")
 
     def _enter(self) -> Any:
-        """Make the context current; returns the one to go back to, or None."""
+        """Make the context current; returns the one to restore, or None."""
         _, current = self._current_context()
         if int(current) == self._context_address:
             return None
@@ -93,10 +93,15 @@ class CudaDriver:
             self._call("cuCtxSetCurrent", previous)
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        status, *results = getattr(self._api, name)(*arguments)
-        if int(status) != 0:
-            raise KernelUnavailableError(f"{name} failed: {status.name}")
-        return tuple(results)
+        return call(self._api, name, *arguments)
+
+
+def call(api: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
+    """The results of a function of cuda.bindings, without its status; raises KernelUnavailableError if it failed."""
+    status, *results = getattr(api, name)(*arguments)
+    if int(status) != 0:
+        raise KernelUnavailableError(f"{name} failed: {status.name}")
+    return tuple(results)
 
 
 def _text(version: int) -> str:

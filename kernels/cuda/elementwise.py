@@ -20,7 +20,7 @@ from ddp_compile.kernels.cuda.arguments import (
 from ddp_compile.kernels.cuda.module import KernelDevice, kernel_device
 from ddp_compile.kernels.cuda.programs import FORMAT_OF
 
-# kCodes in codec.cuh, and how many codes are worth a block.
+# kCodes in codec.cuh, and the smallest number of codes for a block.
 _PACKET_CODES = 8
 _MIN_SLICE_CODES = 2 * _PACKET_CODES * BLOCK_THREADS
 
@@ -31,7 +31,7 @@ def minmax_u8_compress(
     """See `ddp_compile.kernels.minmax_u8_compress`; ``device`` is for tests."""
     device = kernel_device(values.device) if device is None else device
     arguments, num_blocks = _codec_arguments(values, rows, device)
-    # Two floats for each block. The memory may be given to others when this returns, but only on the same stream.
+    # Two floats for each block. The memory may be reused when this returns, but only on the same stream.
     partials = torch.empty(2 * num_blocks, dtype=torch.float32, device=values.device)
     arguments.structure.partials = partials.data_ptr()
     if skip_chunk is not None:

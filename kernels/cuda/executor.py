@@ -1,4 +1,4 @@
-"""Flatten and unflatten on a CUDA device: the addresses of a bucket's tensors, as arguments of a few launches."""
+"""Flatten and unflatten on a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from ddp_compile.kernels.cuda.arguments import (
     BLOCKS_PER_MULTIPROCESSOR,
     Arguments,
-    Pack,
     StatsArguments,
     packs_of,
 )
@@ -26,15 +25,15 @@ class CudaExecutor:
     """Moves the tensors of one bucket with CUDA kernels; see `FlattenExecutor`.
 
     Note [Everything is in the arguments]
-    Sizes, places and addresses travel by value with each launch: 24 bytes a tensor, at most 32 KiB a launch. A block
-    finds its tensor by a binary search that costs no more than the read of a table in device memory would. In return
-    nothing is uploaded and nothing waits for an upload, a plan that is thrown away at once is as good as one that is
-    kept, and a captured CUDA graph owns all it needs. The graph replays the addresses that it was captured with.
+    Sizes, places and addresses are passed by value with each launch: 24 bytes a tensor, at most 32 KiB a launch. A
+    block finds its tensor by a binary search, which costs no more than reading a table in device memory. So nothing is
+    uploaded and nothing waits for an upload, a plan for one use costs no more than one that is kept, and a captured
+    CUDA graph owns everything that it needs. The graph replays the addresses that it was captured with.
 
     Args:
-        tensors: Of the bucket.
+        tensors: The tensors of the bucket.
         flat: The flat buffer.
-        offsets: Of the places, in elements; packed when None.
+        offsets: Their places, in elements; packed when None.
         device: For tests; that of ``flat`` when None.
 
     Raises:
@@ -54,11 +53,12 @@ class CudaExecutor:
         self._device = kernel_device(flat.device) if device is None else device
         self._table = table_of(tensors, flat, offsets)
         self._packs = packs_of(self._table.numels, self._table.offsets)
-        self._num_blocks = [self._blocks_of(pack) for pack in self._packs]
+        most_blocks = BLOCKS_PER_MULTIPROCESSOR * self._device.num_multiprocessors
+        self._num_blocks = [min(pack.num_chunks, most_blocks) for pack in self._packs]
         self._codes = b""
         self._present: tuple[int, ...] = ()
         self._stats = Arguments(StatsArguments())
-        # With all kernels of their programs, now rather than in the first step or in the capture of a graph.
+        # Compiles all kernels of these programs now, not in the first step or the capture of a graph.
         here = FORMAT_OF[flat.dtype]
         for there in {tensor.dtype for tensor in tensors} & FORMAT_OF.keys():
             self._device.prepare(move_kernel(FORMAT_OF[there], here, PACK_SIZES[0]))
@@ -75,11 +75,11 @@ class CudaExecutor:
     def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
         partials = None
         if stats is not None:
-            # Of this call alone, so that one plan may be at work on several streams.
+            # For this call alone, since one plan may run on several streams.
             num_partials = len(self._present) * sum(self._num_blocks)
             partials = torch.empty(num_partials * _PARTIAL_BYTES, dtype=torch.uint8, device=flat.device)
         address = 0 if partials is None else partials.data_ptr()
-        # A launch reads one dtype. Mostly there is only one.
+        # A launch reads one dtype; most buckets have only one.
         codes = self._codes if len(self._present) != 1 or OTHER_CODE in self._codes else None
         for code in self._present:
             source, destination = FORMATS[code], FORMAT_OF[flat.dtype]
@@ -101,9 +101,3 @@ class CudaExecutor:
             arguments.stats = stats.data_ptr()
             arguments.num_partials = len(partials) // _PARTIAL_BYTES
             self._device.launch(STATS_KERNEL, 1, self._stats)
-
-    def offset(self, index: int) -> int:
-        return self._table.offset(index)
-
-    def _blocks_of(self, pack: Pack) -> int:
-        return min(pack.num_chunks, BLOCKS_PER_MULTIPROCESSOR * self._device.num_multiprocessors)

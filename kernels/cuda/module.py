@@ -1,7 +1,6 @@
-"""The kernels of each CUDA device of this process: found, compiled, loaded and launched, all at first use.
+"""The kernels of each CUDA device of this process, compiled and loaded at first use.
 
-Nothing here touches CUDA before a kernel or the description is asked for, and where torch sees no device nothing ever
-does.
+Nothing here touches CUDA before a kernel or the description is requested, or if torch sees no device.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class KernelDevice:
-    """One device with the kernels that were loaded onto it.
+    """One device, with the kernels loaded onto it.
 
     Args:
         driver: Loads and launches.
-        binary_of: Compiles a program, or finds it compiled.
-        current_stream: The stream that torch would use now.
-        num_multiprocessors: Of the device.
-        name: For the description.
+        binary_of: Compiles a program, or reads its binary from the cache.
+        current_stream: Returns torch's current stream.
+        num_multiprocessors: Number of multiprocessors of the device.
+        name: Its description.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class KernelDevice:
         self._lock = threading.Lock()
 
     def prepare(self, kernel: str) -> Any:
-        """Compile and load a kernel, and all others of its program, unless that has been done.
+        """Compile and load a kernel, with all others of its program, unless that has been done.
 
         Raises:
             KernelUnavailableError: It cannot be compiled, or the driver refuses it.
@@ -97,7 +96,7 @@ class _Binaries:
         return f"{self._target}, NVRTC {self._compiler.version}, {self.history}"
 
 
-#: ``CU_STREAM_LEGACY``, torch's default stream. 0 is another one if cuda-python uses a default stream for each thread.
+#: ``CU_STREAM_LEGACY``, torch's default stream. If cuda-python has a default stream for each thread, 0 is another one.
 _LEGACY_DEFAULT_STREAM = 1
 
 _devices: dict[int, KernelDevice | str] = {}
@@ -108,7 +107,7 @@ def kernel_device(device: torch.device | None = None) -> KernelDevice:
     """The kernels of a CUDA device, of torch's current one when None.
 
     Raises:
-        KernelUnavailableError: There is no such device, or something that the kernels need is missing on it; says what.
+        KernelUnavailableError: There is no such device, or something that the kernels need is missing.
     """
     if device is not None and isinstance(known := _devices.get(device.index), KernelDevice):
         return known
@@ -127,7 +126,7 @@ def kernel_device(device: torch.device | None = None) -> KernelDevice:
 
 
 def description(device: torch.device | None = None) -> str:
-    """What runs on a CUDA device, torch's current one when None: architecture, NVRTC, where the binary came from.
+    """Architecture, NVRTC and origin of the kernels on a CUDA device, torch's current one when None.
 
     Raises:
         KernelUnavailableError: As `kernel_device`.
@@ -146,7 +145,7 @@ def _open_or_reason(ordinal: int) -> KernelDevice | str:
             properties.multi_processor_count,
             properties.name,
         )
-        # To find out whether compiling, loading and the cache work, also with the largest arguments of a kernel.
+        # To find out whether compiling, loading and the cache work, with the largest arguments too.
         device.prepare(LARGEST_KERNEL)
     except KernelUnavailableError as error:
         return str(error)  # executors.py warns of it

@@ -1,7 +1,7 @@
-"""What is compiled: which instances of the templates in source/ there are, and which kernel is in which program.
+"""The units of compilation: instances of the templates in source/, and the kernels in each.
 
-A program is compiled when one of its kernels is first asked for. It takes a quarter of a second, all of them together
-ten times as long, and a job needs one to three.
+A program is compiled when one of its kernels is first needed. This takes a quarter of a second, all programs ten times
+as long, and a job needs one to three.
 """
 
 from __future__ import annotations
@@ -12,31 +12,26 @@ from typing import NamedTuple
 
 import torch
 
+from ddp_compile.kernels.native.library import DTYPE_CODES
+
 SOURCE_FOLDER = Path(__file__).parent / "source"
 
-# The numbers of native/library.py, and the names in source/device.cuh.
-FORMATS = {0: "Float32", 1: "BFloat16", 2: "Float16"}
+# The names in source/device.cuh.
 FORMAT_OF = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+FORMATS = {code: FORMAT_OF[dtype] for dtype, code in DTYPE_CODES.items()}
 
-# Tensors that fit into one launch; longer arguments take longer to launch. The first size is for small buckets, the
-# second fills the 4 KiB of arguments that every CUDA version takes, the third the 32764 bytes of CUDA 12.1 and newer.
+# Numbers of tensors in one launch; longer arguments take longer to launch. The first is for small buckets, the second
+# fills the 4 KiB of arguments that every CUDA version takes, the third the 32764 bytes of CUDA 12.1 and newer.
 PACK_SIZES = (32, 168, 1360)
 
 
 class Program(NamedTuple):
-    """One unit of compilation.
+    """One unit of compilation."""
 
-    Args:
-        name: For messages.
-        header: The file in source/ that has the templates.
-        instances: Macros of that file, with their arguments.
-        kernels: Names of the kernels that they define.
-    """
-
-    name: str
-    header: str
-    instances: tuple[str, ...]
-    kernels: tuple[str, ...]
+    name: str  #: for messages
+    header: str  #: the file in source/ that has the templates
+    instances: tuple[str, ...]  #: macros of that file, with their arguments
+    kernels: tuple[str, ...]  #: names of the kernels that they define
 
     def text(self) -> str:
         """The source, which includes `header`."""
@@ -57,7 +52,7 @@ def move_kernel(source: str, destination: str, pack_size: int) -> str:
 
 STATS_KERNEL = "add_partials_of_move"
 
-# One of those with the largest arguments, of the program that most jobs need.
+# A kernel with the largest arguments, of the program that most jobs need.
 LARGEST_KERNEL = move_kernel("Float32", "Float32", PACK_SIZES[-1])
 
 

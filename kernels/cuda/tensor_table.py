@@ -1,4 +1,4 @@
-"""Where the tensors of a bucket lie: read by the C++ library where it was built, else in Python."""
+"""The addresses of a bucket's tensors, read by the C++ library if it was built, else in Python."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import DTYPE_CODES, NativeLibrary
 from ddp_compile.kernels.native.tensor_table import NativeTensorTable
 
-# kOther in native/csrc/formats.h: a tensor that was left to the reference.
+# kOther in native/csrc/formats.h: a tensor that is left to the reference.
 OTHER_CODE = 255
 
 
 class TensorTable(Protocol):
-    """What `CudaExecutor` needs of a table."""
+    """The interface of both tables."""
 
-    #: Elements of each tensor, and where its place begins in the flat buffer; int64 on the CPU.
-    numels: Tensor
-    offsets: Tensor
-    #: Address of an array of 64-bit integers: where the tensors were found last.
-    addresses: int
+    numels: Tensor  #: elements of each tensor; int64, on the CPU
+    offsets: Tensor  #: of each tensor's place, in elements of the flat buffer; int64, on the CPU
+    addresses: int  #: address of an array of 64-bit integers, the tensors' addresses when last read
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
         """See `NativeTensorTable.read`."""
@@ -34,12 +32,9 @@ class TensorTable(Protocol):
     def dtype_codes(self) -> bytes:
         """A number of ``DTYPE_CODES`` for each tensor that was read last, or ``OTHER_CODE``."""
 
-    def offset(self, index: int) -> int:
-        """Where the place of tensor ``index`` begins, in elements of the flat buffer."""
-
 
 def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> TensorTable:
-    """The faster table that there is; raises what `layout.check_fit` raises."""
+    """The faster table that is available; raises the errors of `layout.check_fit`."""
     try:
         return LibraryTable(library.load(), tensors, flat, offsets)
     except KernelUnavailableError:
@@ -47,7 +42,7 @@ def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | N
 
 
 class LibraryTable(NativeTensorTable):
-    """The library's table; its vectors stay where they are for as long as it lives."""
+    """The library's table, whose vectors do not move for as long as it lives."""
 
     def __init__(
         self, library: NativeLibrary, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None
@@ -64,21 +59,12 @@ class LibraryTable(NativeTensorTable):
 
 
 class PythonTable:
-    """The same in Python: about fifty times slower to read.
-
-    Args:
-        tensors: What the table is made for. Only shapes, strides and device are kept.
-        flat: The flat buffer that the places are in.
-        offsets: Of the places, in elements; packed when None.
-
-    Raises:
-        ValueError: The tensors do not fit into ``flat``.
-    """
+    """The same in Python, about fifty times slower to read."""
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
         layout.check_fit(tensors, flat, offsets)
         placed = layout.packed_offsets(tensors) if offsets is None else list(offsets)
-        # The device is named, as users can set another default.
+        # Users may have set another default device.
         self.numels = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64, device="cpu")
         self.offsets = torch.tensor(placed, dtype=torch.int64, device="cpu")
         self._places = [layout.place_of(tensor, flat, offset) for tensor, offset in zip(tensors, placed, strict=True)]
@@ -87,10 +73,7 @@ class PythonTable:
         self._codes = bytes(len(tensors))
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
-        if len(tensors) != len(self._places):
-            raise ValueError(f"{len(tensors)} tensors were given to a plan for {len(self._places)}")
-        for i, (tensor, place) in enumerate(zip(tensors, self._places, strict=True)):
-            layout.check_tensor(i, tensor, place.shape, flat)
+        layout.check_tensors(tensors, [place.shape for place in self._places], flat)
         codes = [_code(tensor, place) for tensor, place in zip(tensors, self._places, strict=True)]
         layout.check_memory(tensors, self._places, flat, written)
         self._addresses[:] = [tensor.data_ptr() for tensor in tensors]
@@ -100,18 +83,11 @@ class PythonTable:
     def dtype_codes(self) -> bytes:
         return self._codes
 
-    def offset(self, index: int) -> int:
-        return int(self.offsets[index])
-
 
 def _code(tensor: Tensor, place: Tensor) -> int:
-    same_strides = all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(tensor.shape, tensor.stride(), place.stride(), strict=True)
-    )
     if tensor.numel() == 0:
         return DTYPE_CODES.get(tensor.dtype, 0)
-    if not same_strides or tensor.is_neg() or tensor.data_ptr() == 0:
+    if not layout.same_layout(tensor, place) or tensor.is_neg() or tensor.data_ptr() == 0:
         return OTHER_CODE
     return DTYPE_CODES.get(tensor.dtype, OTHER_CODE)
 

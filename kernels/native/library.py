@@ -1,4 +1,4 @@
-"""Finds, loads and declares the compiled library; csrc/library.cpp is its other side."""
+"""Finds, loads and declares the compiled library, csrc/library.cpp."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.native.source_hash import source_hash
 
-# Where the build puts the library, and where its sources are: not in every installation.
+# The folders of the library and of its sources, which not every installation has.
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "csrc"
 
-# What ddp_compile_interface() of a library that fits this file returns.
+# Must equal ddp_compile_interface() of the library.
 INTERFACE = 4
 
 # Numbers of formats.h.
@@ -30,7 +30,7 @@ _HANDLE = ctypes.c_void_p
 _INT = ctypes.c_int64
 _INTS = ctypes.POINTER(ctypes.c_int64)
 
-# Functions that look at Python objects, and so keep Python's lock: name, result, arguments.
+# Functions that read Python objects, and so need Python's lock: name, result, arguments.
 _WITH_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("table_new", _HANDLE, (_HANDLE, ctypes.py_object, _INTS)),
     ("table_free", None, (_HANDLE,)),
@@ -61,7 +61,7 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 
 
 class NativeLibrary:
-    """The functions of csrc/library.cpp, without the ``ddp_compile_`` of their names, and what they need of torch.
+    """The functions of csrc/library.cpp, without the ``ddp_compile_`` of their names, and torch's exchange API.
 
     Args:
         path: The shared library.
@@ -92,12 +92,12 @@ class NativeLibrary:
         self.exchange_api = _exchange_api()
 
     def instruction_sets(self) -> list[str]:
-        """Those that there are loops for and this processor has; the first one is used unless told otherwise."""
+        """The instruction sets that the library has loops for and this processor has; the first is the default."""
         names = itertools.takewhile(bool, map(self.instruction_set_at, itertools.count()))
         return [name.decode() for name in names]
 
     def use_instruction_set(self, name: str) -> None:
-        """Run another one's loops from now on, in the whole process; for tests and measurements.
+        """Use another one in the whole process from now on; for tests and measurements.
 
         Raises:
             ValueError: It is none of `instruction_sets`.
@@ -106,7 +106,7 @@ class NativeLibrary:
             raise ValueError(f"instruction set {name!r} is none of {', '.join(self.instruction_sets())}")
 
     def __getattr__(self, name: str) -> Any:
-        # Only for type checkers: what __init__ declares is found before this is asked.
+        # For type checkers only: __init__ has set the functions.
         raise AttributeError(f"{self.path} has no function ddp_compile_{name}")
 
 
@@ -127,11 +127,11 @@ def load() -> NativeLibrary:
 
 
 def _exchange_api() -> int:
-    """Address of the C functions through which any library can look at a torch.Tensor (DLPack 1.3)."""
+    """Address of the C functions by which a library can read a torch.Tensor (DLPack 1.3)."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         raise KernelUnavailableError(f"torch {torch.__version__} has no DLPack exchange API; use torch 2.11 or newer")
-    # A prototype of its own: ctypes.pythonapi is shared by everybody in the process.
+    # Its own prototype, since the whole process shares ctypes.pythonapi.
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     get_pointer = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
     address = get_pointer(capsule, b"dlpack_exchange_api")

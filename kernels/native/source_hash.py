@@ -1,4 +1,4 @@
-"""What ties a compiled library to its sources; setup.py runs this file, so it imports nothing of ours."""
+"""A digest that ties the compiled library to its sources. setup.py runs this file, so it imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 
 
 def source_hash(folder: Path) -> str:
-    """Of the names and contents of the C++ files in a folder; "" where there are none.
-
-    Line endings do not count: git may change them.
-    """
+    """A digest of the names and contents of the C++ files in a folder, without line endings; "" if it has none."""
     digest = hashlib.sha256()
     files = sorted(path for pattern in ("*.cpp", "*.h") for path in folder.glob(pattern))
     for path in files:

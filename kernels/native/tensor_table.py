@@ -12,13 +12,13 @@ from ddp_compile.kernels.native.library import DTYPE_CODES, FITS, MISMATCH, OUT_
 
 
 class NativeTensorTable:
-    """Shapes, strides and places of tensors, and where they were found last; see csrc/tensor_table.h.
+    """Shapes, strides and places of tensors, and their addresses when last read; see csrc/tensor_table.h.
 
     Args:
         library: The loaded library.
-        tensors: What the table is made for. Only shapes, strides and device are kept.
-        flat: The flat buffer that the places are in.
-        offsets: Of the places, in elements; packed when None.
+        tensors: Tensors of the shapes, strides and device of the bucket; not kept.
+        flat: The flat buffer that has the places.
+        offsets: The places, in elements; packed when None.
 
     Raises:
         ValueError: The tensors do not fit into ``flat``.
@@ -31,14 +31,14 @@ class NativeTensorTable:
         fit = ctypes.c_int64()
         try:
             self.handle = library.table_new(library.exchange_api, tuple(tensors), ctypes.byref(fit))
-        except RuntimeError:  # what torch says of a tensor without an address, of the meta device for example
+        except RuntimeError:  # torch's, for a tensor without an address, on the meta device for example
             layout.check_fit(tensors, flat, offsets)
             raise
         if fit.value == OUT_OF_MEMORY:
             raise MemoryError(f"no memory for a plan of {len(tensors)} tensors")
         wrong_number = offsets is not None and len(offsets) != len(tensors)
         if offsets and (wrong_number or min(offsets) < 0 or max(offsets) > flat.numel()):
-            layout.check_fit(tensors, flat, offsets)  # ctypes would cut too large integers off
+            layout.check_fit(tensors, flat, offsets)  # ctypes would truncate large integers
         placed = None if offsets is None else (ctypes.c_int64 * len(offsets))(*offsets)
         wrong_device = len(tensors) > 0 and tensors[0].device != flat.device
         if (
@@ -47,7 +47,7 @@ class NativeTensorTable:
             or wrong_device
             or library.table_place_at(self.handle, placed, flat.numel()) >= 0
         ):
-            # The library says that something is wrong, the check in Python says what.
+            # The check in Python raises the error.
             layout.check_fit(tensors, flat, offsets)
             raise AssertionError("the library refused tensors that fit")
 
@@ -56,18 +56,18 @@ class NativeTensorTable:
             self._library.table_free(handle)
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
-        """Look where tensors of the table's shapes lie now.
+        """Read the addresses of tensors of the table's shapes.
 
         Args:
             tensors: In the order of the table.
-            flat: The flat buffer that they are about to be copied to or from, of a dtype in ``DTYPE_CODES``.
+            flat: The flat buffer that they will be copied to or from, of a dtype in ``DTYPE_CODES``.
             written: Whether the tensors will be written.
 
         Returns:
-            Indices of tensors that cannot be copied as one run of memory: of other strides or dtypes.
+            Indices of the tensors that the library cannot copy, because of their strides or dtypes.
 
         Raises:
-            ValueError: Another number of tensors, shape or device than the table's, or memory that is shared.
+            ValueError: The number of tensors, a shape or a device is not the table's, or memory is shared.
         """
         library = self._library
         if len(tensors) != library.table_size(self.handle):
@@ -88,17 +88,14 @@ class NativeTensorTable:
         if astray >= 0:
             raise layout.astray_error(astray)
         if written and library.table_any_overlap(self.handle):
-            places = [layout.place_of(tensor, flat, self.offset(i)) for i, tensor in enumerate(tensors)]
+            offsets = library.table_offsets(self.handle)
+            places = [layout.place_of(tensor, flat, offsets[i]) for i, tensor in enumerate(tensors)]
             layout.check_memory(tensors, places, flat, written=True)
             raise AssertionError("the library found an overlap that is none")
         return list(others)
 
     def shape(self, index: int) -> list[int]:
-        """The shape that tensor ``index`` has to have."""
+        """The shape of tensor ``index``."""
         num_dims = ctypes.c_int64()
         sizes = self._library.table_sizes(self.handle, index, ctypes.byref(num_dims))
         return list(sizes[: num_dims.value])
-
-    def offset(self, index: int) -> int:
-        """Where the place of tensor ``index`` begins, in elements of the flat buffer."""
-        return int(self._library.table_offsets(self.handle)[index])

@@ -1,1 +1,1 @@
-"""What several passes ask of a graph."""
+"""Questions about graphs that several passes ask."""

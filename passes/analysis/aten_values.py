@@ -1,4 +1,4 @@
-"""Questions about the values of AOTAutograd's graphs: what shows whose memory, and what others depend on."""
+"""Questions about the values of AOTAutograd's graphs: whose memory they show, and which values depend on them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from ddp_compile import torch_internals
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows; the node itself where it is no view."""
-    while (isinstance(node.target, OpOverload) and node.target.is_view) or _is_item_of_view(node):
-        source = node.args[0]
+    """The node whose memory a node shows: of a view its base, else the node itself."""
+    while True:
+        view = node.args[0] if node.target is operator.getitem else node
+        if not (isinstance(view, fx.Node) and isinstance(view.target, OpOverload) and view.target.is_view):
+            return node
+        source = view.args[0]
         assert isinstance(source, fx.Node)
         node = source
-    return node
-
-
-def _is_item_of_view(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and isinstance(source.target, OpOverload) and source.target.is_view
 
 
 def is_dense_tensor(output: Any) -> bool:
-    """Whether an argument of a graph's output, or any node, is one plain tensor."""
+    """Whether a node, or an argument of a graph's output, is one plain tensor."""
     value = output.meta.get("val") if isinstance(output, fx.Node) else None
     return isinstance(value, Tensor) and torch_internals.is_plain_tensor(value)
 
@@ -35,21 +32,21 @@ def is_dense_tensor(output: Any) -> bool:
 def value_to_hold(
     following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, excluded: Iterable[fx.Node]
 ) -> list[fx.Node]:
-    """The computed value that most of some nodes depend on, among those that are there before them.
+    """Of the values computed up to ``last``, the one that most of the ``following`` nodes depend on.
 
-    An operator that is declared to write into it comes behind its computation, and before what depends on it.
+    An operator that is declared to write into it runs after its computation and before those nodes.
 
     Args:
-        following: The nodes, in order; none of those before the next operator of this kind is left out.
-        position: Of every node.
+        following: All nodes from ``last`` to the next operator of ours, in order.
+        position: Of every node of the graph.
         last: The node before them.
-        excluded: Values that will not do.
+        excluded: Values that must not be chosen.
 
     Returns:
-        One node; none if there is no such value.
+        A list of one node, or an empty one.
     """
     not_these = {base_of(node) for node in excluded}
-    bits: dict[fx.Node, int] = {}  # of the values that are there when `last` is
+    bits: dict[fx.Node, int] = {}  # of each value computed up to `last`
     depends_on: dict[fx.Node, int] = {}
     num_dependents: dict[fx.Node, int] = {}
     for node in following:
@@ -60,13 +57,14 @@ def value_to_hold(
             value = base_of(argument)
             if argument in depends_on:
                 depends_on[node] |= depends_on[argument]
-            elif position[value] <= position[last] and value not in not_these and _may_be_held(value):
+            elif (
+                position[value] <= position[last]
+                and value not in not_these
+                and value.op == "call_function"
+                and is_dense_tensor(value)
+            ):
                 depends_on[node] |= bits.setdefault(value, 1 << len(bits))
         for value, bit in bits.items():
             if depends_on[node] & bit:
                 num_dependents[value] = num_dependents.get(value, 0) + 1
     return sorted(bits, key=lambda value: (num_dependents[value], position[value]))[-1:]
-
-
-def _may_be_held(value: fx.Node) -> bool:
-    return value.op == "call_function" and is_dense_tensor(value)

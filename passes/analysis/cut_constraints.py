@@ -1,19 +1,19 @@
-"""Where a forward graph must not be cut.
+"""The places at which a forward graph must not be cut.
 
 Note [Held cuts]
-A cut at position c makes everything before node c one partition and the rest another. Both go through AOTAutograd by
-themselves, which sees nothing but the values that cross. A cut is held, that is, refused, where
+A cut at position c makes all nodes before node c one partition and the rest another. AOTAutograd compiles each by
+itself and sees only the values that cross. A cut is held, that is, refused, if
 
-- a value would cross that a partition cannot take as an input or give as an output: a SymFloat (a varying float
-  argument, ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
-- a mode is switched that the next partition could not take up again: grad mode off, inference mode, functorch levels.
-  Autocast is not among them; `partition_graph` leaves and enters it again.
+- a value would cross that a partition cannot take as an input or return: a SymFloat (a varying float argument,
+  ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
+- a mode is on that the next partition could not enter again: grad mode off, inference mode, functorch levels. Autocast
+  is not among them; `partition_graph` leaves and enters it again.
 - a hook on an intermediate value's gradient would be separated from the value, and see only the part of the gradient
-  that comes from later partitions; or ``as_strided`` from the tensor into whose storage it reaches.
-- a write would be separated from what it writes into: partitions get example inputs that share no memory, so a write to
-  one of two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have
-  changed by the time it is used.
-- a value would cross that lies in the memory of another one and cannot be made again from it: see Note [Views across a
+  that comes from later partitions; or ``as_strided`` would be separated from the tensor whose storage it reads.
+- a write would be separated from its target: partitions get example inputs that share no memory, so a write to one of
+  two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have changed
+  by the time it is used.
+- a value would cross that shares the memory of another one and cannot be made again from it: see Note [Views across a
   cut] in `views`. A view that can be made again holds no cut.
 """
 
@@ -33,6 +33,8 @@ from ddp_compile.passes.analysis.graph_nodes import (
     example_value,
     has_example_value,
     is_constant,
+    is_input,
+    positions,
     target_name,
     tensors_in,
     written_arguments,
@@ -41,13 +43,7 @@ from ddp_compile.passes.analysis.views import ViewTrees, is_only_view
 
 
 class HeldCuts(NamedTuple):
-    """Cuts at the positions ``first`` to ``last``, both included, are refused.
-
-    Args:
-        first: First refused position in the graph's node list.
-        last: Last refused position.
-        reason: What a cut there would break.
-    """
+    """Cuts at the positions ``first`` to ``last``, both included, would break what ``reason`` says."""
 
     first: int
     last: int
@@ -69,14 +65,10 @@ def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
     return max((position[user] for user in node.users), default=position[node])
 
 
-def _positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    return {node: i for i, node in enumerate(gm.graph.nodes)}
-
-
 def _values_that_cannot_cross(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
-    position = _positions(gm)
-    # Dynamo records a value for every input and every tensor. A graph built by hand may not, and is taken on trust.
+    position = positions(gm)
+    # Dynamo records a value for every input and tensor. A graph built by hand may not, and is trusted.
     is_dynamos = all(has_example_value(node) for node in gm.graph.find_nodes(op="placeholder"))
     for node, at in position.items():
         is_known = has_example_value(node) or is_dynamos
@@ -102,9 +94,9 @@ _REGION_WORDS = {"enter": "exit", "push": "pop", "increment": "decrement"}
 
 
 def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
-    """The modes that are open where each node runs, outermost first: names of nodes that opened them, or of switches.
+    """The modes that are on when each node runs, outermost first, named after the node that opened them.
 
-    Grad mode is a switch without an end: ``grad_off`` is open from where it is turned off to where it is on again.
+    Switches without an end have names of their own: ``grad_off`` is open until grad mode is on again.
     """
     regions: dict[fx.Node, tuple[str, ...]] = {}
     stack: list[str] = []
@@ -116,7 +108,7 @@ def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
 
 
 def is_grad_off(regions: Sequence[str]) -> bool:
-    """Whether one of the open modes is a grad mode that was switched off."""
+    """Whether grad mode is off in these `mode_regions`."""
     return "grad_off" in regions
 
 
@@ -125,14 +117,14 @@ def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
     if node.target is torch._C._set_grad_enabled:
         _switch(stack, "grad_off", is_on=node.args[0] is False)
     elif name == "_sdpa_kernel":
-        # Called with the kernels to allow, and again with those that were allowed before.
+        # Called with the kernels to allow, and later with those that were allowed before.
         _switch(stack, "sdpa_kernel", is_on=not torch_internals.allows_same_attention_kernels(node.args[0]))
     for opens, closes in _REGION_WORDS.items():
         words = name.split("_")
         if opens in words:
             stack.append(node.name)
         elif closes in words:
-            # What closes a region is mostly given what opened it; otherwise it closes the innermost of its kind.
+            # Most closing calls take the result of the opening one; others close the innermost region of their kind.
             openers = [argument.name for argument in node.all_input_nodes if argument.name in stack]
             openers += [region for region in reversed(stack) if opens in region.split("_")]
             if openers:
@@ -140,7 +132,7 @@ def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
 
 
 def _switch(stack: list[str], mode: str, is_on: bool) -> None:
-    """A mode without nesting: it is open, or it is not."""
+    """Switch a mode that does not nest."""
     if mode in stack:
         stack.remove(mode)
     if is_on:
@@ -148,7 +140,7 @@ def _switch(stack: list[str], mode: str, is_on: bool) -> None:
 
 
 def is_autocast_enter(node: fx.Node) -> bool:
-    """Whether the node opens an autocast region, which may be left and entered again."""
+    """Whether the node opens an autocast region, which a cut may leave and enter again."""
     return node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast
 
 
@@ -167,7 +159,7 @@ def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
         if whole and opened_at is None:
             opened_at, mode = at, whole[0]
         elif not whole and opened_at is not None:
-            # The node at ``at`` closes the region: a cut right before it would still fall inside.
+            # The node at ``at`` closes the region, so a cut right before it is still inside.
             held.append(HeldCuts(opened_at + 1, at, f"the region opened by {mode} stays whole"))
             opened_at = None
     if opened_at is not None:
@@ -176,22 +168,22 @@ def _regions_that_stay_whole(gm: fx.GraphModule) -> list[HeldCuts]:
 
 
 def _ties_to_a_value(gm: fx.GraphModule) -> list[HeldCuts]:
-    position = _positions(gm)
+    position = positions(gm)
     held = []
     for node, at in position.items():
         name = target_name(node)
         if node.op not in ("call_function", "call_method") or name not in ("register_hook", "as_strided"):
             continue
-        what = "is a hook on the gradient of" if name == "register_hook" else "looks at the storage of"
+        what = "is a hook on the gradient of" if name == "register_hook" else "reads the storage of"
         for value in node.all_input_nodes:
-            if value.op not in ("placeholder", "get_attr") and position[value] + 1 <= at:
+            if not is_input(value) and position[value] + 1 <= at:
                 held.append(HeldCuts(position[value] + 1, at, f"{node.name} {what} {value.name}"))
     return held
 
 
 def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
-    """Values that lie in the memory of an earlier one and are no views that could be made again."""
-    position = _positions(gm)
+    """Values that share the memory of an earlier one and cannot be made again as views of it."""
+    position = positions(gm)
     regions = mode_regions(gm)
     trees = ViewTrees(gm, regions)
     last_use: dict[fx.Node, int] = {}
@@ -201,9 +193,9 @@ def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     for roots in trees.roots_in_storage:
         for first, second in itertools.combinations(roots, 2):
-            if second.op in ("placeholder", "get_attr"):
+            if is_input(second):
                 continue
-            reason = f"{second.name} lies in the memory of {first.name} and is no view that could be made again"
+            reason = f"{second.name} shares the memory of {first.name} and cannot be made again as a view of it"
             made_again = is_only_view(second) and not is_grad_off(regions[second])
             held.append(HeldCuts(*_held_for_both(first, second, made_again, position, last_use), reason))
     return [interval for interval in held if interval.first <= interval.last]
@@ -212,20 +204,19 @@ def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
 def _held_for_both(
     first: fx.Node, second: fx.Node, made_again: bool, position: dict[fx.Node, int], last_use: dict[fx.Node, int]
 ) -> tuple[int, int]:
-    """The cuts that would make a partition give out both, or the second beside the first that it takes in.
+    """The cuts with which a partition would return both, or take in the first and return the second.
 
-    AOTAutograd makes an output that lies in an input's memory again from the input. Unless it may be ``made_again`` in
-    that way, a hook on its gradient or a backward of its own would be lost, and ``no_grad`` around a view.
+    AOTAutograd remakes an output in an input's memory from the input. Unless it may be ``made_again`` in that way, a
+    hook on its gradient, a backward of its own, or ``no_grad`` around a view would be lost.
     """
-    is_input = first.op in ("placeholder", "get_attr")
     if not made_again:
         is_returned = last_use[second] == len(position) - 1
-        return position[first if is_returned and not is_input else second] + 1, last_use[second]
-    return position[second] + 1, -1 if is_input else min(last_use[first], last_use[second])
+        return position[first if is_returned and not is_input(first) else second] + 1, last_use[second]
+    return position[second] + 1, -1 if is_input(first) else min(last_use[first], last_use[second])
 
 
 def _writes_after_views(gm: fx.GraphModule) -> list[HeldCuts]:
-    position = _positions(gm)
+    position = positions(gm)
     storages = aliases_by_storage(gm)
     held = []
     for node, at in position.items():
@@ -241,11 +232,11 @@ def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: d
     held = [
         HeldCuts(position[alias] + 1, min(_last_use(alias, position), at), f"{writer.name} writes into {alias.name}")
         for alias in aliases
-        if alias.op not in ("placeholder", "get_attr") and position[alias] < at
+        if not is_input(alias) and position[alias] < at
     ]
-    inputs = [alias for alias in aliases if alias.op in ("placeholder", "get_attr")]
+    inputs = [alias for alias in aliases if is_input(alias)]
     if inputs:
-        # An input is the same tensor in every partition; what matters is who computed with its old value.
+        # An input is the same tensor in every partition, so only readers of its old value matter.
         own = set(aliases)
         users = {user for alias in aliases for user in alias.users if not _only_views(user, own)}
         first_read = min((position[user] for user in users), default=at)
@@ -254,9 +245,9 @@ def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: d
 
 
 def _only_views(node: fx.Node, aliases: set[fx.Node]) -> bool:
-    """Whether a user of a written tensor is a view of it, or an in-place operation, whose result is one.
+    """Whether a user of a written tensor is a view of it, or an in-place operation, whose result is a view.
 
-    A higher-order operator that writes also keeps its inputs: a checkpoint computes from them again in the backward.
+    Not a higher-order operator: a checkpoint that writes also computes from its inputs again in the backward.
     """
     if isinstance(node.target, HigherOrderOperator):
         return False

@@ -1,4 +1,4 @@
-"""In which order a graph's parameters get their gradients in the backward.
+"""The order in which a graph's parameters get their gradients in the backward.
 
 The autograd engine runs the backward of later nodes first, so a parameter's gradient is complete once the backward of
 the *earliest* node that uses it has run. Reading the forward graph from its end gives the order.
@@ -11,19 +11,12 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ddp_compile.passes.analysis.graph_nodes import is_view_or_cast, requires_grad
+from ddp_compile.passes.analysis.graph_nodes import is_input, is_view_or_cast, requires_grad
 
 
 class GradReady(NamedTuple):
-    """When one parameter's gradient is ready.
-
-    Args:
-        parameter: Index of the parameter.
-        position: Position, in the graph's node list, of the earliest node that computes with the parameter.
-    """
-
-    parameter: int
-    position: int
+    parameter: int  #: its index
+    position: int  #: in the graph's node list, of the earliest node that computes with the parameter
 
 
 def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> list[GradReady]:
@@ -40,17 +33,17 @@ def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> lis
         engine reaches them.
     """
     earliest: dict[int, int] = {}
-    # Nodes that are a parameter, or a view or cast of parameters, and the parameters behind them.
-    behind: dict[fx.Node, frozenset[int]] = {}
+    # The parameters that a node is, or is a view or cast of.
+    roots: dict[fx.Node, frozenset[int]] = {}
     for position, node in enumerate(gm.graph.nodes):
-        if node.name in parameter_of and node.op in ("placeholder", "get_attr"):
-            behind[node] = frozenset((parameter_of[node.name],))
+        if node.name in parameter_of and is_input(node):
+            roots[node] = frozenset((parameter_of[node.name],))
             continue
-        parameters = frozenset[int]().union(*(behind.get(argument, ()) for argument in node.all_input_nodes))
+        parameters = frozenset[int]().union(*(roots.get(argument, ()) for argument in node.all_input_nodes))
         if not parameters or (node.op != "output" and not requires_grad(node)):
             continue
-        if is_alias_of_parameters(node, behind):
-            behind[node] = parameters
+        if is_alias_of_parameters(node, roots):
+            roots[node] = parameters
             continue
         for parameter in parameters:
             earliest.setdefault(parameter, position)
@@ -58,6 +51,6 @@ def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> lis
     return sorted(ready, key=lambda entry: (-entry.position, -entry.parameter))
 
 
-def is_alias_of_parameters(node: fx.Node, behind: Mapping[fx.Node, frozenset[int]]) -> bool:
+def is_alias_of_parameters(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> bool:
     """A view or cast of nothing but parameters; ``weight[token_ids]`` computes with another tensor and is a use."""
-    return is_view_or_cast(node) and all(argument in behind for argument in node.all_input_nodes)
+    return is_view_or_cast(node) and all(argument in roots for argument in node.all_input_nodes)

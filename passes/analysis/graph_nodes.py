@@ -15,8 +15,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ddp_compile import torch_internals
 
-# Names under which a view or cast of one tensor appears in a graph: as a method, as a function of torch, or as an ATen
-# operator. The result holds the same values, so its gradient is the tensor's own but for shape and dtype.
+# Names of views and casts of one tensor: methods, functions of torch, or ATen operators. The result holds the same
+# values, so that its gradient is the tensor's own except for shape and dtype.
 _VIEWS = """
     T mT H adjoint alias as_strided broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten getattr
     getitem movedim moveaxis narrow permute reshape select slice split split_with_sizes squeeze swapaxes swapdims t
@@ -25,8 +25,8 @@ _VIEWS = """
 _CASTS = "bfloat16 double float half to type type_as"
 _VIEW_OR_CAST_NAMES = frozenset(_VIEWS.split() + _CASTS.split())
 
-# Functions that write into an argument although neither their name nor a keyword says so: name and position of the
-# argument. torch.batch_norm has other positions than torch.nn.functional's.
+# Functions that write into arguments although neither their name nor a keyword says so, with names and positions of
+# these arguments.
 _RUNNING_STATISTICS = (("running_mean", 1), ("running_var", 2))
 _HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
     F.batch_norm: _RUNNING_STATISTICS,
@@ -34,7 +34,7 @@ _HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
     torch.batch_norm: (("running_mean", 3), ("running_var", 4)),
     torch.instance_norm: (("running_mean", 3), ("running_var", 4)),
 }
-# Lookups that renormalise the rows of the weight they read, when they are given a largest norm.
+# Lookups that renormalise the rows they read if a largest norm is given, and its position.
 _RENORMALISING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
 
 # Not imatmul: tensors have no such method, so ``x @= w`` makes a new tensor.
@@ -58,7 +58,7 @@ def has_example_value(node: fx.Node) -> bool:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether Dynamo specialised the node's value to a plain Python constant, on which the graph is guarded."""
+    """Whether the node's value is a plain Python constant that Dynamo has guarded the graph on."""
     return node.op in ("call_function", "call_method") and isinstance(example_value(node), _PLAIN_CONSTANTS)
 
 
@@ -76,16 +76,31 @@ def target_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def positions(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """The place of each node in the graph's node list."""
+    return {node: i for i, node in enumerate(gm.graph.nodes)}
+
+
+def is_input(node: fx.Node) -> bool:
+    """Whether a node is an argument or an attribute of the graph."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory."""
+    return any(isinstance(stride, int) and stride == 0 for stride in tensor.stride())
+
+
 def is_view_or_cast(node: fx.Node) -> bool:
-    """Whether a node only looks at its tensor arguments in another shape, stride or dtype."""
+    """Whether a node shows its tensor arguments in another shape, stride or dtype and computes nothing."""
     return node.op in ("call_function", "call_method") and target_name(node) in _VIEW_OR_CAST_NAMES
 
 
 def requires_grad(node: fx.Node) -> bool:
-    """Whether a gradient can flow through the node; True where Dynamo recorded nothing, or not the whole tensor.
+    """Whether a gradient can flow through the node; True if Dynamo recorded no value, or not the whole tensor.
 
-    Inside ``torch.vmap`` and ``torch.func.grad`` the recorded tensor is that of the innermost level, which may say that
-    it requires none although the level around it does.
+    Inside ``torch.vmap`` and ``torch.func.grad`` the recorded tensor is that of the innermost level. It may require no
+    gradient although that of an outer level does.
     """
     if not has_example_value(node):
         return True
@@ -119,15 +134,12 @@ def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
 
 
 def was_inplace(node: fx.Node) -> bool:
-    """Whether a node makes a new tensor although its recorded value lies in an old one's storage.
-
-    `functionalize_inplace_pass` leaves such nodes behind.
-    """
+    """Whether a node makes a new tensor, though its recorded value lies in an old one: `functionalize_inplace_pass`."""
     return bool(node.meta.get("was_inplace"))
 
 
 def aliases_by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    """The nodes whose values lie in one storage, in graph order, conjugated and negated views among them."""
+    """The nodes whose values lie in each storage, in graph order."""
     storages: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         for key in dict.fromkeys(map(torch_internals.storage_key, tensors_in(node))):
@@ -157,7 +169,7 @@ def _argument(node: fx.Node, keyword: str, position: int) -> Any:
 
 
 def _first_argument(node: fx.Node) -> Any:
-    """What a method or function works on: ``input`` or ``self`` where it is given by keyword."""
+    """The first argument, which may be given as the keyword ``input`` or ``self``."""
     if node.args:
         return node.args[0]
     named = [node.kwargs[name] for name in ("input", "self") if name in node.kwargs]
@@ -171,7 +183,7 @@ def _is_inplace_by_name(name: str) -> bool:
 
 
 def _written_by_schema(node: fx.Node, target: OpOverload | OpOverloadPacket) -> Iterator[Any]:
-    # A packet stands for one of its overloads; which one writes into which argument is the same for all of them.
+    # All overloads of a packet write into the same arguments.
     overloads = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in target.overloads()]
     for overload in overloads:
         for i, argument in enumerate(overload._schema.arguments):
@@ -180,8 +192,8 @@ def _written_by_schema(node: fx.Node, target: OpOverload | OpOverloadPacket) -> 
 
 
 def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
-    """What the graphs that a higher-order operator calls write into, in terms of the operator's own arguments."""
-    # The wrappers of user-defined kernels have no graph; they may write into anything they are given.
+    """The arguments of a higher-order operator that the graphs it calls write into."""
+    # Wrappers of user-defined kernels have no graph, and may write into any argument.
     if "triton" in name or "functionalize" in name:
         yield from node.all_input_nodes
         return
@@ -192,19 +204,19 @@ def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
         inputs = body.graph.find_nodes(op="placeholder")
         for inner in body.graph.nodes:
             for target in written_arguments(inner):
-                for source in _inputs_behind(target):
+                for source in _inputs_in_memory_of(target):
                     # Operands are lifted in the order of the body's inputs, after any of the operator's own.
                     position = inputs.index(source) - len(inputs)
                     yield tensors[position] if -position <= len(tensors) else tensors
 
 
-def _inputs_behind(node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a node is, or may be a view of."""
+def _inputs_in_memory_of(node: fx.Node) -> set[fx.Node]:
+    """The placeholders that a node may share memory with."""
     if node.op == "placeholder":
         return {node}
     if not is_view_or_cast(node) and not any(True for _ in written_arguments(node)):
         return set()
-    return set[fx.Node]().union(*(_inputs_behind(argument) for argument in node.all_input_nodes))
+    return set[fx.Node]().union(*(_inputs_in_memory_of(argument) for argument in node.all_input_nodes))
 
 
 def _graph_module_of(node: fx.Node) -> fx.GraphModule | None:
@@ -217,7 +229,7 @@ def _graph_module_of(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _is_inplace_activation(node: fx.Node) -> bool:
-    """``relu(x, inplace=True)`` and its like, the flag given by keyword or, last, by position."""
+    """Whether ``inplace=True`` is given, by keyword or as the last positional argument."""
     if "inplace" in node.kwargs:
         return bool(node.kwargs["inplace"])
     is_functional = getattr(node.target, "__module__", None) == "torch.nn.functional"
@@ -227,6 +239,6 @@ def _is_inplace_activation(node: fx.Node) -> bool:
 def _takes_inplace_last(node: fx.Node) -> bool:
     try:
         names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # builtins without a signature take no inplace flag by position
+    except (TypeError, ValueError):  # builtins without a signature take no positional inplace flag
         return False
     return len(node.args) <= len(names) and names[len(node.args) - 1] == "inplace"

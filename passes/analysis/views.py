@@ -1,30 +1,29 @@
 """Which values of a forward graph are views of which others, and what of them crosses a cut.
 
 Note [Views across a cut]
-Of the values that lie in one storage, a partition gives out one. Of two outputs that share memory AOTAutograd makes one
-again from the other, and torch 2.13 does so wrongly where the other is a view itself, in torch.compile as well: after
-``y = h.t(); return y, y.detach()`` the second is transposed twice. Where AOTAutograd's result is read from a cache, a
+Of the values in one storage, a partition returns one. Of two outputs that share memory, AOTAutograd makes one again
+from the other. If the other is a view itself, torch 2.13 does so wrongly, in torch.compile as well: with
+``y = h.t(); return y, y.detach()`` the second is transposed twice. If AOTAutograd's result is read from a cache, a
 ``reshape`` of the other gets an invalid shape.
 
-So views do not cross beside what they are views of: `partition_graph` makes them again where they are used. ``detach``,
-and whatever returns its argument as it is, such as ``contiguous``, are views here. What crosses is the last value that
-all the views needed elsewhere are views of: a single view crosses as itself, and the gradient of a slice stays as small
-as the slice. An expanded value, whose elements share memory, never crosses: torch 2.12 gives its gradient the same
-strides and cannot write it. An input of the graph is at hand everywhere, and no view of it crosses. If the caller gets
-a view beside what it is a view of, the graph that calls the partitions makes it, and the two are related as in eager
-code.
+So a view does not cross beside its base: `partition_graph` makes it again where it is used. ``detach``, and anything
+that returns its argument unchanged, such as ``contiguous``, are views here. What crosses is the last value of which all
+views needed elsewhere are views: a single view crosses as itself, so that the gradient of a slice stays as small as the
+slice. An expanded value, whose elements share memory, never crosses: torch 2.12 gives its gradient the same strides and
+cannot write it. An input of the graph is available everywhere, so no view of it crosses. If the caller gets a view
+beside its base, the graph that calls the partitions makes the view, and the two are related as in eager code.
 
 A view is made again only if it is a function of torch with one tensor among its arguments, whose result Dynamo recorded
 in that tensor's storage. Not made again are
 
 - what writes, a tensor with a hook on its gradient, and ``as_strided``, which reaches beyond its argument;
-- what a higher-order operator, a custom autograd function or a custom operator returns: it computes, and its backward
-  may do something else with two gradients than with their sum;
+- results of a higher-order operator, a custom autograd function or a custom operator: it computes, and its backward
+  may treat two gradients differently from their sum;
 - views made in inference mode. Those made under ``no_grad`` are made again under ``no_grad``.
 
-Where a value would have to cross that lies in the memory of another one and cannot be made again, the cut is held; of
-those made under ``no_grad`` also where it would cross alone, since AOTAutograd makes it again from its partition's
-input, with a gradient.
+If a value in the memory of another one would have to cross and cannot be made again, the cut is held. If such a value
+was made under ``no_grad``, the cut is held even if it would cross alone, since AOTAutograd makes it again from its
+partition's input, with a gradient.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from ddp_compile import torch_internals
 from ddp_compile.passes.analysis.graph_nodes import (
     aliases_by_storage,
     example_value,
+    is_expanded,
     target_name,
     tensors_in,
     was_inplace,
@@ -52,7 +52,7 @@ class ViewTrees:
 
     Args:
         gm: A forward graph as Dynamo made it; nodes added later belong to no tree.
-        regions: What `mode_regions` says of ``gm``.
+        regions: The `mode_regions` of ``gm``.
     """
 
     def __init__(self, gm: fx.GraphModule, regions: Mapping[fx.Node, Sequence[str]]) -> None:
@@ -73,7 +73,7 @@ class ViewTrees:
         self._roots_that_share = {root for roots in self.roots_in_storage if len(roots) > 1 for root in roots}
 
     def path(self, node: fx.Node) -> list[fx.Node]:
-        """What a value is made of when it is made again: its root, view after view, and the value itself."""
+        """The views that make a value again: its root, each view in turn, and the value itself."""
         nodes = [node]
         while nodes[-1] in self._viewed:
             nodes.append(self._viewed[nodes[-1]])
@@ -84,15 +84,14 @@ class ViewTrees:
         return self.path(node)[0]
 
     def crossing(self, needed: Iterable[fx.Node], place: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
-        """What crosses for each value that is needed elsewhere than where it is made.
+        """For each value needed outside its partition, the value that crosses: itself or one to make it again from.
 
         Args:
-            needed: All such values of the graph.
+            needed: All values of the graph that are needed outside of the partition that makes them.
             place: The partition that makes a value; none for inputs.
 
         Returns:
-            For each of ``needed`` the value from which it is to be made again, or itself; the same one for all that
-            have a root in common.
+            By value; the same for all values with one root.
         """
         trees: dict[fx.Node, list[fx.Node]] = {}
         for node in needed:
@@ -110,17 +109,13 @@ class ViewTrees:
             if place.get(node) != place.get(chosen) or any(node not in path for path in others):
                 break
             value = example_value(node)
-            if isinstance(value, Tensor) and torch_internals.is_plain_tensor(value) and not _is_expanded(value):
+            if isinstance(value, Tensor) and torch_internals.is_plain_tensor(value) and not is_expanded(value):
                 chosen = node
         return chosen
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(isinstance(stride, int) and stride == 0 for stride in tensor.stride())
-
-
 def is_only_view(node: fx.Node) -> bool:
-    """Whether a node that returns what its arguments hold does nothing else, in the backward as in the forward."""
+    """Whether a node that returns memory of its arguments does nothing else, in the forward or in the backward."""
     if any(target_name(user) == "register_hook" for user in node.users):
         return False
     is_element = node.target is operator.getitem and not isinstance(example_value(node.all_input_nodes[0]), Tensor)
@@ -128,7 +123,7 @@ def is_only_view(node: fx.Node) -> bool:
 
 
 def _viewed_tensor(node: fx.Node) -> fx.Node | None:
-    """The one argument that a node is nothing but a view of, or a tuple of views; see Note [Views across a cut]."""
+    """The one argument that a node is a view of, or a tuple of views; see Note [Views across a cut]."""
     if not is_only_view(node) or target_name(node).endswith("_") or target_name(node) == "as_strided":
         return None
     arguments = [argument for argument in node.all_input_nodes if tensors_in(argument)]

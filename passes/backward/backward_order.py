@@ -1,4 +1,4 @@
-"""In which order a backward graph computes what its buckets need."""
+"""Moves nodes of a backward graph so that buckets are ready earlier."""
 
 from __future__ import annotations
 
@@ -12,38 +12,32 @@ from torch._ops import OpOverload
 
 from ddp_compile import torch_internals
 from ddp_compile.passes.analysis.aten_values import base_of
-
-_INPUTS = ("placeholder", "get_attr")
+from ddp_compile.passes.analysis.graph_nodes import is_input
 
 
 class Moved(NamedTuple):
-    """Number of calls in the graph up to the last gradient of one bucket.
-
-    Args:
-        before: In the graph as it was.
-        after: In the graph as it is now.
-    """
+    """Number of calls up to the last gradient of one bucket, ``before`` and ``after`` nodes were moved."""
 
     before: int
     after: int
 
 
 def bring_forward(graph: fx.Graph, gradients: Sequence[Sequence[fx.Node]]) -> list[Moved]:
-    """Compute what each bucket needs, and what it does not need after it, where this is free.
+    """Move nodes that a bucket does not need after its last gradient, if that costs no memory.
 
-    Nodes keep their order otherwise. A node that a bucket does not need may hold memory longer when it is computed
-    later: that of its arguments. A move is made only if, by the sizes of the values, the graph's peak does not grow,
-    and if the nodes that are passed over have neither effects nor random numbers.
+    Nodes keep their order otherwise. A node that is computed later keeps its arguments in memory longer. So nodes move
+    only if the graph's peak, by the sizes of the values, does not grow, and if none of them has effects or draws random
+    numbers.
 
     Args:
         graph: A functional graph with ``meta["val"]`` on every node; its nodes are moved.
         gradients: The nodes of each bucket's gradients, in launch order.
 
     Returns:
-        For each bucket, how early it was complete and is.
+        For each bucket, how early it is complete.
     """
     order = list(graph.nodes)
-    num_inputs = sum(node.op in _INPUTS for node in order)
+    num_inputs = sum(map(is_input, order))
     before = [_last_position(order, nodes) - num_inputs for nodes in gradients]
     memory = _Memory(order)
     peak = memory.peak(order)
@@ -64,7 +58,7 @@ def _last_position(order: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> int:
 
 
 def _with_needed_first(order: list[fx.Node], nodes: Iterable[fx.Node], done: int) -> list[fx.Node] | None:
-    """The order in which, from position ``done`` on, only what ``nodes`` need comes before them; None if it is that."""
+    """The order in which, from ``done`` on, only what ``nodes`` need precedes them; None if nothing moves."""
     end = _last_position(order, nodes)
     needed: set[fx.Node] = set()
     pending = list(nodes)
@@ -74,8 +68,8 @@ def _with_needed_first(order: list[fx.Node], nodes: Iterable[fx.Node], done: int
             needed.add(node)
             pending.extend(node.all_input_nodes)
     window = order[done:end]
-    first = [node for node in window if node in needed or node.op in _INPUTS]
-    later = [node for node in window if node not in needed and node.op not in _INPUTS]
+    first = [node for node in window if node in needed or is_input(node)]
+    later = [node for node in window if node not in needed and not is_input(node)]
     if not later or not all(map(_may_move, later)):
         return None
     return [*order[:done], *first, *later, *order[end:]]
@@ -92,7 +86,6 @@ def _may_move(node: fx.Node) -> bool:
 
 
 def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Give the graph's nodes this order."""
     for node in reversed(order):
         first = next(iter(graph.nodes))
         if node is not first:
@@ -100,10 +93,9 @@ def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 class _Memory:
-    """How much memory a graph's values take at once, in bytes, for any order of its nodes.
+    """Bytes that a graph's values take at once for an order of its nodes, without memory that is used inside a node.
 
-    A value is there from the node that computes it until the last node that uses it or a view of it, an input from the
-    start, an output until the end. What runs inside of a node is not seen.
+    A value lives from its node to the last user of it or of a view; inputs live from the start, outputs to the end.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -132,9 +124,5 @@ class _Memory:
 
 def _num_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    if node.op == "output":
-        return 0
-    if isinstance(value, Tensor):
-        return torch_internals.num_bytes_hint(value)
-    # The results of a node with several are counted at the nodes that pick them out.
-    return 0
+    # The results of a node with several count at the getitem nodes that pick them out.
+    return torch_internals.num_bytes_hint(value) if isinstance(value, Tensor) and node.op != "output" else 0

@@ -1,11 +1,10 @@
-"""Tells the reducer, inside a backward graph, when a bucket's last gradient has been computed."""
+"""Tells the reducer, inside a backward graph, that a bucket's last gradient has been computed."""
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,42 +13,24 @@ from torch import fx
 from ddp_compile import torch_internals
 from ddp_compile.graph_ops import BUCKET_READY, HOLD_BACK, MOVE_BUCKET
 from ddp_compile.passes.analysis.aten_values import base_of, is_dense_tensor, value_to_hold
+from ddp_compile.passes.analysis.graph_nodes import is_expanded
 from ddp_compile.passes.backward.backward_order import bring_forward
-from ddp_compile.passes.pipeline import Declined, PassResult
+from ddp_compile.passes.pipeline import AotContext, Declined, PassResult
 from ddp_compile.plan.spec import BucketSpec
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardContext:
-    """What passes over a backward graph may know beside it.
-
-    Args:
-        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
-        buckets: The buckets that meet the graph, in launch order.
-        reducer: Number by which the operator finds the reducer.
-        graph_name: Name of the graph, for logs.
-        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
-    """
-
-    parameter_of_input: Mapping[int, int]
-    buckets: tuple[BucketSpec, ...]
-    reducer: int
-    graph_name: str
-    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-
 class _ReadyBucket(NamedTuple):
     bucket: BucketSpec
-    slots: list[int]  # where its gradients stand among the graph's outputs, in the bucket's order
-    moves: bool  # whether the reducer says what stands in those places
+    slots: list[int]  # positions of its gradients among the graph's outputs, in the bucket's order
+    moves: bool  # whether the graph returns views of the flat buffer instead of them
 
 
-def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult:
+def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """Insert ``ddp_compile::bucket_ready`` after the last gradient of each bucket.
 
-    Nodes that a bucket does not need are moved behind it where that costs no memory; see `backward_order`.
+    Nodes that a bucket does not need are moved after it if that costs no memory; see `backward_order`.
 
     before::
 
@@ -64,13 +45,13 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
         mm_1 = mm(tangents, w_t)
         return (mm, ...)
 
-    ``held`` is the value that most of the nodes behind depend on, which keeps compilers from computing them first.
+    ``held`` is the value that most of the following nodes depend on, which keeps compilers from computing them first.
 
-    Where all gradients of a bucket may move (`BackwardContext.strides`), ``move_bucket`` and ``hold_back`` are there
-    instead, and the graph returns the results of the former.
+    If all gradients of a bucket may move (`AotContext.strides`), ``move_bucket`` and ``hold_back`` are inserted
+    instead, and the graph returns the results of ``move_bucket``.
 
-    A bucket is left to the hooks of its parameters where the graph does not compute each of its gradients, and where
-    nothing is left to compute once they are there: the hooks come as early then.
+    A bucket is left to the hooks of its parameters if the graph does not compute all of its gradients, or if nothing is
+    left to compute after them: the hooks then run as early.
     """
     ready, declined = _find_buckets(gm, ctx)
     if not ready:
@@ -98,7 +79,7 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: BackwardContext) -> PassResult
 
 
 def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) -> int:
-    """How many of the buckets are ready before the graph's last computation, if they are launched in this order."""
+    """How many buckets, launched in this order, are ready before the graph's last computation."""
     computed = [node for node in gm.graph.nodes if node.op == "call_function" and base_of(node) is node]
     last = _computation_of(computed[-1]) if computed else None
     at_the_end = (any(_computation_of(node) is last for node in nodes) for nodes in gradients)
@@ -106,21 +87,21 @@ def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) 
 
 
 def _computation_of(node: fx.Node) -> fx.Node:
-    """The node that computes a value: resolves views to their bases, and getitem to the node with several results."""
+    """Resolve views and getitem to the computing node."""
     base = base_of(node)
     return base.all_input_nodes[0] if base.target is operator.getitem else base
 
 
 def _insert(
-    gm: fx.GraphModule, ctx: BackwardContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
+    gm: fx.GraphModule, ctx: AotContext, ready: Sequence[_ReadyBucket], gradients: Sequence[Sequence[fx.Node]]
 ) -> None:
     order = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(order)}
     following, until = order[:0], len(order)
-    # In launch order behind one node as well: what is inserted later comes first.
+    # In reverse, so that buckets inserted after one node are in launch order.
     for entry, nodes in zip(reversed(ready), reversed(gradients), strict=True):
         last = max(nodes, key=position.__getitem__)
-        if last.op == "placeholder":  # they stay together
+        if last.op == "placeholder":  # placeholders stay together
             last = gm.graph.find_nodes(op="placeholder")[-1]
         if position[last] + 1 < until:  # else two buckets are ready at once
             following, until = order[position[last] + 1 : until], position[last] + 1
@@ -135,7 +116,7 @@ def _insert(
 
 
 def _insert_move(
-    gm: fx.GraphModule, ctx: BackwardContext, entry: _ReadyBucket, nodes: Sequence[fx.Node], held: list[fx.Node]
+    gm: fx.GraphModule, ctx: AotContext, entry: _ReadyBucket, nodes: Sequence[fx.Node], held: list[fx.Node]
 ) -> None:
     param_indices = [gradient.index for gradient in entry.bucket.gradients]
     strides = [stride for index in param_indices for stride in ctx.strides[index]]
@@ -155,8 +136,8 @@ def _insert_move(
     gm.graph.output_node().update_arg(0, tuple(outputs))
 
 
-def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_ReadyBucket], list[Declined]]:
-    """The buckets whose gradients the graph computes, in launch order, and why the others are left alone."""
+def _find_buckets(gm: fx.GraphModule, ctx: AotContext) -> tuple[list[_ReadyBucket], list[Declined]]:
+    """The buckets whose gradients the graph computes, in launch order, and why others are declined."""
     outputs = _outputs(gm)
     slot_of = {ctx.parameter_of_input[i]: i for i in _gradient_slots(gm) if i in ctx.parameter_of_input}
     ready, declined = [], []
@@ -187,23 +168,23 @@ def _find_buckets(gm: fx.GraphModule, ctx: BackwardContext) -> tuple[list[_Ready
 def _gradient_slots(gm: fx.GraphModule) -> list[int]:
     """Positions of the outputs that are the gradient of the Dynamo graph's input at the same position.
 
-    AOTAutograd returns one value for each input, and says beside it whose gradient it is. Both must agree: inputs that
-    alias each other, or subclasses that were taken apart, shift the positions.
+    AOTAutograd returns one value for each input and describes whose gradient it is. Position and description must
+    agree: inputs that alias each other, and subclasses that were taken apart, shift positions.
     """
     return [slot for slot, of in enumerate(torch_internals.inputs_of_gradients(gm)) if slot == of]
 
 
 def _own_output(gm: fx.GraphModule, slot: int) -> None:
-    """Let the output at ``slot`` be a tensor that nothing else returns or holds.
+    """Make the output at ``slot`` a tensor that nothing else returns or holds.
 
-    A tangent that is passed through, one tensor for two parameters, and an expanded tensor would be cloned by
-    AccumulateGrad, and then the reducer could not tell a clone from a sum. So the clone is made here.
+    AccumulateGrad clones a tangent that is passed through, a tensor that two parameters share, and an expanded tensor,
+    and the reducer could not tell such a clone from a sum. So the clone is made here.
     """
     output, outputs = gm.graph.output_node(), _outputs(gm)
     node = _node(outputs, slot)
     is_input = base_of(node).op == "placeholder"
     is_shared = any(other is node for i, other in enumerate(outputs) if i != slot)
-    if not (is_input or is_shared or _is_expanded(node)):
+    if not (is_input or is_shared or is_expanded(node.meta["val"])):
         return
     with gm.graph.inserting_after(node):
         clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -222,8 +203,3 @@ def _node(outputs: Sequence[Any], slot: int) -> fx.Node:
     node = outputs[slot]
     assert isinstance(node, fx.Node)
     return node
-
-
-def _is_expanded(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return any(isinstance(stride, int) and stride == 0 for stride in value.stride()) and value.dim() > 0

@@ -1,4 +1,4 @@
-"""Keeps the memory of sparse gradients from being used again in the graph that returns them."""
+"""Keeps the memory of sparse gradients from being reused before the graph that returns them ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ddp_compile.torch_internals import SPARSE_FROM_PARTS
 
 
 def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: NamesGraph) -> PassResult:
-    """Read the indices and values of sparse tensors when everything else is computed.
+    """Read the indices and values of sparse tensors at the end of the graph.
 
-    A sparse tensor lies on the memory of its parts. Inductor (torch 2.13) does not know, and writes later results of
-    the same size into the values once nothing but the sparse tensor needs them.
+    A sparse tensor uses the memory of its parts. Inductor (torch 2.13) does not know this, and writes later results of
+    the same size into the values.
 
     before::
 
@@ -32,7 +32,7 @@ def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: NamesGraph) -> PassResult:
     """
     made = gm.graph.find_nodes(op="call_function", target=SPARSE_FROM_PARTS)
     output = gm.graph.output_node()
-    # Declared to be written at the very end, so that nothing is computed behind.
+    # HOLD_BACK is declared to write into all other results, so that it runs after them.
     computed = [node for node in dict.fromkeys(output.all_input_nodes) if node.op == "call_function"]
     held = [node for node in computed if node not in made]
     if not made or not held:

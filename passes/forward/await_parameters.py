@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -12,29 +11,9 @@ from torch import fx
 from ddp_compile import torch_internals
 from ddp_compile.graph_ops import AWAIT_PARAMETERS
 from ddp_compile.passes.analysis.aten_values import base_of, is_dense_tensor, value_to_hold
-from ddp_compile.passes.pipeline import PassResult
-from ddp_compile.plan.spec import BucketSpec
+from ddp_compile.passes.pipeline import AotContext, PassResult
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WholeForwardContext:
-    """What passes over AOTAutograd's forward graph may know beside it.
-
-    Args:
-        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
-        reads: Indices of all reduced parameters that the graph reads.
-        buckets: The buckets that meet the graph.
-        reducer: Number by which the operator finds the reducer.
-        graph_name: Name of the graph, for logs.
-    """
-
-    parameter_of_input: Mapping[int, int]
-    reads: tuple[int, ...]
-    buckets: tuple[BucketSpec, ...]
-    reducer: int
-    graph_name: str
 
 
 class _Wait(NamedTuple):
@@ -43,7 +22,7 @@ class _Wait(NamedTuple):
     parameters: list[fx.Node]
 
 
-def await_parameters_pass(gm: fx.GraphModule, ctx: WholeForwardContext) -> PassResult:
+def await_parameters_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """Insert ``ddp_compile::await_parameters`` before the first node that reads a parameter of each bucket.
 
     before::
@@ -75,7 +54,7 @@ def await_parameters_pass(gm: fx.GraphModule, ctx: WholeForwardContext) -> PassR
     return PassResult(gm, len(waits))
 
 
-def _find_waits(gm: fx.GraphModule, ctx: WholeForwardContext, order: Sequence[fx.Node]) -> list[_Wait]:
+def _find_waits(gm: fx.GraphModule, ctx: AotContext, order: Sequence[fx.Node]) -> list[_Wait]:
     placeholders = gm.graph.find_nodes(op="placeholder")
     input_of = zip(placeholders, torch_internals.positions_of_inputs(gm), strict=True)
     node_of = {

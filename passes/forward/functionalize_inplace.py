@@ -1,4 +1,4 @@
-"""Turns in-place arithmetic on intermediate tensors into out-of-place arithmetic where nobody can tell."""
+"""Turns in-place arithmetic on intermediate tensors into out-of-place arithmetic if nothing can tell the difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ddp_compile import torch_internals
 from ddp_compile.passes.analysis.cut_constraints import mode_regions
-from ddp_compile.passes.analysis.graph_nodes import aliases_by_storage, example_value, target_name
+from ddp_compile.passes.analysis.graph_nodes import aliases_by_storage, example_value, is_input, positions, target_name
 from ddp_compile.passes.pipeline import PassContext, PassResult
 
 # In-place form -> out-of-place form.
@@ -24,10 +24,10 @@ _METHODS = {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
 
 def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Let ``x += y`` make a new tensor, where the old value of ``x`` has no other name that is still in use.
+    """Let ``x += y`` make a new tensor if no other name of the old value is used later.
 
-    No cut may separate a write from what it writes into. A residual stream that every block adds to in place would keep
-    the whole model in one partition. AOTAutograd makes the same change, but only inside a partition.
+    No cut may separate a write from its target, so a residual stream that every block adds to in place would keep the
+    whole model in one partition. AOTAutograd makes the same change, but only inside a partition.
 
     before::
 
@@ -41,7 +41,7 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
         x_1 = add(x, b)
         y = linear(x_1, w2)
     """
-    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    position = positions(gm)
     storages = aliases_by_storage(gm)
     regions = mode_regions(gm)
     num_changed = 0
@@ -53,13 +53,13 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
             continue
         key = torch_internals.storage_key(example_value(written))
         earlier = [alias for alias in storages.get(key, ()) if position[alias] < at] if key is not None else []
-        # A mode such as no_grad in between would keep the new tensor from having the old one's history.
+        # If a mode such as no_grad was entered in between, the new tensor would lack the old one's history.
         if regions[node] != regions[written] or not _is_sole_name(node, written, earlier, position):
             continue
         node.target = _OPERATORS[node.target] if node.op == "call_function" else _METHODS[str(node.target)]
         node.meta["was_inplace"] = True
-        # Whoever read the written tensor later under its old name reads the new one. The recorded values keep sharing
-        # storage, so that views of either still count as views of both when cuts are placed.
+        # Later uses of the old name read the new tensor. The recorded values keep sharing storage, so that views of
+        # either still count as views of both when cuts are placed.
         for user in [user for user in written.users if position[user] > at]:
             user.replace_input_with(written, node)
         num_changed += 1
@@ -67,11 +67,11 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
 
 
 def _makes_the_same_tensor(node: fx.Node, written: fx.Node) -> bool:
-    """Whether the out-of-place form gives a tensor of the same dtype, shape and strides."""
+    """Whether the out-of-place form gives the same dtype, shape and strides."""
     target = example_value(written)
     if not isinstance(target, Tensor) or not torch_internals.is_plain_tensor(target) or len(node.args) != 2:
         return False
-    if written.op in ("placeholder", "get_attr") or "out" in node.kwargs or not target.is_contiguous():
+    if is_input(written) or "out" in node.kwargs or not target.is_contiguous():
         return False
     other = node.args[1]
     value = example_value(other) if isinstance(other, fx.Node) else other
@@ -85,7 +85,7 @@ def _is_sole_name(node: fx.Node, written: fx.Node, earlier: list[fx.Node], posit
     if written not in earlier or any(target_name(user) == "register_hook" for user in written.users):
         return False
     for alias in earlier:
-        if alias.op in ("placeholder", "get_attr"):
+        if is_input(alias):
             return False
         last_use = max((position[user] for user in alias.users), default=-1)
         if alias is not written and last_use >= position[node]:

@@ -1,4 +1,4 @@
-"""Takes one forward graph apart at given positions."""
+"""Cuts one graph into partitions at given positions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def partition_graph(gm: fx.GraphModule, cuts: Sequence[int]) -> fx.GraphModule:
 
     Returns:
         A module with the placeholders and outputs of ``gm`` whose graph calls ``partition_0``, ``partition_1``, ...
-        Each partition returns a tuple. Values that later partitions or the caller need are its outputs; SymInts come
-        first among its inputs, with every symbol that the sizes of its other inputs mention. No two outputs of
-        partitions share memory, but for values that no cut separates from where they are made; views are made again
-        in each partition that uses them, and for the caller: see Note [Views across a cut].
+        Each partition returns a tuple of the values that later partitions or the caller need. SymInts come first among
+        its inputs, with every symbol that the sizes of its other inputs mention. Views are made again in each partition
+        that uses them, and for the caller, so that outputs share no memory: see Note [Views across a cut].
     """
     runs = _runs_of_nodes(gm, cuts)
     place = {node: i for i, run in enumerate(runs) for node in run}
@@ -52,14 +51,7 @@ def partition_graph(gm: fx.GraphModule, cuts: Sequence[int]) -> fx.GraphModule:
 
 
 class _Views:
-    """The values that one graph takes in, and the views that it makes of them.
-
-    Args:
-        trees: The views of the whole graph.
-        crossing: What `ViewTrees.crossing` says.
-        used: The values of the whole graph that this one needs and does not compute.
-        regions: What `mode_regions` says of the whole graph.
-    """
+    """The values that one graph takes in, and the views that it makes of them to get ``used``."""
 
     def __init__(
         self,
@@ -73,7 +65,7 @@ class _Views:
         for node in used:
             path = trees.path(node)
             remade.update(path[path.index(crossing[node]) + 1 :])
-        # In the order of the whole graph, where they come before whatever uses them.
+        # In the order of the whole graph, in which each comes before its users.
         self.remade = [node for node in regions if node in remade]
         sources = [crossing[node] for node in used]
         sources += [argument for node in self.remade for argument in node.all_input_nodes if argument not in remade]
@@ -81,9 +73,9 @@ class _Views:
         self.sources = [n for n in dict.fromkeys(sources) if n not in self.attributes and not is_constant(n)]
 
     def in_their_grad_mode(self, graph: fx.Graph, is_off: bool) -> Iterator[fx.Node]:
-        """The views to make, in order; switches the grad mode, which ``is_off`` or on, around them.
+        """The views to make, in order; switches the grad mode for each, and back to ``is_off`` after the last.
 
-        A view that is made under ``no_grad`` is cut off from what it is a view of, and yet says that it requires grad.
+        A view that is made under ``no_grad`` has no history, though it says that it requires a gradient.
         """
         mode = is_off
         for node in self.remade:
@@ -98,7 +90,7 @@ class _Views:
 def _runs_of_nodes(gm: fx.GraphModule, cuts: Sequence[int]) -> list[list[fx.Node]]:
     bounds = [0, *cuts, len(gm.graph.nodes)]
     nodes = list(gm.graph.nodes)
-    # Placeholders and the output belong to the graph that calls the partitions; a get_attr goes wherever it is used.
+    # Placeholders and the output belong to the graph that calls the partitions; a get_attr goes to each user.
     return [
         [node for node in nodes[first:end] if node.op not in ("placeholder", "output", "get_attr")]
         for first, end in itertools.pairwise(bounds)
@@ -106,7 +98,7 @@ def _runs_of_nodes(gm: fx.GraphModule, cuts: Sequence[int]) -> list[list[fx.Node
 
 
 def _used_from_outside(run: Iterable[fx.Node]) -> list[fx.Node]:
-    """The values that nodes of a run take as arguments and that are not made in it, attributes among them."""
+    """The arguments of a run's nodes that it does not make, attributes included."""
     members = set(run)
     used = dict.fromkeys(argument for node in run for argument in node.all_input_nodes if argument not in members)
     return [node for node in used if not is_constant(node) and not is_autocast_enter(node)]
@@ -123,7 +115,7 @@ def _symbol_nodes(gm: fx.GraphModule) -> dict[Any, fx.Node]:
 
 
 class _Partition:
-    """One partition while it is being built: its graph, and what of the whole graph it takes in and gives out."""
+    """One partition while it is being built: its graph, inputs and outputs."""
 
     def __init__(
         self, gm: fx.GraphModule, index: int, run: list[fx.Node], views: _Views, symbols: dict[Any, fx.Node]
@@ -190,7 +182,6 @@ class _Partition:
             self.attributes[str(node.target)] = operator.attrgetter(str(node.target))(self.gm)
             self.new_node[node] = self.graph.node_copy(node)
             return self.new_node[node]
-        # Constants are written into the partition: node_copy maps every argument, so only those of this one remain.
         assert is_constant(node), f"{node.name} is neither in {self.name} nor one of its inputs"
         return example_value(node)
 

@@ -6,15 +6,15 @@ from torch import fx
 
 from ddp_compile.passes.analysis.cut_constraints import mode_regions
 from ddp_compile.passes.analysis.grad_ready_order import is_alias_of_parameters
-from ddp_compile.passes.analysis.graph_nodes import written_arguments
+from ddp_compile.passes.analysis.graph_nodes import is_input, written_arguments
 from ddp_compile.passes.pipeline import PassContext, PassResult
 
 
 def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     """Put each view or cast of a parameter right before its first use.
 
-    A cast made at the top of the forward keeps its parameter's gradient from being ready until the very end of the
-    backward, since that is when the partition with the cast runs.
+    If a parameter is cast at the top of the forward, its gradient is only ready when the backward of the first
+    partition has run, which is last.
 
     before::
 
@@ -29,7 +29,7 @@ def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResul
         y = linear(h, w2_half)
     """
     roots, movable = _parameter_views(gm, ctx)
-    # A write to a parameter, or to any view of it, would be seen by a view that moves past it: leave all of those.
+    # A view must not move past a write to its parameter.
     written = {root for node in gm.graph.nodes for target in written_arguments(node) for root in roots.get(target, ())}
     regions = mode_regions(gm)
     num_moved = 0
@@ -45,11 +45,11 @@ def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResul
 
 
 def _parameter_views(gm: fx.GraphModule, ctx: PassContext) -> tuple[dict[fx.Node, frozenset[int]], list[fx.Node]]:
-    """The parameters behind each parameter node and view of parameters, and the views in graph order."""
+    """The parameters that each node is or views, and the views in graph order."""
     roots: dict[fx.Node, frozenset[int]] = {}
     views = []
     for node in gm.graph.nodes:
-        if node.name in ctx.parameter_of and node.op in ("placeholder", "get_attr"):
+        if node.name in ctx.parameter_of and is_input(node):
             roots[node] = frozenset((ctx.parameter_of[node.name],))
         elif node.all_input_nodes and is_alias_of_parameters(node, roots):
             roots[node] = frozenset[int]().union(*(roots[argument] for argument in node.all_input_nodes))

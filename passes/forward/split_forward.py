@@ -1,4 +1,4 @@
-"""Cuts a forward graph at bucket boundaries, so that the backward hands over one bucket after the other."""
+"""Cuts a forward graph at bucket boundaries, so that the backward makes one bucket ready after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class _Boundary(NamedTuple):
-    """Where a bucket is complete: the backward of everything from ``position`` on makes all its gradients ready."""
+    """A bucket whose gradients are ready after the backward of all nodes from ``position`` on."""
 
     bucket: BucketSpec
     position: int
@@ -58,7 +58,7 @@ def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
-    """One boundary for each bucket that meets the graph, in the order in which the backward reaches them."""
+    """One boundary for each bucket with gradients from the graph, in the order in which the backward reaches them."""
     position_of = {entry.parameter: entry.position for entry in grad_ready_order(gm, ctx.parameter_of)}
     boundaries = []
     for bucket in ctx.buckets:
@@ -69,9 +69,9 @@ def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
 
 
 def _num_wanted(gm: fx.GraphModule, boundaries: list[_Boundary]) -> int:
-    """How many cuts would have a bucket launched earlier: none between two that one operator computes with.
+    """The number of cuts that would launch a bucket earlier: none between two buckets that one operator reads.
 
-    A region, a checkpoint for example, is one node as well, but what it holds can be told apart in its backward.
+    A higher-order operator, a checkpoint for example, counts: its backward makes the two ready one after the other.
     """
     nodes = list(gm.graph.nodes)
     return sum(
@@ -89,7 +89,7 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
     for (bucket, wanted), (following, floor) in itertools.pairwise(boundaries):
         at, reasons = _nearest_cut(wanted, held)
         because = "; ".join(dict.fromkeys(reasons)) or "one node computes with gradients of both"
-        # At or before the next boundary the cut would free this bucket no earlier than the next one's own cut.
+        # At or before the next boundary, the cut would make this bucket ready no earlier than the next one's cut does.
         if at <= max(floor, first):
             note = f"bucket {bucket.index} is launched with bucket {following.index}: {because}"
             declined.append(Declined(nodes[wanted].name, note))
@@ -102,10 +102,9 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
 
 
 def _nearest_cut(wanted: int, held: list[HeldCuts]) -> tuple[int, list[str]]:
-    """The last position up to ``wanted`` that nothing holds, and what held the positions between.
+    """The last position up to ``wanted`` that is not held, and the reasons of those that are.
 
-    Only earlier ones will do: further back in the backward all of the bucket's gradients are still ready, further
-    forward one is missing.
+    Only earlier positions will do: the backward reaches them later, when all of the bucket's gradients are ready.
     """
     at, reasons = wanted, []
     while blocking := next((interval for interval in held if interval.first <= at <= interval.last), None):

@@ -1,4 +1,4 @@
-"""Takes the sizes of tensors apart, so that they can cross from one partition to the next."""
+"""Turns sizes of tensors into SymInts, which can cross from one partition to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_compile.passes.pipeline import PassContext, PassResult
 def unpack_sizes_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     """Replace each ``x.size()`` of symbolic shape by one ``x.size(i)`` for each symbolic dimension.
 
-    A tuple of SymInts cannot cross partitions; while it lives, nothing could be cut. SymInts can.
+    A tuple of SymInts cannot cross partitions, so it would hold every cut during its life; single SymInts can cross.
 
     before::
 
@@ -38,7 +38,8 @@ def unpack_sizes_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         dimension = functools.cache(lambda i, node=node, sizes=sizes: _dimension(gm, node, i, sizes[i]))
         for user in list(node.users):
             if user.target is operator.getitem and isinstance(user.args[1], int):
-                _replace_everywhere(user, dimension(user.args[1] % len(sizes)))
+                for user_of_size in list(user.users):
+                    _replace_argument(user_of_size, user, dimension(user.args[1] % len(sizes)))
                 gm.graph.erase_node(user)
             else:
                 _replace_argument(user, node, tuple(dimension(i) for i in range(len(sizes))))
@@ -54,11 +55,6 @@ def _dimension(gm: fx.GraphModule, node: fx.Node, i: int, size: Any) -> Any:
         dimension = gm.graph.call_method("size", (node.args[0], i))
     dimension.meta = {**node.meta, "example_value": size}
     return dimension
-
-
-def _replace_everywhere(node: fx.Node, value: Any) -> None:
-    for user in list(node.users):
-        _replace_argument(user, node, value)
 
 
 def _replace_argument(user: fx.Node, node: fx.Node, value: Any) -> None:

@@ -68,7 +68,7 @@ class AfterStep(ParameterAverage):
             self._exchange = Exchange.BEFORE_STEP
 
     def _step_begins(self) -> None:
-        if self._exchange is Exchange.BEFORE_STEP:
+        if self._exchange is Exchange.BEFORE_STEP and self._steps.has_gradients:
             raise ReductionError(
                 f"{this_rank()}: an optimizer is about to step after the {self.name} has sent the parameters for this"
                 " step, so the ranks' parameters would differ. A forward with gradients, or"

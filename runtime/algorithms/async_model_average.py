@@ -84,6 +84,10 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         """As `before_forward`; the parameters stay until the last micro-batch's backward or a step has ended."""
         self.before_forward()
 
+    def after_forward(self, as_one_graph: bool) -> None:
+        """Its stream may be another one than the backward's, or no backward follows it."""
+        self._gate.note_reads()
+
     def after_backward(self) -> None:
         """Start to average after the last step of warm-up.
 

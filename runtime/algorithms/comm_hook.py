@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.errors import ReductionError, this_rank
-from ddp_compile.plan.spec import with_article
+from ddp_compile.errors import ReductionError, this_rank, with_article
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.local_tensors import local_tensors

@@ -53,6 +53,11 @@ class OptimizerSteps:
         """Whether, since the last iteration, an optimizer of every parameter that has a gradient has stepped."""
         return all(id(p) in self._stepped for p in self._parameters if p.grad is not None)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient; without one, a step changes nothing."""
+        return any(p.grad is not None for p in self._parameters)
+
     def forward_begins(self, algorithm: str) -> bool:
         """A forward with gradients begins.
 

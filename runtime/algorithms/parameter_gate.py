@@ -74,6 +74,11 @@ class ParameterGate:
             self._note_left()
             self._changed.notify_all()
 
+    def note_reads(self) -> None:
+        """The current stream has been given work that reads the parameters; what is written next comes after it."""
+        with self._changed:
+            self._note_left()
+
     def writer_ends(self) -> None:
         """No step is under way: let the writer in at once, for the last time, and allow writes outside again."""
         with self._changed:

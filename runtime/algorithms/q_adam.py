@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import AllReduceInChain
 from ddp_compile.runtime.algorithms.byte_grad import ByteGradAlgorithm
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain

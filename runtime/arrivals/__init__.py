@@ -1,1 +1,1 @@
-"""How the reducer learns of gradients, and of those that do not come."""
+"""How the reducer learns which gradients have come, and which will not."""

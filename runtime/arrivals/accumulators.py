@@ -12,12 +12,12 @@ from ddp_compile.runtime.buckets.local_tensors import redistribution_to
 
 
 class Accumulators:
-    """The AccumulateGrad nodes, and our hooks on them.
+    """The AccumulateGrad nodes of all parameters, and our hooks on them.
+
+    It keeps the nodes alive, since a hook that somebody has registered on one would die with it.
 
     Args:
-        parameters: Spoken of by their number.
-
-    The nodes are held: a hook that somebody registers on one would be gone with it.
+        parameters: The parameters; their place is their number.
 
     Source: ``grad_accumulators_`` of ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
@@ -37,17 +37,17 @@ class Accumulators:
         return torch_internals.are_going_to_run([self._nodes[index] for index in indices])
 
     def has_prehook(self, index: int) -> bool:
-        """Whether a parameter's node has a prehook of ours."""
+        """Whether `add_prehook` was called for a parameter."""
         return index in self._prehooks
 
     def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
-        """Let a function see what comes to a parameter: one gradient, or None where it is undefined."""
+        """Call a function with what comes to a parameter's node: one gradient, or None if it is undefined."""
         self._prehooks[index] = torch_internals.register_own(self._nodes[index].register_prehook, prehook)
 
     def run_last(self, index: int, hook: Callable[[object, object], None]) -> None:
-        """Let a hook run when all others on a parameter and its node have; to be called before those behind it run.
+        """From a parameter's own hook: run this hook after all others on the parameter and its node.
 
-        Where it has been set before, hooks that were registered since then go before it.
+        Hooks that users have registered since the last call go before it, too.
         """
         if index not in self._last_hooks:
             self._last_hooks[index] = torch_internals.register_own(self._nodes[index].register_hook, hook)

@@ -13,11 +13,11 @@ from torch.nn import Parameter
 from ddp_compile import torch_internals
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.bucket_iteration import BucketIteration
+from ddp_compile.runtime.buckets.iteration import BucketIteration
 
 
 class ArrivalListener(Protocol):
-    """Who is notified that a gradient has been accumulated into ``.grad``."""
+    """The reducer, as far as the hooks know it."""
 
     def mark_parameter_ready(self, index: int) -> None: ...
 
@@ -31,8 +31,8 @@ class ParameterHooks:
     """Notifies a listener of the gradients that matter to it, and batches the others.
 
     Args:
-        parameters: The parameters, spoken of by their number.
-        accumulators: Theirs.
+        parameters: The parameters; their place is their number.
+        accumulators: Their AccumulateGrad nodes.
         listener: Not kept alive.
 
     Note [One of many]
@@ -40,9 +40,9 @@ class ParameterHooks:
     what it does, as the backward has pushed it out of the caches meanwhile. Of a bucket's gradients only two need
     thought: the one that begins a backward and the one that completes the bucket. So after the first one of a backward
     the reducer calls `batch`, and then the hook of nearly every parameter is the ``append`` of a list, which runs no
-    Python code. Only the parameter that came last in its bucket the time before notifies the listener, who first calls
-    `flush` to count what has been batched. If some are missing still, the order is another one, and the parameters of
-    that bucket notify by themselves for the rest of the backward. `notify_of_each` ends all batching.
+    Python code. Only the parameter that came last in its bucket the time before notifies the listener, which first
+    calls `flush` to count what has been batched. If some are still missing, the order has changed, and the parameters
+    of that bucket notify one by one for the rest of the backward. `notify_of_each` ends all batching.
     """
 
     def __init__(self, parameters: Sequence[Parameter], accumulators: Accumulators, listener: ArrivalListener) -> None:
@@ -55,13 +55,13 @@ class ParameterHooks:
         ]
         self._all_hooks = [torch_internals.post_accumulate_grad_hooks(parameter) for parameter in parameters]
         self._accumulators = accumulators
-        self._notify_behind = _hook_behind_for(self._listener)
+        self._notify_after_others = _hook_after_others_for(self._listener)
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._batch_of: list[_Batch | None] = [None] * len(parameters)
-        self._batching: dict[_Batch, None] = {}  # those that do, and some that have stopped
+        self._batching: dict[_Batch, None] = {}  # an ordered set; some of them have stopped
 
     def batch(self, bucket: Bucket, arriving: Sequence[int] = (), notify_of_last: bool = True) -> None:
-        """From now on batch the gradients of one bucket.
+        """Batch the gradients of one bucket from now on.
 
         Args:
             bucket: The bucket.
@@ -81,9 +81,9 @@ class ParameterHooks:
         self._batching[batch] = None
 
     def flush(self, index: int) -> None:
-        """Count what has been batched of a parameter's bucket; to be called when notified of the parameter.
+        """When notified of a parameter: count the batched gradients of its bucket.
 
-        The listener is notified of a gradient that was not missing any more.
+        Notifies the listener of those that were not missing any more.
         """
         batch = self._batch_of[index]
         if batch is None:
@@ -100,13 +100,13 @@ class ParameterHooks:
         self._notify_again(again)
 
     def note_last(self, index: int) -> None:
-        """A parameter's gradient was the last one of its bucket, and is expected to be so the next time."""
+        """Expect this parameter's gradient to be the last one of its bucket the next time too."""
         batch = self._batch_of[index]
         if batch is not None:
             batch.expected_last = index
 
     def notify_of_each(self) -> None:
-        """From now on notify the listener of every gradient, as at the beginning; what is batched is forgotten."""
+        """Notify the listener of every gradient from now on, and forget what is batched."""
         for batch in self._batching:
             batch.notify_of_each()
         self._batching.clear()
@@ -115,9 +115,9 @@ class ParameterHooks:
         """The parameters on which somebody else has hooks, beside those on their nodes."""
         return torch_internals.with_hooks_of_others(self._all_hooks)
 
-    def notify_behind(self, index: int) -> None:
+    def notify_after_others(self, index: int) -> None:
         """A parameter's hook is running: notify the listener when all other hooks on it and on its node have run."""
-        self._accumulators.run_last(index, self._notify_behind)
+        self._accumulators.run_last(index, self._notify_after_others)
 
     def remove(self) -> None:
         """Stop listening."""
@@ -127,7 +127,7 @@ class ParameterHooks:
         self._accumulators.remove_hooks()
 
     def _count(self, batch: _Batch) -> list[int]:
-        """Let what has come be counted; returns what was not missing."""
+        """Count what has come; returns the gradients that were not missing any more."""
         # One by one in Python would cost as much as the hooks that are saved.
         return batch.bucket.arrive_all(list(map(self._index_of.__getitem__, map(id, batch.take()))))
 
@@ -143,13 +143,12 @@ class _Batch:
 
     Args:
         bucket: The bucket.
-        slots: For each of its parameters the hooks of the parameter, the number of ours among them, and what it is
-            while it notifies of every gradient.
+        slots: For each of its parameters: the dict of its hooks, the key of ours, and the hook that notifies.
     """
 
     def __init__(self, bucket: Bucket, slots: Sequence[_Slot]) -> None:
         self.bucket = bucket
-        self.last: int | None = None  #: the one of them that is notified of
+        self.last: int | None = None  #: the parameter that notifies; None if none does
         self.expected_last = bucket.param_indices[-1]
         self._iteration: BucketIteration | None = None  # in which it batches
         self._slots = slots
@@ -162,7 +161,7 @@ class _Batch:
         if self._iteration is iteration and (notify_of_last or self.last is None):
             return
         if notify_of_last and (self.expected_last not in iteration.pending or self.expected_last in arriving):
-            return  # not in the order of the last time
+            return  # the order has changed
         self._iteration = iteration
         self.last = self.expected_last if notify_of_last else None
         append = self._append
@@ -182,7 +181,7 @@ class _Batch:
             hooks[number] = notify
 
     def take(self) -> list[Tensor]:
-        """The parameters that have come, which are forgotten."""
+        """The parameters that have come since the last call."""
         arrived = self._arrived[:]
         del self._arrived[: len(arrived)]  # the thread of another device may be appending
         return arrived
@@ -197,7 +196,7 @@ def _hook_for(listener: weakref.ref[ArrivalListener], index: int) -> Callable[[T
     return hook
 
 
-def _hook_behind_for(listener: weakref.ref[ArrivalListener]) -> Callable[[object, object], None]:
+def _hook_after_others_for(listener: weakref.ref[ArrivalListener]) -> Callable[[object, object], None]:
     def hook(_inputs: object, _outputs: object) -> None:
         alive = listener()
         if alive is not None:

@@ -1,4 +1,4 @@
-"""Which gradients an iteration waits for: all, those that come, or those that came in the first one."""
+"""Which gradients an iteration waits for: all, those that come, or those that came in the first iteration."""
 
 from __future__ import annotations
 
@@ -7,43 +7,42 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from torch.nn import Parameter
-
 from ddp_compile import torch_internals
 from ddp_compile.runtime.arrivals.used_parameters import UsedParameters
 from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages
 
 
 class AllRequired:
-    """Every gradient has to come exactly once in each iteration. The other policies change what they have to."""
+    """Every gradient has to come exactly once in each iteration. The other policies override what differs."""
 
-    #: These parameters' gradients stay as they are, since no rank has used them; when all ranks have been heard.
+    #: Parameters whose gradients stay as they are because no rank has used them; known after `hear`.
     used_by_nobody: Set[int] = frozenset()
-    #: Whether it has to be told of every gradient, one by one.
+    #: Whether `counts` must be called with every gradient.
     counts_each = False
-    #: Whether the ranks have to hear, at this iteration's end, what was used here; the same on every rank.
+    #: Whether the ranks tell each other, in this iteration, what was used; the same on every rank.
     has_message = False
 
     def note(self, index: int) -> None:
         """A gradient has come, inside ``no_sync`` or not."""
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        """After a synchronised forward, find what no backward from its outputs can reach.
+        """After a synchronised forward, find the parameters that no backward from its outputs can reach.
 
         Args:
             outputs: What it returned.
-            on_reached: Called in each pass of a backward in which the outputs are differentiated, if the end of that
-                pass may be the end of the iteration.
+            on_reached: Called in each pass of a backward that differentiates the outputs, if the iteration may end when
+                that pass does.
         """
 
     def leaves_out(self, bucket: Bucket) -> bool:
-        """When an iteration begins: whether its bucket is not sent at all; the same on every rank."""
+        """When an iteration begins: whether a bucket is not sent in it; the same on every rank."""
         return False
 
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
-        """At each gradient of a backward: what need not be waited for; empty but for the first.
+        """At the first gradient of a backward: the parameters that need not be waited for.
 
         Args:
             arriving: The parameters whose gradients are there.
@@ -51,20 +50,20 @@ class AllRequired:
         return frozenset()
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
-        """Whether a gradient that has come is one that its bucket waits for.
+        """A parameter has arrived: whether its bucket waits for that.
 
         Args:
-            bucket: Its bucket.
-            index: Its parameter.
-            is_undefined: Whether the parameter has arrived without it, and is unused so far.
+            bucket: The parameter's bucket.
+            index: The parameter.
+            is_undefined: Whether its gradient is undefined.
 
         Raises:
-            GradientArrivalError: Its bucket has been launched without it.
+            GradientArrivalError: The bucket has been launched without it.
         """
         return True
 
     def is_last_pass(self) -> bool:
-        """While a pass inside of a backward ends: whether nothing more will come in the passes around it."""
+        """While a reentrant pass ends: whether the passes around it bring no more gradients."""
         return False
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
@@ -72,56 +71,48 @@ class AllRequired:
         return None
 
     def refuse_shadow(self) -> None:
-        """This rank has no input left: raise a ReplicationError if it cannot go on without having had any."""
+        """Raise a ReplicationError if this rank, which has no input left, cannot go on without ever having had any."""
 
-    def message(self) -> bytearray:
-        """What the ranks have to hear: a flag for each parameter, 1 where it was used."""
-        return bytearray()
+    def message(self, is_shadow: bool) -> bytearray:
+        """What this rank tells the others: a flag for each parameter, 1 if it was used.
 
-    def message_of_shadow(self) -> bytearray:
-        """`message` of a rank that contributes zeros: what was used here has still to be sent."""
+        Args:
+            is_shadow: This rank contributes zeros, and keeps what was used here for the next iteration.
+        """
         return bytearray()
 
     def hear(self, used: Sequence[int]) -> None:
-        """Take note of the flags of all ranks: 1 where any rank has used the parameter."""
-
-    def begin_iteration(self) -> None:
-        """Forget what belongs to the iteration that has ended."""
+        """Take the flags of all ranks: 1 if any rank has used the parameter."""
 
 
 class UnusedAllowed(AllRequired):
-    """``find_unused_parameters``: what a backward does not bring is done without.
+    """``find_unused_parameters``: an iteration does without the gradients that its backward does not bring.
 
-    Parameters to which no output of a forward leads are known before the backward, so that their buckets are launched
-    early. They are marked at its first gradient, and not before, as the outputs may never be used. Others may turn out
-    to be missing at its end only: compiled code knows better than the autograd graph around it.
+    Before the backward, the autograd graph shows the parameters to which no output of a forward leads, so that their
+    buckets are launched early. They are marked at the backward's first gradient and not before, since the outputs may
+    never be used. Other parameters turn out to be missing at its end: a compiled graph may return None for a parameter
+    to which the graph around it leads.
 
     Args:
-        parameters: In registration order; they are spoken of by their number.
-        names: Their fully qualified names.
-        rank: This rank, for messages.
+        bucket_set: Has the parameters and their iteration.
         leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
     """
 
     counts_each = True
     has_message = True
 
-    def __init__(
-        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool
-    ) -> None:
-        self._names = names
-        self._rank = rank
+    def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
+        self._set = bucket_set
         self._leaves_out_unused = leaves_out_unused
-        self._unused_at_first: Set[int] | None = None  # by all ranks; None until the first iteration has ended
-        self._used = UsedParameters(parameters)
-        self._unreached: set[int] | None = None  # from all outputs since the last iteration
+        self._unused_at_first: Set[int] | None = None  # by all ranks; None in the first iteration
+        self._used = UsedParameters(bucket_set.parameters)
 
     def note(self, index: int) -> None:
         self._used.note(index)
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        unreached = self._used.unreached_from(outputs)
-        self._unreached = unreached if self._unreached is None else self._unreached & unreached
+        unreached, iteration = self._used.unreached_from(outputs), self._set.iteration
+        iteration.unreached = unreached if iteration.unreached is None else iteration.unreached & unreached
 
     def leaves_out(self, bucket: Bucket) -> bool:
         if not self._leaves_out_unused or not self._unused_at_first:
@@ -129,39 +120,31 @@ class UnusedAllowed(AllRequired):
         return self._unused_at_first >= set(bucket.param_indices)
 
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
-        absent, self._unreached = self._unreached or set(), set()
-        return absent.difference(arriving)
+        return (self._set.iteration.unreached or set()).difference(arriving)
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
-        if bucket.iteration.is_left_out:
-            return False  # all ranks will hear of it
-        unused = bucket.iteration.unused
-        if index not in unused:
+        if bucket.iteration.is_skipped:
+            return False  # the message tells all ranks
+        if index not in bucket.iteration.unused:
             if is_undefined:
-                unused.add(index)
+                bucket.mark_unused(index)
             return True
         if not is_undefined:
             if not bucket.is_pending:
-                raise error_messages.arrived_unused(self._names[index], static_graph=False)
-            unused.discard(index)  # its bucket will find it when the last one has come
+                raise error_messages.arrived_unused(self._set.names[index], static_graph=False)
+            bucket.mark_used((index,))  # the bucket will find its gradient when the last one has come
         return False
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
         return missing
 
-    def message(self) -> bytearray:
-        return self._used.take()
-
-    def message_of_shadow(self) -> bytearray:
-        return bytearray(len(self._names))
+    def message(self, is_shadow: bool) -> bytearray:
+        return bytearray(len(self._set.parameters)) if is_shadow else self._used.take()
 
     def hear(self, used: Sequence[int]) -> None:
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
         if self._unused_at_first is None:
             self._unused_at_first = self.used_by_nobody
-
-    def begin_iteration(self) -> None:
-        self._unreached = None
 
 
 class StaticGraph(UnusedAllowed):
@@ -172,84 +155,68 @@ class StaticGraph(UnusedAllowed):
     come as often.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], names: Sequence[str], rank: int, leaves_out_unused: bool
-    ) -> None:
-        super().__init__(parameters, names, rank, leaves_out_unused)
-        self._num_parameters = len(parameters)
-        self._num_arrivals: Counter[int] = Counter()
-        self._still_to_come: Counter[int] = Counter()
-        self._pass_of_outputs: int | None = None  # in which the first iteration's outputs are differentiated
-
-    @property
-    def _is_learning(self) -> bool:
-        """While the first iteration lasts; only in that one the ranks have something to hear."""
-        return self.has_message
+    def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
+        super().__init__(bucket_set, leaves_out_unused)
+        self._expected: Counter[int] | None = None  # how often each parameter arrives; None in the first iteration
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        """Find out in which pass of a backward the outputs are differentiated; the first iteration ends when that does.
+        """Find the pass of a backward that differentiates the outputs; the first iteration ends when that pass does.
 
-        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. Nor need
-        it bring a gradient itself, where all parameters are used inside reentrant checkpoints. What leads to the
-        gradients makes no difference, they are counted.
+        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. It need
+        not bring a gradient itself, if all parameters are used inside reentrant checkpoints. Arrivals are counted, so
+        it makes no difference what leads to the gradients.
 
         Source: the place of ``_DDPSink`` of torch 2.13, nn/parallel/distributed.py, whose backward queues the end.
         """
 
         def note_pass(_gradient: Any) -> None:
-            self._pass_of_outputs = torch_internals.current_graph_task_id()
-            if self._is_learning and (reached := on_reached()) is not None:
+            self._set.iteration.pass_of_outputs = torch_internals.current_graph_task_id()
+            if self._expected is None and (reached := on_reached()) is not None:
                 reached()
 
-        if self._is_learning:
+        if self._expected is None:
             for tensor in torch_internals.tensors_in(outputs):
                 if tensor.grad_fn is not None:
                     torch_internals.register_own(tensor.register_hook, note_pass)
 
     def is_last_pass(self) -> bool:
-        return self._is_learning and self._pass_of_outputs == torch_internals.current_graph_task_id()
+        task = torch_internals.current_graph_task_id()
+        return self._expected is None and self._set.iteration.pass_of_outputs == task
+
+    def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
+        return frozenset() if self._expected is None else self._never_coming(self._expected).difference(arriving)
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
-        if self._is_learning:
-            self._num_arrivals[index] += 1
-        elif not self._num_arrivals[index] or (index in self.used_by_nobody and not is_undefined):
-            raise error_messages.arrived_unused(self._names[index], static_graph=True)
+        arrivals, expected = self._set.iteration.arrivals, self._expected
+        if expected is not None and (not expected[index] or (index in self.used_by_nobody and not is_undefined)):
+            raise error_messages.arrived_unused(self._set.names[index], static_graph=True)
+        arrivals[index] += 1
         if is_undefined:
-            bucket.iteration.unused.add(index)
+            bucket.mark_unused(index)
         else:
-            bucket.iteration.unused.discard(index)
-        if self._is_learning:
-            return False
-        self._still_to_come[index] -= 1
-        return self._still_to_come[index] <= 0
+            bucket.mark_used((index,))
+        return expected is not None and arrivals[index] >= expected[index]
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
-        return self._never_coming() if self._is_learning else None
+        return self._never_coming(self._set.iteration.arrivals) if self._expected is None else None
 
     def refuse_shadow(self) -> None:
-        if self._is_learning:
+        if self._expected is None:
             raise error_messages.static_graph_without_input()
 
     def hear(self, used: Sequence[int]) -> None:
         super().hear(used)
+        self._expected = self._set.iteration.arrivals
         self.has_message = False
 
-    def begin_iteration(self) -> None:
-        super().begin_iteration()
-        self._still_to_come = self._num_arrivals.copy()
-        if not self._is_learning:
-            self._unreached = self._never_coming()
-
-    def _never_coming(self) -> set[int]:
-        return set(range(self._num_parameters)) - self._num_arrivals.keys()
+    def _never_coming(self, arrivals: Counter[int]) -> set[int]:
+        return set(range(len(self._set.parameters))) - arrivals.keys()
 
 
-def policy_for(
-    settings: ReducerSettings, parameters: Sequence[Parameter], names: Sequence[str], rank: int
-) -> AllRequired:
-    """The policy that the settings ask for; the other arguments are those of `UnusedAllowed`."""
+def policy_for(settings: ReducerSettings, bucket_set: BucketSet) -> AllRequired:
+    """The policy that the settings ask for."""
     if settings.static_graph:
-        return StaticGraph(parameters, names, rank, settings.skip_all_reduce_unused_params)
+        return StaticGraph(bucket_set, settings.skip_all_reduce_unused_params)
     if settings.find_unused_parameters:
-        return UnusedAllowed(parameters, names, rank, settings.skip_all_reduce_unused_params)
+        return UnusedAllowed(bucket_set, settings.skip_all_reduce_unused_params)
     return AllRequired()

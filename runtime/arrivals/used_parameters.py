@@ -1,4 +1,4 @@
-"""Which parameters take part in a backward: by the autograd graph, and by what came."""
+"""Which parameters take part in a backward: according to the autograd graph, and to the gradients that came."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UsedParameters:
     """The parameters that got gradients on this rank since the last synchronised backward.
 
     Args:
-        parameters: In registration order; they are spoken of by their number.
+        parameters: In registration order; their place is their number.
 
     Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
@@ -25,20 +25,20 @@ class UsedParameters:
         self._used_here: set[int] = set()
 
     def note(self, index: int) -> None:
-        """Parameter ``index`` has got a gradient, inside ``no_sync`` or not."""
+        """A parameter has got a gradient, inside ``no_sync`` or not."""
         self._used_here.add(index)
 
     def unreached_from(self, outputs: Any) -> set[int]:
-        """The parameters to which no path leads in the autograd graph of the outputs.
+        """The parameters to which the autograd graph of the outputs does not lead.
 
         Args:
             outputs: What a forward returned: tensors in containers that pytree knows, and in dataclasses.
         """
-        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_behind(torch_internals.tensors_in(outputs))}
+        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_of(torch_internals.tensors_in(outputs))}
         return {index for index in self._index_of.values() if index not in reached}
 
     def take(self) -> bytearray:
-        """A flag for each parameter, 1 where it was used; begins anew."""
+        """A flag for each parameter, 1 if it was used since the last call."""
         flags = bytearray(len(self._index_of))
         for index in self._used_here:
             flags[index] = 1
@@ -46,7 +46,7 @@ class UsedParameters:
         return flags
 
 
-def _leaves_behind(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
+def _leaves_of(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
     """The leaf tensors into which a backward from these tensors would accumulate."""
     seen: set[Any] = set()
     nodes: list[Any] = []

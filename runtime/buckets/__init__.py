@@ -1,1 +1,1 @@
-"""A bucket: its gradients, its memory, its state, and the interface of the algorithm that reduces it."""
+"""Buckets: their gradients, memory and state, and the interface of the algorithm that reduces them."""

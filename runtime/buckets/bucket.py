@@ -1,24 +1,30 @@
-"""One bucket: its parameters, its flat buffer, and the ``.grad`` of its parameters.
+"""One bucket: its parameters, its flat buffer, its state, and the ``.grad`` of its parameters.
 
 Note [Who writes gradients]
-``.grad`` of a reduced parameter is written here, by `Bucket.store`, and where a whole bucket is pointed at its views or
-copied back; and in `ddp_compile.runtime.sharded`, where no rank has all of it. Nowhere else in the runtime.
+`Bucket` writes ``.grad`` of reduced parameters, and `ddp_compile.runtime.sharded` does with a sharded optimizer, under
+which no rank has the whole gradient. Nothing else in the runtime does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddp_compile.plan.spec import BucketSpec, shorten_names
-from ddp_compile.runtime.buckets.bucket_iteration import BucketIteration, BucketState
+from ddp_compile.errors import shorten_names
+from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
 from ddp_compile.runtime.buckets.gradient_views import held_by_others
+from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
+from ddp_compile.runtime.buckets.local_tensors import local_tensors
 from ddp_compile.runtime.comm import error_messages, streams
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.buckets.computed_bucket import ComputedBucket
 
 
 class Bucket:
@@ -27,15 +33,14 @@ class Bucket:
     Args:
         spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
-        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer, where nobody can tell; see Note
-            [Gradients that others hold]. Otherwise the result is copied back into the gradients the engine made.
-        lazy_allocation: Whether the flat buffer is let go when an iteration ends, and allocated when its gradients are
-            there.
-        rank: This rank, for messages.
+        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless somebody could tell; see
+            Note [Gradients that others hold]. Otherwise the result is copied into the gradients that the engine made.
+        lazy_allocation: Whether the flat buffer is dropped when an iteration ends.
         checks_finite: Whether `flatten` notes which gradients are infinite or NaN.
 
-    The bucket owns ``flat``. The stream on which the last gradient arrived writes it, or that of a compiled backward;
-    then the process group's. Its work keeps it alive until it has been waited for. A sparse gradient is its own buffer.
+    The bucket owns ``flat``. The stream on which the last gradient arrived, or that of a compiled backward, writes it;
+    after the launch the process group's stream does. The pending work keeps it alive until it has been waited for. A
+    sparse gradient is its own buffer.
     """
 
     def __init__(
@@ -44,69 +49,55 @@ class Bucket:
         parameters: Sequence[Parameter],
         gradient_as_bucket_view: bool,
         lazy_allocation: bool,
-        rank: int,
         checks_finite: bool = False,
     ) -> None:
         self.spec = spec
         self.parameters = tuple(parameters)
-        self._buffer = FlatBuffer(spec, parameters, rank)
+        self._buffer = FlatBuffer(spec, parameters)
         self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors  #: see `local_tensors`
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
-        #: Whether it is launched when a compiled backward has computed it; the same on every rank. See `early_launch`.
+        #: Whether it is launched as soon as a compiled backward has computed it; the same on every rank.
         self.may_launch_early = False
         self.was_launched_too_early = False
         self.iteration = BucketIteration(self.param_indices)
-        self._rank = rank
         self._lazy_allocation = lazy_allocation
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
         self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on the same one
 
-    # The iteration.
+    def begin_iteration(self) -> None:
+        """Replace the iteration that has ended."""
+        self.iteration = BucketIteration(self.param_indices)
+        self._sparse = None
+        if self._lazy_allocation:
+            self._buffer.drop()
 
-    @property
-    def state(self) -> BucketState:
-        """Where it stands."""
-        return self.iteration.state
+    def allow_early_launch(self) -> None:
+        """Let compiled backwards launch it from the next iteration on; all ranks have agreed on that."""
+        self.may_launch_early = True
+
+    def forbid_early_launch(self) -> None:
+        """It was launched too early on some rank: let its hooks launch it from now on."""
+        self.may_launch_early, self.was_launched_too_early = False, True
+
+    # Gradients arrive.
 
     @property
     def is_pending(self) -> bool:
         """Whether gradients are missing."""
         return self.iteration.state is BucketState.PENDING
 
-    def begin_iteration(self) -> None:
-        """Forget the iteration that has ended."""
-        self.iteration = BucketIteration(self.param_indices)
-        self._sparse = None
-        if self._lazy_allocation:
-            self._buffer.drop()
-
-    def leave_out(self) -> None:
-        """It is not sent in this iteration, and waits for nothing."""
-        self.iteration.pending.clear()
-        self.iteration.is_left_out = True
-        self.iteration.state = BucketState.READY
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for its turn in plan order."""
+        return self.iteration.state is BucketState.READY
 
     def arrive(self, index: int) -> bool:
         """AccumulateGrad has stored one gradient; returns whether it was the last one missing."""
         self.iteration.pending.discard(index)
         return not self.iteration.pending
-
-    def note_stream(self) -> None:
-        """Remember on which stream AccumulateGrad, whose hook is running, stores a gradient of this bucket."""
-        if (stream := streams.current(self._device)) is not None:
-            self._accumulated_on.add(stream)
-
-    def await_accumulation(self) -> None:
-        """Before gradients are read: let the current stream wait for those that have stored them."""
-        for stream in self._accumulated_elsewhere:
-            streams.record_on(stream, self._device).wait()
-
-    @property
-    def _accumulated_elsewhere(self) -> set[streams.Stream]:
-        return self._accumulated_on - {streams.current(self._device)} if self._accumulated_on else set()
 
     def arrive_all(self, indices: Sequence[int]) -> list[int]:
         """AccumulateGrad has stored several gradients; returns those that were not missing any more."""
@@ -122,28 +113,71 @@ class Bucket:
                 again.append(index)
         return again
 
-    # What is sent.
+    def mark_unused(self, index: int) -> None:
+        """A parameter gets no gradient on this rank: it will contribute what it holds, or zeros."""
+        self.iteration.unused.add(index)
+
+    def mark_used(self, indices: Iterable[int]) -> None:
+        """Parameters have got gradients after all."""
+        self.iteration.unused.difference_update(indices)
+
+    def mark_computed(self, computed: ComputedBucket) -> None:
+        """A compiled backward has computed all gradients, and AccumulateGrad has seen none of them."""
+        self.iteration.computed = computed
+
+    def note_stream(self) -> None:
+        """Remember on which stream AccumulateGrad, whose hook is running, stores a gradient of this bucket."""
+        if (stream := streams.current(self._device)) is not None:
+            self._accumulated_on.add(stream)
 
     @property
-    def flat(self) -> Tensor:
-        """What is reduced, once it has been flattened: shape (n,) of the gradients' dtype, or a sparse gradient."""
-        return self._buffer.tensor if self._sparse is None else self._sparse
+    def _accumulated_elsewhere(self) -> set[streams.Stream]:
+        return self._accumulated_on - {streams.current(self._device)} if self._accumulated_on else set()
 
-    @property
-    def places(self) -> Sequence[Tensor]:
-        """Where each gradient lies in the flat buffer: views of the shape of what this rank has of its parameter.
+    # It becomes ready.
 
-        Not to be kept when the bucket has been reduced.
+    def contributions(self, sends: bool, verify_undefined: Callable[[int], None], keeps_own: bool) -> list[Tensor]:
+        """What this rank sends: the ``.grad`` of each parameter, or what stands for it. Nothing is missing from now on.
+
+        Args:
+            sends: Whether anything is sent; otherwise nobody looks at what stands for a gradient.
+            verify_undefined: Called with each parameter that has arrived and holds no gradient; raises unless its
+                gradient is undefined.
+            keeps_own: Whether the bucket may have to be launched again.
+
+        Raises:
+            GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
         """
-        return self._buffer.places
+        self.iteration.pending.clear()
+        for stream in self._accumulated_elsewhere:
+            streams.record_on(stream, self._device).wait()
+        gradients = self.gradients()
+        if sends:
+            self.claim(gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            for spec, gradient in zip(self.spec.gradients, gradients, strict=True):
+                if gradient is not None and gradient.requires_grad:
+                    raise error_messages.gradient_with_graph(spec.fqn)
+        contributions = [gradient for gradient in gradients if gradient is not None]
+        unused = self.iteration.unused
+        if unused or len(contributions) < len(gradients):
+            for index, gradient in zip(self.param_indices, gradients, strict=True):
+                if gradient is None and index not in unused:
+                    verify_undefined(index)
+            contributions = [
+                self._contribution(position, gradient, sends) for position, gradient in enumerate(gradients)
+            ]
+        if keeps_own:
+            self.keep_own(contributions)
+        return contributions
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether every place in the flat buffer begins where vectors of 16 bytes may."""
-        return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
+    def keep_own(self, gradients: Sequence[Tensor]) -> None:
+        """Keep this rank's gradients, which the result will overwrite, until the iteration ends."""
+        # Not the tensors themselves, which would look as if somebody else held them.
+        self.iteration.own = [g.clone() if self.holds(g) else g.detach() for g in gradients]
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before the flat buffer is written in an iteration: leave it to who holds a part of it, and take a new one.
+        """Before the first write of an iteration: leave the flat buffer to those who hold a part of it, if any.
 
         Args:
             gradients: The ``.grad`` of each parameter.
@@ -153,90 +187,92 @@ class Bucket:
             self._buffer.claim(gradients)
 
     def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
-        """Bring the gradients, times ``scale``, into the flat buffer.
+        """Bring the gradients, times ``scale``, into the flat buffer; the bucket is ready then.
 
-        A gradient that lies there already, from an accumulation over several backwards, is scaled in place.
+        A gradient that lies there already, accumulated over several backwards, is scaled in place.
         """
         if self.spec.is_sparse:
             with torch.no_grad():
                 self._sparse = gradients[0].mul_(scale)
             if self._checks_finite:
                 self.iteration.non_finite = non_finite_flags([self._sparse])
-            return
-        self.iteration.flattened = gradients
-        if self._accumulated_elsewhere:
-            streams.used_here(gradients)
-        self.iteration.non_finite = self._buffer.flatten(gradients, scale, self._checks_finite)
+        else:
+            self.iteration.flattened = gradients
+            if self._accumulated_elsewhere:
+                streams.used_here(gradients)
+            self.iteration.non_finite = self._buffer.flatten(gradients, scale, self._checks_finite)
+        self.iteration.flattened_at = None
+        self.iteration.state = BucketState.READY
 
-    def contributions(self, sends: bool, verify_undefined: Callable[[int], None]) -> list[Tensor]:
-        """What this rank has to send: the ``.grad`` of each parameter, or what stands for it.
+    def flatten_zeros(self) -> None:
+        """Bring zeros into a new flat buffer, so that ``.grad`` stays what it is; the bucket is ready then."""
+        self.iteration.pending.clear()
+        if self.spec.is_sparse:
+            self._sparse = self._without_rows()
+        else:
+            self.drop_flat()
+            _ = self._buffer.places  # allocated, and zeros
+        self.iteration.state = BucketState.READY
 
-        Args:
-            sends: Whether anything is sent; nobody looks at what stands for a gradient otherwise.
-            verify_undefined: Called with the index of a parameter that has arrived and holds no gradient; raises unless
-                its gradient is undefined.
+    def skip(self) -> None:
+        """It is not sent in this iteration, and waits for nothing."""
+        self.iteration.pending.clear()
+        self.iteration.is_skipped = True
+        self.iteration.state = BucketState.READY
 
-        Raises:
-            GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
-        """
-        gradients = self.gradients()
-        if sends:
-            self.claim(gradients)
-        present = [gradient for gradient in gradients if gradient is not None]
-        if torch.is_grad_enabled():  # create_graph=True
-            for spec, gradient in zip(self.spec.gradients, gradients, strict=True):
-                if gradient is not None and gradient.requires_grad:
-                    raise error_messages.gradient_with_graph(spec.fqn)
-        unused = self.iteration.unused
-        if not unused and len(present) == len(gradients):
-            return present
-        contributions = []
-        for position, (spec, gradient) in enumerate(zip(self.spec.gradients, gradients, strict=True)):
-            if gradient is None and spec.index not in unused:
-                verify_undefined(spec.index)
-            if gradient is None or spec.index in unused:
-                gradient = self._contribution_of_unused(position) if sends else self.parameters[position]
-            contributions.append(gradient)
-        return contributions
+    def keep_local(self) -> None:
+        """Its gradients stay this rank's own, since nothing is sent in this iteration."""
+        self.iteration.state = BucketState.READY
 
-    def _contribution_of_unused(self, position: int) -> Tensor:
-        """What a parameter contributes that got no gradient in this iteration: what it holds from before, else zeros.
+    def note_flattened(self) -> None:
+        """Remember where in the current stream the flatten is: the launch may come on another one."""
+        self.iteration.flattened_at = streams.record(self.flat.device)
 
-        A gradient that lies in the flat buffer is kept aside, to be put back if no other rank has one to add.
+    def release_flattened(self) -> None:
+        """Let go of what was flattened, which is not ``.grad``."""
+        self.iteration.flattened = ()
+
+    def check_local_gradients(self) -> None:
+        """Note which ``.grad`` are infinite or NaN, in an iteration in which nothing is flattened."""
+        none = torch.empty(0, device=self._device)
+        gradients = [none.to(p.dtype) if p.grad is None else p.grad for p in self.parameters]
+        self.iteration.non_finite = non_finite_flags(local_tensors(gradients))
+
+    def _contribution(self, position: int, gradient: Tensor | None, sends: bool) -> Tensor:
+        """What a parameter sends: its gradient of this iteration, else what it holds from before, else zeros.
+
+        What it holds from before is saved if it lies in the flat buffer, and restored if no other rank adds to it.
         """
         parameter = self.parameters[position]
+        if gradient is not None and self.param_indices[position] not in self.iteration.unused:
+            return gradient
+        if not sends:
+            return parameter  # nobody looks at it
         if self.spec.is_sparse:
             return self._without_rows() if parameter.grad is None else parameter.grad.clone()
         view = self._buffer.places[position]
         if parameter.grad is None:
             return view.zero_()
         if not self._buffer.has_dtensors and parameter.grad.data_ptr() == view.data_ptr():
-            self.iteration.kept[position] = view.clone()
+            self.iteration.saved[position] = view.clone()
         return parameter.grad
 
-    def fill_with_nothing(self) -> None:
-        """Bring zeros into the flat buffer, a new one, so that ``.grad`` stays what it is."""
-        if self.spec.is_sparse:
-            self._sparse = self._without_rows()
-            return
-        self.drop_flat()
-        _ = self._buffer.places  # allocated, and zeros
-
     def _without_rows(self) -> Tensor:
-        """A sparse gradient of zeros, as embeddings give them: one sparse dimension, which ranks have to agree on."""
+        """A sparse gradient of zeros, as embeddings give them: one sparse dimension, on which ranks have to agree."""
         parameter = self.parameters[0]
         rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
         return torch.sparse_coo_tensor(rows, values, parameter.shape)
 
-    def release_flattened(self) -> None:
-        """Let the memory of what was flattened be used again; it is not ``.grad``."""
-        self.iteration.flattened = ()
+    # It is reduced.
 
-    # Its reduction.
+    def await_flatten(self) -> None:
+        """Before a launch: let the current stream wait for the flatten, if it may have run on another one."""
+        if self.iteration.flattened_at is not None:
+            self.iteration.flattened_at.wait()
 
     def reduction_begins(self, work: Pending) -> None:
-        """The flattened gradients are being reduced."""
+        """The flat buffer is being reduced."""
         self.iteration.work = work
         self.iteration.state = BucketState.LAUNCHED
         self._buffer.follow()  # a comm hook may have resized it
@@ -244,7 +280,7 @@ class Bucket:
     @property
     def is_under_way(self) -> bool:
         """Whether its reduction has been started and not been waited for."""
-        return self.iteration.work is not None and self.iteration.state is BucketState.LAUNCHED
+        return self.iteration.state is BucketState.LAUNCHED
 
     def wait(self) -> None:
         """Wait for the reduction, once; raises RuntimeError if it failed or timed out."""
@@ -262,15 +298,15 @@ class Bucket:
         return [parameter.grad for parameter in self.parameters]
 
     def store(self, position: int, gradient: Tensor | None) -> None:
-        """Let ``.grad`` of the parameter at a position be this."""
+        """Write ``.grad`` of the parameter at a position."""
         self.parameters[position].grad = gradient
 
     def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
 
-        Nothing but the buffer's own address is needed, so it is done while the reduction is under way. Without
-        ``gradient_as_bucket_view``, and for a sparse gradient, there is nothing to do. A gradient that somebody else
-        holds stays; see Note [Gradients that others hold].
+        It needs only the buffer's address, so it runs while the reduction is under way. It does nothing without
+        ``gradient_as_bucket_view`` and for a sparse gradient. A gradient that somebody else holds stays; see Note
+        [Gradients that others hold].
 
         Args:
             untouched: Numbers of parameters whose ``.grad`` stays what it is.
@@ -291,10 +327,10 @@ class Bucket:
             parameter.grad = view
 
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
-        """Let every parameter's ``.grad`` be the reduced gradient; the reduction must have been waited for.
+        """Let every ``.grad`` be the reduced gradient; the reduction must have been waited for.
 
         Args:
-            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
+            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` stays what it was.
         """
         left_alone = self._positions_of(untouched)
         if self.spec.is_sparse:
@@ -304,8 +340,8 @@ class Bucket:
                 self.store(0, self.iteration.work.result()[0])
             return
         for position in left_alone:
-            if position in self.iteration.kept:
-                self._buffer.places[position].copy_(self.iteration.kept[position])
+            if position in self.iteration.saved:
+                self._buffer.places[position].copy_(self.iteration.saved[position])
         if not self.gradient_as_bucket_view:
             self._copy_back(left_alone)
         for position in self.iteration.copied_back - left_alone:
@@ -315,13 +351,13 @@ class Bucket:
                     gradient.copy_(self._buffer.places[position])
 
     def fill_with_zeros(self, indices: Set[int]) -> None:
-        """Let ``.grad`` of these parameters be zeros where they hold none."""
+        """Give these parameters a ``.grad`` of zeros if they have none."""
         for position in self._positions_of(indices):
             if self.parameters[position].grad is None:
                 self.store(position, torch.zeros_like(self.parameters[position]))
 
     def adopt_gradients(self) -> None:
-        """Move the gradients that there are into the flat buffer, between two backwards, which frees the old ones'."""
+        """Between two backwards, move all gradients into the flat buffer, which frees their old memory."""
         if self.spec.is_sparse or not self.gradient_as_bucket_view or self._lazy_allocation:
             return
         views = self._buffer.gradient_views.tensors
@@ -343,23 +379,41 @@ class Bucket:
         self._buffer.unflatten(gradients)
 
     def _positions_of(self, indices: Set[int]) -> set[int]:
-        """Where in the bucket the parameters of these numbers stand."""
+        """Positions of these parameters in the bucket."""
         if not indices:
             return set()
         return {position for index, position in self.position_of.items() if index in indices}
 
     # The flat buffer and its layout.
 
+    @property
+    def flat(self) -> Tensor:
+        """What is reduced, once it has been flattened: shape (n,) of the gradients' dtype, or a sparse gradient."""
+        return self._buffer.tensor if self._sparse is None else self._sparse
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        """Where each gradient lies in the flat buffer: views of the shape of what this rank has of its parameter.
+
+        Do not keep them after the reduction.
+        """
+        return self._buffer.places
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every place begins at a multiple of 16 bytes."""
+        return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the flat buffer."""
         return self._buffer.holds(tensor)
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all of these are zeros in their places in the flat buffer; only where looking does not wait."""
+        """Whether all of these are zeros in their places in the flat buffer; False if the host had to wait to know."""
         return self._buffer.holds_zeros(gradients)
 
     def new_views(self) -> list[Tensor]:
-        """Views into the flat buffer that nobody else has, so that AccumulateGrad stores them as they are."""
+        """New views into the flat buffer, which AccumulateGrad stores as they are, since nobody else holds them."""
         return [view.detach() for view in self._buffer.gradient_views.tensors]
 
     def lay_out_as(self, spec: BucketSpec) -> None:
@@ -372,7 +426,7 @@ class Bucket:
         self._buffer.lay_out_as(spec)
 
     def drop_flat(self) -> None:
-        """Leave the flat buffer to whoever holds a part of it; the next use makes another one."""
+        """Leave the flat buffer to those who hold a part of it; the next use allocates another one."""
         self._buffer.drop()
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The buckets of one module: all ranks agree on them at the first backward, and they are packed anew once."""
+"""The buckets of one module: all ranks agree on them at the first backward, and repack the eager tail once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.errors import RanksDifferError, ReductionError
+from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.plan.builder import PlanBuilder
-from ddp_compile.plan.spec import BucketPlan, Layout, number_of
+from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.iteration import Iteration
 from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
@@ -20,13 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class BucketSet:
-    """The buckets that a module is reduced in.
+    """The buckets of a module, and the iteration that they are in.
 
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan.
         process_group: The ranks that agree on it.
-        settings: See `ReducerSettings`.
+        settings: Of the reducer.
     """
 
     def __init__(
@@ -36,17 +37,19 @@ class BucketSet:
         process_group: dist.ProcessGroup,
         settings: ReducerSettings,
     ) -> None:
+        self.iteration = Iteration(1)  #: under way, or next
         self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[Bucket] = []  #: by parameter number
         self.of_param_indices: dict[tuple[int, ...], Bucket] = {}
-        self.parameters = tuple(parameters)  #: in registration order; they are spoken of by their number
+        self.parameters = tuple(parameters)  #: in registration order; their place is their number
+        self.names = [gradient.fqn for gradient in builder.gradients]  #: fully qualified, of the parameters
         self._builder = builder
-        self._process_group = process_group
-        self._settings = settings
+        self.process_group = process_group
+        self.settings = settings
         self._monitor = settings.monitor
-        # With `find_unused_parameters` one iteration says nothing about the next.
+        # With `find_unused_parameters` the next iteration may be different.
         self._first_is_typical = settings.static_graph or not settings.find_unused_parameters
-        # Parameter numbers in the order of their last gradients in the first iteration; None once it has been used.
+        # Parameters in the order of their last gradients in the first iteration; None after `rebuild_once`.
         self._arrival_order: dict[int, None] | None = {}
 
     @property
@@ -54,48 +57,49 @@ class BucketSet:
         """The plan that all ranks reduce by."""
         return self._builder.sealed
 
+    def begin_iteration(self) -> None:
+        """Replace the iteration that has ended, the module's and that of each bucket."""
+        self.iteration = Iteration(self.iteration.number + self.iteration.met_others)
+        for bucket in self.buckets:
+            bucket.begin_iteration()
+
     def seal(self, algorithm: str) -> BucketPlan:
         """Agree on the plan before anything is launched.
 
         Args:
-            algorithm: Name of the way in which this rank reduces.
+            algorithm: Name of this rank's algorithm.
 
         Raises:
-            RanksDifferError: The ranks reduce in different ways.
+            RanksDifferError: The ranks have different algorithms.
             ReductionError: Another rank did not come.
         """
         device = self.parameters[0].device
         try:
-            verify_algorithms_agree(algorithm, self._process_group, device, self._monitor.model)
-            plan = agree_on_plan(self._builder.propose(), self._process_group, device)
+            verify_algorithms_agree(algorithm, self.process_group, device, self._monitor.model)
+            plan = agree_on_plan(self._builder.propose(), self.process_group, device)
         except RanksDifferError:
             raise
         except RuntimeError as error:
             raise self._no_plan(error) from error
         self._install(plan)
-        log.info(
-            "rank %d: plan %s sealed, %s",
-            self._process_group.rank(),
-            plan.digest,
-            number_of(len(plan.buckets), "bucket"),
-        )
+        log.info("%s: plan %s sealed, %s", this_rank(), plan.digest, number_of(len(plan.buckets), "bucket"))
         return plan
 
     @property
     def notes_arrivals(self) -> bool:
-        """Whether `note_arrival` still wants to know of each gradient."""
+        """Whether `note_arrival` must be called with every gradient."""
         return self._arrival_order is not None
 
     def note_arrival(self, index: int) -> None:
-        """A parameter's gradient, or a further contribution to it, has come."""
+        """A parameter has got a gradient, or another contribution to it."""
         if self._arrival_order is not None:
             self._arrival_order.pop(index, None)
             self._arrival_order[index] = None
 
     def rebuild_once(self) -> None:
-        """Pack the eager tail as its gradients came on rank 0 in the first iteration; nothing to do without one.
+        """After the first iteration, repack the eager tail in the order in which its gradients came on rank 0.
 
-        To be called after that iteration and before a forward: the old buffers are gone when its activations are there.
+        To be called before a forward, so that the old buffers are gone when its activations are there.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -109,26 +113,24 @@ class BucketSet:
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         before, old_buckets = self.plan, self.buckets
-        # A rank without any input in the first iteration, inside ``Join``, knows of no order.
+        # Inside ``Join``, a rank without input in the first iteration knows no order.
         proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
         try:
-            plan = plan_of_rank_0(proposed, self._process_group, self.parameters[0].device)
+            plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
         except RuntimeError as error:
             raise self._no_plan(error) from error
         self._install(plan)
         for bucket in old_buckets:
             if bucket not in self.buckets:
-                bucket.drop_flat()  # whoever holds a view of it is its only holder
+                bucket.drop_flat()
         for bucket in self.buckets:
             if bucket not in old_buckets:
                 bucket.adopt_gradients()
-        rank = self._process_group.rank()
-        log.info(
-            "rank %d: plan %s follows %s, %s", rank, plan.digest, before.digest, number_of(len(plan.buckets), "bucket")
-        )
+        number = number_of(len(plan.buckets), "bucket")
+        log.info("%s: plan %s follows %s, %s", this_rank(), plan.digest, before.digest, number)
 
     def lay_out_as(self, layout: Layout) -> None:
-        """Give every bucket, and those that are still to come, another layout, between two iterations."""
+        """Between two iterations, give all buckets another layout, and those of later plans too."""
         self._builder.lay_out_as(layout)
         if self.plan is not None:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
@@ -148,7 +150,7 @@ class BucketSet:
         raise error_messages.another_models_plan(self._monitor.model, *described)
 
     def _install(self, plan: BucketPlan) -> None:
-        """Reduce by another plan from now on. Buckets that it has in common with the one before are kept.
+        """Reduce by another plan from now on. Buckets that both plans have are kept.
 
         Raises:
             RanksDifferError: It is another model's plan.
@@ -164,10 +166,9 @@ class BucketSet:
                 bucket = Bucket(
                     spec,
                     parameters,
-                    self._settings.gradient_as_bucket_view,
-                    self._settings.lazy_bucket_allocation,
-                    self._process_group.rank(),
-                    self._settings.check_finite_gradients,
+                    self.settings.gradient_as_bucket_view,
+                    self.settings.lazy_bucket_allocation,
+                    self.settings.check_finite_gradients,
                 )
             bucket.spec = spec
             buckets.append(bucket)

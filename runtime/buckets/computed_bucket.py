@@ -14,23 +14,25 @@ from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
 class EarlyDecision(Enum):
     """What becomes of a bucket that a compiled backward has computed."""
 
-    WAIT = auto()  #: it is launched when its parameters' hooks have run
-    WATCH = auto()  #: so it is, but watched, to learn whether it may be launched early in later iterations
+    WAIT = auto()  #: its parameters' hooks launch it
+    WATCH = auto()  #: the same, and its gradients show whether it may be launched early in later iterations
     LAUNCH = auto()  #: it is launched now
-    LAUNCH_IN_SIGHT = auto()  #: so it is, while hooks look at its gradients, see Note [Launched in sight]
+    LAUNCH_OBSERVED = auto()  #: the same, while hooks look at its gradients; see Note [Observed gradients]
 
 
 class ComputedBucket:
     """The gradients of one bucket as a graph has computed them in this iteration.
 
+    Unless hooks observe the gradients, it takes ``.grad`` away: AccumulateGrad stores a gradient as it is only if there
+    is none. `restore_gradients` brings it back when the iteration ends; a bucket that is only watched gets it back as
+    its gradients arrive.
+
     Args:
-        bucket: The bucket. Unless somebody looks, its ``.grad`` is taken away until the iteration ends, or until the
-            gradient arrives where the bucket is only watched: AccumulateGrad stores a gradient as it is only where
-            there is none.
+        bucket: The bucket.
         gradients: What the graph returns for them.
         decision: What becomes of the bucket.
-        compares_values: Whether hooks may write into the gradients where neither address nor version shows it.
-        moved: What was computed, where the graph returns other tensors; it is gone when the bucket has been launched.
+        compares_values: Whether hooks may write into the gradients in a way that neither address nor version shows.
+        moved: What was computed, if the graph returns other tensors. It is gone after the launch.
     """
 
     def __init__(
@@ -41,83 +43,75 @@ class ComputedBucket:
         compares_values: bool,
         moved: Sequence[Tensor] | None = None,
     ) -> None:
-        self.is_watched_only = decision is EarlyDecision.WATCH
-        self.late: set[int] = set()  #: what got another contribution after the launch
-        self.is_lost = False  #: whether this rank's own gradients are not at hand any more
-        self.before = bucket.gradients()
+        self.is_launched = decision is not EarlyDecision.WATCH  #: before AccumulateGrad has seen its gradients
+        self.late: set[int] = set()  #: parameters that got another contribution after the launch
+        self.is_lost = False  #: whether this rank's own gradients are gone
+        self._before = bucket.gradients()
         self._bucket = bucket
-        self._in_sight = decision is EarlyDecision.LAUNCH_IN_SIGHT
+        self._is_observed = decision is EarlyDecision.LAUNCH_OBSERVED
         self._moved = moved
         self._is_compared = False
-        self._arrived: set[int] = set()  # while it is only watched
-        self._has_more = False  # whether something else has come to it; while it is only watched
+        self._arrived: set[int] = set()  # if only watched
+        self._has_more = False  # if only watched: whether another contribution has come
         # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
         self._aliases = [gradient.detach() for gradient in gradients]
         self._versions: list[int] = []
         self.watch()
         self._values = [alias.clone() for alias in self._aliases] if compares_values else None
-        self._comparisons: list[tuple[int, Tensor]] = []  # of values: positions, and whether they are equal
-        if not self._in_sight:
+        self._comparisons: list[tuple[int, Tensor]] = []  # of values: position, and whether they are equal
+        if not self._is_observed:
             drop_gradients(bucket.parameters)
 
     @property
-    def is_launched(self) -> bool:
-        """Whether it was launched before AccumulateGrad had seen its gradients."""
-        return not self.is_watched_only
-
-    @property
     def has_one_contributor(self) -> bool:
-        """Of a bucket that was watched: whether each ``.grad`` was the very tensor that was computed, and came once."""
-        return self.is_watched_only and len(self._arrived) == len(self._bucket.param_indices) and not self._has_more
+        """Of a watched bucket: whether each ``.grad`` was the very tensor that was computed, and came once."""
+        return not self.is_launched and len(self._arrived) == len(self._bucket.param_indices) and not self._has_more
 
     def watch(self) -> None:
-        """From now on nobody but the engine should touch the gradients."""
+        """From now on only the engine should touch the gradients."""
         self._versions = [alias._version for alias in self._aliases]
 
     def contributions(self) -> list[Tensor]:
-        """What the launch has to send: the gradients, and what earlier backwards had left in ``.grad``."""
+        """What the launch sends: the gradients, and what earlier backwards had left in ``.grad``."""
         bucket = self._bucket
-        if not self._in_sight and bucket.holds_zeros(self.before):
+        if not self._is_observed and bucket.holds_zeros(self._before):
             # ``.grad`` will be the same views again, and there is nothing to add: zero_grad(set_to_none=False).
-            self.before = [None] * len(self.before)
+            self._before = [None] * len(self._before)
         if self._moved is not None:
             moved, self._moved, self.is_lost = self._moved, None, True
-            return _sums(self.before, moved)
-        # What lies in the flat buffer will be overwritten, and is needed once more if the bucket is launched again.
-        before = [old.clone() if old is not None and bucket.holds(old) else old for old in self.before]
-        if self._in_sight:
-            self.before = [None] * len(before)
+            return _sums(self._before, moved)
+        # What lies in the flat buffer will be overwritten, and is needed again if the bucket is launched again.
+        before = [old.clone() if old is not None and bucket.holds(old) else old for old in self._before]
+        if self._is_observed:
+            self._before = [None] * len(before)
             for position, old in enumerate(before):
                 bucket.store(position, old)
         else:
-            self.before = before
+            self._before = before
         return _sums(before, self._aliases)
 
     def expect_another_launch(self) -> None:
-        """It is launched too early, whatever is found."""
+        """It is launched too early, whatever comes."""
         self.late.update(self._bucket.param_indices)
         self._is_compared = True
 
     def arrive(self, index: int) -> None:
         """AccumulateGrad has stored a gradient.
 
-        Of a bucket that was launched, whoever learns of one first may count it as arrived: what matters of it is
-        compared when the iteration ends. A second one is late.
+        Of a launched bucket, a batch of hooks may have counted the first one already: `compare` finds what matters of
+        it. A second one is late.
         """
-        iteration = self._bucket.iteration
         if self.is_launched:
-            if index in iteration.pending:
-                iteration.pending.remove(index)
-            else:
+            if self._bucket.arrive_all((index,)):
                 self.late.add(index)
-                # It has been handed over for now, without this.
-                self.is_lost = self.is_lost or iteration.own is not None
+                # Its bucket's means may have been handed over, which lack it.
+                self.is_lost = self.is_lost or self._bucket.iteration.own is not None
             return
         position = self._bucket.position_of[index]
         gradient = self._bucket.parameters[position].grad
         if index in self._arrived or self._is_another(position, gradient):
             self._has_more = True
-        old = self.before[position]
+        old = self._before[position]
         if old is not None and index not in self._arrived:
             # As AccumulateGrad would have done it, had the gradient of before been there.
             self._bucket.store(position, old if gradient is None else old.add_(gradient))
@@ -147,18 +141,18 @@ class ComputedBucket:
 
     @property
     def holds_its_own(self) -> bool:
-        """Whether this rank's complete gradients are at hand though the bucket has been launched."""
+        """Whether this rank's complete gradients are at hand although the bucket has been launched."""
         if self.is_lost or not self.is_launched:
             return False
         return not self.late or all(gradient is not None for gradient in self._bucket.gradients())
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's gradients, complete now."""
-        return _sums(self.before, [gradient for gradient in self._bucket.gradients() if gradient is not None])
+        return _sums(self._before, [gradient for gradient in self._bucket.gradients() if gradient is not None])
 
-    def put_back(self) -> None:
-        """Let ``.grad`` be the tensors that they were before the iteration, for the result to be copied into."""
-        before, self.before = self.before, [None] * len(self.before)
+    def restore_gradients(self) -> None:
+        """Bring the ``.grad`` of before the iteration back, for the result to be copied into."""
+        before, self._before = self._before, [None] * len(self._before)
         for position, old in enumerate(before):
             if self.is_launched and old is not None:
                 self._bucket.store(position, old)

@@ -1,4 +1,4 @@
-"""The flat buffer of one bucket: where each gradient lies, and who else holds a part of it."""
+"""The flat buffer of one bucket: where each gradient lies in it, and whether others hold a part of it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from ddp_compile.runtime.comm import error_messages, streams
 
 
 class FlatBuffer:
-    """Memory for the gradients of one bucket, allocated at its first use, and once more after `drop`.
+    """Memory for the gradients of one bucket, allocated at its first use and at the first use after `drop`.
 
     Args:
         spec: The bucket's part of the plan, which says where each gradient lies.
         parameters: Its parameters, in the order of ``spec.gradients``.
-        rank: This rank, for messages.
     """
 
-    def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter], rank: int) -> None:
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         self._spec = spec
         self._parameters = tuple(parameters)
         self.has_dtensors = has_dtensors(parameters)  #: whether tensor parallelism has sharded any
-        self._rank = rank
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None
@@ -38,7 +36,7 @@ class FlatBuffer:
 
     @property
     def tensor(self) -> Tensor:
-        """All of it, shape (n,) of the gradients' dtype; it must have been used."""
+        """All of it, shape (n,) of the gradients' dtype. Only after its first use."""
         assert self._tensor is not None
         return self._tensor
 
@@ -49,29 +47,25 @@ class FlatBuffer:
 
     @property
     def gradient_views(self) -> GradientViews:
-        """What ``.grad`` may be, on the same memory."""
+        """Tensors on the same memory that may be ``.grad``."""
         if self._views is None:
             with torch.inference_mode(False):
                 self._views = GradientViews(self.places)
         return self._views
 
     def lay_out_as(self, spec: BucketSpec) -> None:
-        """Let the gradients lie as this says from the next use on.
-
-        Args:
-            spec: The same bucket with another layout.
-        """
+        """Use another layout of the same bucket from the next use on."""
         self._spec = spec
         self.drop()
 
     def drop(self) -> None:
-        """Leave the memory to whoever holds a part of it."""
+        """Leave the memory to those who hold a part of it."""
         self._tensor = None
         self._flatten_plan = None
         self._views = None
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before it is written in an iteration: leave it to who holds a part of it beside ``.grad``.
+        """Before the first write of an iteration: drop it if somebody holds a part of it that is not ``.grad``.
 
         Args:
             gradients: The ``.grad`` of each parameter.
@@ -80,7 +74,7 @@ class FlatBuffer:
             self.drop()
 
     def follow(self) -> None:
-        """Let the views lie in it again where a comm hook has resized it."""
+        """After a comm hook may have resized it: let the views lie in it again."""
         if self._views is not None:
             self._views.follow()
 
@@ -90,7 +84,7 @@ class FlatBuffer:
         Args:
             gradients: One for each place.
             scale: Factor for every element.
-            checks_finite: Whether to look for infinities and NaN. The host does not wait for a device.
+            checks_finite: Whether to look for infinities and NaN, without making the host wait for a device.
 
         Returns:
             `non_finite_flags` of the places; None if not ``checks_finite``, or if all are known to be finite.
@@ -100,17 +94,16 @@ class FlatBuffer:
         """
         plan, gradients = self._plan(), self._on_this_rank(gradients)
         self.used_here()
-        if gradients[0].dtype != self.tensor.dtype:  # nearly all that is converted, at hardly any cost
+        if gradients[0].dtype != self.tensor.dtype:  # cheap, and sees nearly every conversion
             self._refuse_converted()
-        # Without streams the kernel returns the answer at once, at no measurable cost. With streams the host would have
-        # to wait for it.
+        # Without streams the kernel answers at once, at no measurable cost. With streams the host would have to wait.
         asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
         try:
             stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
         except ValueError:
             self._refuse_converted()
-            # A functional embedding can give a sparse gradient that no module announced. It is looked for here, since
-            # asking each gradient in each step costs more than reading its address.
+            # A functional embedding can give a sparse gradient that no module announced. Asking every gradient in
+            # every step would cost more than reading its address.
             if not any(gradient.is_sparse for gradient in gradients):
                 raise
             gradients = [g.to_dense() if g.is_sparse else g for g in gradients]
@@ -121,7 +114,7 @@ class FlatBuffer:
         return non_finite_flags(plan.views)
 
     def used_here(self) -> None:
-        """Keep the memory until the current stream, which may not be the one that allocated it, is done with it."""
+        """Keep the memory until the current stream, which may not have allocated it, is done with it."""
         if self._tensor is not None and (stream := streams.current(self._tensor.device)) not in self._used_on:
             self._used_on.add(stream)
             streams.used_here([self._tensor])
@@ -140,7 +133,7 @@ class FlatBuffer:
         return begin <= tensor.data_ptr() < begin + self._tensor.nbytes
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all of these are its views, and zeros; only where looking does not wait."""
+        """Whether all of these are its views, and zeros; False if the host had to wait to know."""
         if self._views is None or self._tensor is None or not self._views.are(gradients):
             return False
         return not streams.has_streams(self._tensor.device) and not self._tensor.any()
@@ -164,11 +157,7 @@ class FlatBuffer:
         return self._flatten_plan
 
     def _refuse_converted(self) -> None:
-        """Refuse parameters of another dtype, size or device than when they were replicated.
-
-        Raises:
-            ParametersChangedError: Names them.
-        """
+        """Raise a ParametersChangedError if dtype, size or device of a parameter have changed since ddp_compile."""
         changes = []
         parameters = self._on_this_rank(self._parameters)
         for spec, parameter in zip(self._spec.gradients, parameters, strict=True):

@@ -3,15 +3,14 @@
 Note [Gradients that others hold]
 Users keep gradients (gradient surgery, logging), put others in their place (``p.grad.data = ...``), let them be views
 of a buffer of their own, and save them. With DistributedDataParallel's default that is all safe: each gradient has
-memory of its own, the reduced one is copied into it. Views into flat buffers save that copy and its memory, but only
-where nobody can tell the difference:
+memory of its own, and the reduced one is copied into it. Views into flat buffers save that copy and its memory, but
+only if nobody can tell the difference:
 
-- Before a bucket writes its flat buffer, it looks whether somebody holds a view that is no ``.grad`` any more, by the
-  number of references to the view and to its storage. Then that buffer is left to who holds it, and the bucket takes a
-  new one.
-- Before ``.grad`` becomes a view, the bucket looks whether somebody else holds what is there: the tensor itself, or,
-  where it has been written in place and so is not what the engine has just made, its memory. Then it stays ``.grad``,
-  and the reduced gradient is copied into it.
+- Before a bucket writes its flat buffer, it counts the references to each view and to its storage. If somebody holds a
+  view that is no ``.grad`` any more, the bucket leaves that buffer to them and takes a new one.
+- Before ``.grad`` becomes a view, the bucket looks whether somebody else holds the tensor that is there; or its memory,
+  if it has been written in place and so is not what the engine has just made. Then that tensor stays ``.grad``, and the
+  reduced gradient is copied into it.
 - A view that has been given other memory is an ordinary gradient from then on; its place gets another view.
 - Each view has a storage of its own on the buffer's memory, so that ``torch.save(p.grad)`` and ``copy.deepcopy`` take
   one gradient and not the bucket.
@@ -30,30 +29,29 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 
-# What uses a storage that nothing but one tensor lies in, while somebody looks at it.
+# Uses of a storage that only one tensor and the object under examination refer to.
 _TENSOR_AND_STORAGE_OBJECT = 2
 
 
 class GradientViews:
     """One tensor for each gradient of a bucket, on the memory of its place in the flat buffer.
 
-    Args:
-        places: The places: views of the flat buffer. The tensors keep the buffer alive.
+    A tensor's storage is as large as its place. DLPack makes it on the memory of another storage without a copy.
 
-    A tensor's storage is as large as its place; on the memory of another storage it is made through DLPack, which
-    copies nothing.
+    Args:
+        places: Views of the flat buffer. The tensors keep the buffer alive.
     """
 
     def __init__(self, places: Sequence[Tensor]) -> None:
         self._places = tuple(places)
         self.tensors = [with_own_storage(place) for place in places]
         self._look()
-        # Of a tensor that nobody else holds; all have as many.
+        # References to a tensor that nobody else holds.
         self._own_references = max(torch_internals.num_references(self.tensors), default=0)
         self._references_to_storage = max(map(sys.getrefcount, self._storages), default=0)
 
     def are_free(self) -> bool:
-        """Whether each tensor lies in its place, and nobody holds one or its memory, ``.grad`` included."""
+        """Whether each tensor lies in its place, and nothing holds one or its memory, not even ``.grad``."""
         return (
             max(torch_internals.num_references(self.tensors), default=0) <= self._own_references
             and max(map(sys.getrefcount, self._storages), default=0) <= self._references_to_storage
@@ -62,9 +60,9 @@ class GradientViews:
         )
 
     def follow(self) -> None:
-        """Lie in the places again where the flat buffer has been given other memory, by a comm hook that resizes it.
+        """If a comm hook has resized the flat buffer, and so given it other memory, lie in the places again.
 
-        Whoever holds a tensor keeps it; views of a tensor that somebody has made before are lost with the old memory.
+        The tensors stay the same objects; views of them that somebody has made before are lost with the old memory.
         """
         if not self._places or self._places[0].data_ptr() == self._begin:
             return
@@ -77,16 +75,16 @@ class GradientViews:
         return all(map(operator.is_, gradients, self.tensors))
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:
-        """See that the places can be written without anybody noticing but through ``.grad``.
+        """Make sure that a write to the places shows in ``.grad`` only.
 
-        A tensor that has been given other memory is replaced by a new one.
+        Replaces tensors that have been given other memory.
 
         Args:
-            gradients: The ``.grad`` of each parameter. Who holds one that is a tensor of these sees it written, as
-                with any optimizer that steps over gradients in place.
+            gradients: The ``.grad`` of each parameter. If one of them is one of these tensors, others who hold it see
+                the write, as with any code that writes gradients in place.
 
         Returns:
-            False where somebody holds one that is no ``.grad`` any more.
+            False if somebody holds a tensor that is no ``.grad`` any more.
         """
         if self.are(gradients) and self._lie_in_place():
             return True
@@ -119,11 +117,11 @@ class GradientViews:
 
 
 def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> frozenset[int]:
-    """Where the ``.grad`` of a parameter has to stay the tensor that it is; see Note [Gradients that others hold].
+    """Which ``.grad`` must stay the tensors that they are; see Note [Gradients that others hold].
 
     Args:
-        gradients: The ``.grad`` of each parameter of a bucket, in a list that nobody else has.
-        views: What they are to become; one that is there already has nothing to stay.
+        gradients: The ``.grad`` of each parameter of a bucket, in the only list that has them.
+        views: What they are to become; some may be that already.
 
     Returns:
         Positions in the bucket.
@@ -142,7 +140,7 @@ def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) 
 
 
 def _any_written(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether one may have been written in place; those that were made in inference mode count no versions."""
+    """Whether one may have been written in place; tensors made in inference mode count no versions."""
     try:
         return any(map(operator.attrgetter("_version"), gradients))
     except RuntimeError:
@@ -151,7 +149,7 @@ def _any_written(gradients: Sequence[Tensor | None]) -> bool:
 
 @functools.cache
 def _references_to_a_gradient() -> int:
-    """How many references there are to a ``.grad`` that nothing but its parameter and one list holds."""
+    """The number of references to a ``.grad`` that only its parameter and one list hold."""
     parameter = Parameter(torch.zeros(1, device="cpu"))
     parameter.grad = torch.zeros(1, device="cpu")
     return torch_internals.num_references([parameter.grad])[0]
@@ -167,7 +165,7 @@ def _shares_memory(gradient: Tensor) -> bool:
 
 
 def with_own_storage(place: Tensor) -> Tensor:
-    """A tensor on the same memory, of the same shape and strides, whose storage is as large as itself."""
+    """A tensor on the same memory, of the same shape and strides, whose storage holds nothing else."""
     if not place.numel():
         return torch.empty_like(place)
     shared = torch.utils.dlpack.from_dlpack(place)

@@ -1,15 +1,15 @@
 """Parameters that are DTensors, of tensor parallelism for example.
 
-What of such a parameter lies on this rank is reduced, over ranks that hold the same part of it: the plan counts its
-elements, the flat buffer holds them, and ``.grad`` stays the DTensor that the engine made. It never becomes a view of
-the flat buffer, since nobody can tell who holds the tensor inside a DTensor; the result is copied into it.
+The part of such a parameter that lies on this rank is reduced, over the ranks that hold the same part: the plan counts
+its elements, the flat buffer holds them, and ``.grad`` stays the DTensor that the engine made. It never becomes a view
+of the flat buffer, since one cannot know who holds the tensor inside a DTensor; the result is copied into it.
 
 Note [Placements of gradients]
 A gradient may have other placements than its parameter: the weight of a norm whose inputs are sharded by rows is the
-same on all ranks, and its gradient is a partial sum on each. Where a rank has no gradient it contributes zeros, which
-are a part of nothing else, so a gradient gets the parameter's placements before it is accumulated. That is a collective
-over the ranks of the mesh. They run the same graph, so its gradients come in one order on all of them; buckets need not
-be complete in one order there, as groups that reduce different parts have plans of their own.
+same on all ranks, and its gradient is a partial sum on each. A rank without a gradient contributes zeros, which only
+fit the parameter's placements, so a gradient gets those before it is accumulated. That is a collective over the ranks
+of the mesh. They run the same graph, so all of them get its gradients in the same order. Their buckets may be complete
+in different orders, since groups that reduce different parts have plans of their own.
 
 Source: ``_get_grad_inner_tensor`` of ``FSDPParam`` in torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py.
 """
@@ -34,7 +34,7 @@ def has_dtensors(parameters: Sequence[Parameter]) -> bool:
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What of each tensor lies on this rank: the memory of a DTensor, and any other tensor itself."""
+    """The part of each tensor on this rank: the local tensor of a DTensor, and any other tensor itself."""
     return [torch_internals.local_tensor(tensor) for tensor in tensors]
 
 

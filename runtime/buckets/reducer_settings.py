@@ -1,4 +1,4 @@
-"""What a reducer needs to know."""
+"""The settings of a reducer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducerSettings:
-    """What a reducer needs to know beside its parameters.
+    """The settings of a reducer, beside its parameters and their plan.
 
     Args:
         gradient_as_bucket_view: See `Bucket`.
         lazy_bucket_allocation: See `Bucket`.
-        find_unused_parameters: Let buckets be launched without the gradients that a backward does not bring.
-        skip_all_reduce_unused_params: Send no bucket again that no rank uses in the first iteration.
-        static_graph: Learn from the first iteration which gradients come, and how often; every later iteration is the
-            same.
-        check_finite_gradients: Let every rank raise if a gradient of any rank is infinite or NaN.
+        find_unused_parameters: Launch buckets without the gradients that a backward does not bring.
+        skip_all_reduce_unused_params: Never send a bucket again that no rank uses in the first iteration.
+        static_graph: Learn from the first iteration which gradients come, and how often. All later ones are the same.
+        check_finite_gradients: Raise on every rank if a gradient of any rank is infinite or NaN.
         launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
-        algorithm: How a bucket is reduced.
+        algorithm: Reduces the buckets.
         monitor: What ranks tell each other while they train.
-        on_reduced: Called when every ``.grad`` of an iteration is what it will be, before the backward returns.
+        on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
         on_plan_sealed: Called once, on every rank, with the plan all ranks agreed on.
     """
 

@@ -231,14 +231,6 @@ def gradient_with_graph(name: str) -> GradientArrivalError:
 # Calls at the wrong time.
 
 
-def second_algorithm(name: str, present: str) -> RuntimeError:
-    return RuntimeError(
-        f"{this_rank()}: register_comm_hook was given the {name}, but the {present} reduces the buckets; a hook can"
-        " only take the place of the gradient all-reduce. To change it, make the module anew:"
-        " ddp_compile(model.unwrap(), ...)"
-    )
-
-
 def algorithm_in_backward(name: str) -> RuntimeError:
     return RuntimeError(
         f"{this_rank()}: the {name} was to reduce from now on while a backward has not been completed; register a hook,"

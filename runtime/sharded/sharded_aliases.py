@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.plan.spec import shorten_names
+from ddp_compile.errors import shorten_names
 
 
 def objection_to_moving(module: nn.Module, parameters: Sequence[Parameter], names: Sequence[str]) -> str:

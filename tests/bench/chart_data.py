@@ -1,6 +1,6 @@
 """A made-up benchmark run, as data files, for the tests of the charts that are drawn from such files.
 
-Whoever imports this is skipped where matplotlib, which is optional, is missing.
+Tests that import this are skipped without matplotlib, which is optional.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
+from ddp_compile.bench import results
 from ddp_compile.bench.charts import CHARTS
 from ddp_compile.bench.charts.data_files import read_run
+from ddp_compile.bench.report import PROVENANCE_COLUMNS, RUN_COLUMNS
 
-SUMMARY_COLUMNS = [
-    "model", "parameters", "world_size", "link", "achieved_gbit", "implementation", "mode", "bucket_cap_mb",
-    "no_sync_every", "step_ms", "step_ms_p25", "step_ms_p75", "num_steps", "ratio_to_best_peer", "ratio_low",
-    "ratio_high", "bound_ms", "ratio_to_bound", "exposed_ms", "forward_ms", "backward_ms", "optimizer_ms",
-    "cpu_ms", "peak_mib", "cold_compile_s", "warm_compile_s", "graphs", "all_reduces", "payload_mib",
-    "sent_mib", "loss", "status", "error", "commit", "date", "torch", "python", "device", "machine",
-]  # fmt: skip
+SUMMARY_COLUMNS = [*RUN_COLUMNS, *results.SUMMARY_COLUMNS, *PROVENANCE_COLUMNS]
 MESSAGE_COLUMNS = ["link", "message_bytes", "all_reduce_ms", "all_reduce_ms_p25", "all_reduce_ms_p75", "cpu_ms"]
 READY_COLUMNS = ["implementation", "mode", "bucket_cap_mb", "link", "ms", "ready_mib"]
 

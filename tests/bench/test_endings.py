@@ -76,20 +76,14 @@ def test_a_signal_that_was_ignored_still_is(ended: Callable[..., tuple[int, str]
     assert ended(lambda: signal.raise_signal(signal.SIGHUP) or 0) == (0, "")
 
 
-def test_an_interrupted_world_still_deletes_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    rmtree = shutil.rmtree
+def test_a_world_deletes_its_folder_though_interrupted_or_while_others_write_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rmtree, late = shutil.rmtree, ["a process that was killed is not gone yet"]
 
     def interrupted(*arguments: Any, **others: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         rmtree(*arguments, **others)
-
-    with pytest.raises(KeyboardInterrupt), world_without_ranks() as world:
-        monkeypatch.setattr(shutil, "rmtree", interrupted)
-    assert not world.directory.exists()
-
-
-def test_what_is_written_while_the_folder_is_deleted_is_deleted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    rmtree, late = shutil.rmtree, ["a process that was killed is not gone yet"]
 
     def outrun(path: str, *arguments: Any, **others: Any) -> None:
         if late:
@@ -97,6 +91,9 @@ def test_what_is_written_while_the_folder_is_deleted_is_deleted_too(monkeypatch:
         else:
             rmtree(path, *arguments, **others)
 
+    with pytest.raises(KeyboardInterrupt), world_without_ranks() as world:
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
+    assert not world.directory.exists()
     with world_without_ranks() as world:
         monkeypatch.setattr(shutil, "rmtree", outrun)
     assert not late and not world.directory.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -157,44 +158,36 @@ def test_a_bad_rate_is_named_with_what_is_accepted(text: str) -> None:
         assert part in str(caught.value)
 
 
-def test_a_rate_outside_the_limits_is_refused_however_it_is_made() -> None:
-    with pytest.raises(ValueError, match=r"bits_per_second=5 must be .*1mbit.*400gbit"):
-        Rate(5)
+@pytest.mark.parametrize(
+    ("use", "error", "said"),
+    [
+        (lambda: Rate(5), ValueError, "bits_per_second=5 must be .*1mbit.*400gbit"),
+        (lambda: NamespacedLink(0), ValueError, "world_size=0 must be between 1 and 254"),
+        (lambda: NamespacedLink(255), ValueError, "world_size=255 must be between 1 and 254"),
+        (lambda: NamespacedLink(2).address(2), ValueError, "rank=2 must be between 0 and 1"),
+        (lambda: NamespacedLink(2).command_prefix(0), LinkError, "inside its with statement"),
+    ],
+)
+def test_what_is_out_of_range_or_too_early_is_refused(
+    use: Callable[[], object], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        use()
 
 
-@pytest.mark.parametrize("world_size", [0, 255])
-def test_a_world_size_that_does_not_fit_is_refused(world_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"world_size={world_size} must be between 1 and 254"):
-        NamespacedLink(world_size)
-
-
-def test_a_rank_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank=2 must be between 0 and 1"):
-        NamespacedLink(2).address(2)
-
-
-def test_a_link_is_used_inside_its_with_statement() -> None:
-    with pytest.raises(LinkError, match="inside its with statement"):
-        NamespacedLink(2).command_prefix(0)
-
-
-def test_without_root_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("user", "said"), [(1000, "root"), (0, "iproute2")])
+def test_without_root_or_iproute2_the_reason_says_so(
+    user: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "root" in (unavailable_reason() or "")
-
-
-def test_without_iproute2_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "iproute2" in (unavailable_reason() or "")
+    assert said in (unavailable_reason() or "")
 
 
 def test_without_tc_the_reason_says_so_and_nothing_is_left(
-    real_links: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    leaves_nothing: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = namespaces_of(os.getpid())
     ip = shutil.which("ip")
     assert ip is not None
     (tmp_path / "ip").symlink_to(ip)
@@ -202,14 +195,20 @@ def test_without_tc_the_reason_says_so_and_nothing_is_left(
         only_ip.setenv("PATH", str(tmp_path))
         reason = unavailable_reason() or ""
     assert "could not run `tc " in reason and "iproute2" in reason
+
+
+@pytest.fixture
+def leaves_nothing(real_links: None) -> Iterator[list[str]]:
+    """The namespaces of this process before the test, and after it."""
+    before = namespaces_of(os.getpid())
+    yield before
     assert namespaces_of(os.getpid()) == before
 
 
-def test_namespaces_last_as_long_as_the_context(real_links: None) -> None:
-    before = namespaces_of(os.getpid())
+def test_namespaces_last_as_long_as_the_context(leaves_nothing: list[str]) -> None:
     machine = os.listdir("/sys/class/net")
     with NamespacedLink(3) as first, NamespacedLink(1) as second:
-        assert len(namespaces_of(os.getpid())) == len(before) + 6
+        assert len(namespaces_of(os.getpid())) == len(leaves_nothing) + 6
         assert {link.command_prefix(0)[-1] for link in (first, second)} <= set(namespaces_of(os.getpid()))
         assert os.listdir("/sys/class/net") == machine
         assert payload_rate(first, 1, source=2, target=0) > 0
@@ -217,32 +216,22 @@ def test_namespaces_last_as_long_as_the_context(real_links: None) -> None:
             "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())"
         )
         subprocess.run([*first.command_prefix(1), sys.executable, "-I", "-c", loopback], check=True)
-    assert namespaces_of(os.getpid()) == before
 
 
-def test_a_link_can_be_entered_again_but_not_twice_at_once(real_links: None) -> None:
-    before = namespaces_of(os.getpid())
+def test_a_link_can_be_entered_again_but_not_twice_at_once(leaves_nothing: list[str]) -> None:
     link = NamespacedLink(1)
     for _ in range(2):
-        with link:
+        with pytest.raises(KeyError, match="mine"), link:  # an exception deletes everything and passes
             with pytest.raises(LinkError, match="entered already"):
                 link.__enter__()
             assert link.sent_bytes(0) >= 0
-    assert namespaces_of(os.getpid()) == before
-
-
-def test_an_exception_deletes_everything_and_passes(real_links: None) -> None:
-    before = namespaces_of(os.getpid())
-    with pytest.raises(KeyError, match="mine"), NamespacedLink(2):
-        raise KeyError("mine")
-    assert namespaces_of(os.getpid()) == before
+            raise KeyError("mine")
 
 
 @pytest.mark.parametrize("last_that_works", [0, 1, 3, 6, 9, 15])
 def test_a_command_that_fails_half_way_leaves_nothing(
-    real_links: None, monkeypatch: pytest.MonkeyPatch, last_that_works: int
+    leaves_nothing: list[str], monkeypatch: pytest.MonkeyPatch, last_that_works: int
 ) -> None:
-    before = namespaces_of(os.getpid())
     run, left = link_module._run, [last_that_works]
 
     def fail_once(*command: str) -> str:
@@ -253,12 +242,11 @@ def test_a_command_that_fails_half_way_leaves_nothing(
     with pytest.raises(LinkError, match=r"ip link show dev missing0.*exit status.*does not exist"), NamespacedLink(2):
         pytest.fail("entered")
     assert left[0] < -1 or last_that_works == 0
-    assert namespaces_of(os.getpid()) == before
 
 
-def test_an_error_while_deleting_does_not_hide_the_first_one(real_links: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = namespaces_of(os.getpid())
-
+def test_an_error_while_deleting_does_not_hide_the_first_one(
+    leaves_nothing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*command: str) -> str:
         raise LinkError("ip is broken")
 
@@ -269,7 +257,6 @@ def test_an_error_while_deleting_does_not_hide_the_first_one(real_links: None, m
     assert "ip is broken" in caught.value.__notes__[0]
     monkeypatch.undo()
     link.__exit__(None, None, None)
-    assert namespaces_of(os.getpid()) == before
 
 
 # Entering runs 19 commands; after the last one it may be over before the interrupt arrives.
@@ -284,31 +271,29 @@ def test_an_interrupt_while_entering_leaves_nothing(real_links: None, num_comman
     assert "held" not in output and output.count("ip netns delete") == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_while_held_leaves_nothing(real_links: None, number: signal.Signals) -> None:
-    with running([], HOLD) as process:
-        wait_for(process, "held")
-        assert len(namespaces_of(process.pid)) == 3
-        os.killpg(process.pid, number)
-        _, errors = process.communicate(timeout=10)
-        assert namespaces_of(process.pid) == []
-    assert "KeyboardInterrupt" in errors or "terminated" in errors
-
-
-@pytest.mark.parametrize("when", ["held", "ip -n"])
-@pytest.mark.parametrize("gap_s", [0.0, 0.0003, 0.003, None])
-def test_a_second_interrupt_while_deleting_leaves_nothing(real_links: None, when: str, gap_s: float | None) -> None:
+@pytest.mark.parametrize(
+    ("when", "first", "gap_s"),
+    [
+        ("held", signal.SIGINT, None),
+        ("held", signal.SIGTERM, None),
+        *((when, signal.SIGINT, gap_s) for when in ("held", "ip -n") for gap_s in (0.0, 0.0003, 0.003, math.inf)),
+    ],
+)
+def test_an_interrupt_leaves_nothing_though_another_comes_while_deleting(
+    real_links: None, when: str, first: signal.Signals, gap_s: float | None
+) -> None:
     with running([], HOLD) as process:
         wait_for(process, when)
-        os.killpg(process.pid, signal.SIGINT)
-        if gap_s is None:
-            wait_for(process, "ip netns delete")
-        else:
-            time.sleep(gap_s)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, first)
+        if gap_s is not None:
+            if gap_s == math.inf:
+                wait_for(process, "ip netns delete")
+            else:
+                time.sleep(gap_s)
+            os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=10)
         assert namespaces_of(process.pid) == []
-    assert "KeyboardInterrupt" in errors
+    assert ("terminated" if first is signal.SIGTERM else "KeyboardInterrupt") in errors
 
 
 def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None) -> None:

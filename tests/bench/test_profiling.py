@@ -63,7 +63,7 @@ def gloo_all_reduce(start_ms: float, _on_gpu_ms: float) -> list[dict[str, Any]]:
 
 
 def profiled(monkeypatch: pytest.MonkeyPatch, events: list[dict[str, Any]]) -> Profiled:
-    """What the harness makes of a step with this trace."""
+    """The harness's reading of a step with this trace."""
 
     class Recorded:
         def __enter__(self) -> Recorded:

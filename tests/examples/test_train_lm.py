@@ -24,16 +24,6 @@ SETTINGS = [*TINY.split(), "--backend", "eager", "--eval-batches", "2", "--log-e
 RUN = ["--steps", "5", "--checkpoint-every", "3"]
 
 
-def run_example(out_dir: Path, *arguments: str | Path) -> str:
-    """Run the example on two CPU ranks; returns what it printed."""
-    launcher = ["--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(SCRIPT), *SETTINGS, "--out-dir", str(out_dir), *map(str, arguments)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=120)
-    assert done.exit_code == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @torch.compiler.set_stance("force_eager")  # `test_compares_with_ddp` compiles it
 def be_a_rank(arguments: list[str]) -> None:
     sys.argv = arguments
@@ -42,7 +32,10 @@ def be_a_rank(arguments: list[str]) -> None:
 
 
 def run_ranks(out_dir: Path, *arguments: str | Path) -> str:
-    """The same without a launcher: ranks are copies of a process that has imported torch, which takes seconds."""
+    """Run the example on two CPU ranks; returns what rank 0 printed.
+
+    Without a launcher: ranks are copies of a process that has imported torch, which takes seconds.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "LOCAL_WORLD_SIZE": "2"}
@@ -121,9 +114,13 @@ def test_every_algorithm_trains_and_resumes(algorithm: str, tmp_path: Path) -> N
 @pytest.mark.timeout(240)
 def test_compares_with_ddp(tmp_path: Path) -> None:
     # torch.compile(DistributedDataParallel) refuses buckets of less than 1 MiB.
-    printed = run_example(tmp_path, "--compare", "3", "--bucket-cap-mb", "1")
-
-    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith(("ddp_", "torch.c"))}
+    options = [*SETTINGS, "--out-dir", str(tmp_path), "--compare", "3", "--bucket-cap-mb", "1"]
+    command = ["--standalone", "--nproc-per-node", "2", str(SCRIPT), *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = run_in_copy(torch.distributed.run.main, command, environment=environment, timeout_s=120)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("ddp_", "torch.c"))]
+    rows = {line[0]: line for line in lines}
     assert rows.keys() == {"ddp_compile", "torch.compile(DDP)"}
     ours, reference = (float(row[-1]) for row in rows.values())
     assert ours == pytest.approx(reference, abs=1e-4), "both train the same model on the same batches"

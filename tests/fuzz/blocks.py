@@ -1,6 +1,6 @@
 """Building blocks of random modules: each takes activations of shape (rows, WIDTH), and returns such activations.
 
-Every block works behind any other, so that a failing module can be made smaller by leaving blocks out. What a block
+Every block works after any other, so that leaving blocks out makes a failing module smaller. What a block
 keeps for a later one (a view, a detached tensor, ...) goes through the list ``kept``.
 """
 
@@ -31,7 +31,7 @@ class Block:
 
 
 class Arguments(NamedTuple):
-    """What a forward is given beside its activations."""
+    """Arguments of a forward besides its activations."""
 
     ids: Tensor
     scale: float
@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
 
 
 class TimesTwo(torch.autograd.Function):
-    """A gradient that is not that of the forward, so that whoever differentiates the forward instead is found."""
+    """Its backward is not the derivative of its forward, so that code that differentiates the forward is found."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

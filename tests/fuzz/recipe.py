@@ -17,44 +17,24 @@ from fuzz.blocks import FUNCTIONS, HOLDERS, LEAVES, Block
 
 @dataclass(frozen=True)
 class Recipe:
-    """One case. The defaults are the plainest values, to which settings are put back.
+    """One case. The defaults are the plainest values, to which settings are put back."""
 
-    Args:
-        blocks: The module, between a first and a last linear layer.
-        program: What is done with it, in order; the names are those in `training.ACTIONS`.
-        others: A second module in the same process, which "other" and "joint" in the program train.
-        inputs: How tensors are passed to the forward.
-        outputs: What the forward returns.
-        split: As in ``ddp_compile``.
-        backend: As in ``torch.compile``.
-        cap_mib: Capacity of every bucket, in MiB.
-        dtype: Of parameters and inputs.
-        view: ``gradient_as_bucket_view``.
-        find_unused: ``find_unused_parameters``.
-        static_graph: As in ``ddp_compile``.
-        comm_hook: One of `training.COMM_HOOKS`, or none.
-        routes: Which side of a "branch" is taken: the first, in turns, or in turns and another on each rank.
-        rows_vary: Whether batches have other numbers of rows, from step to step.
-        scale_varies: Whether the float argument is another one in each step.
-        input_grad: Whether the input requires a gradient.
-    """
-
-    blocks: tuple[Block, ...] = ()
-    program: tuple[str, ...] = ("train",)
-    others: tuple[Block, ...] = ()
+    blocks: tuple[Block, ...] = ()  # the module, between a first and a last linear layer
+    program: tuple[str, ...] = ("train",)  # what is done with it, in order: names of `training.ACTIONS`
+    others: tuple[Block, ...] = ()  # a second module in the same process, which "other" and "joint" train
     inputs: str = "tensor"
     outputs: str = "tensor"
     split: str = "none"
     backend: str = "aot_eager"
-    cap_mib: float = 25.0
+    cap_mib: float = 25.0  # of every bucket
     dtype: str = "float32"
-    view: bool = True
+    view: bool = True  # gradient_as_bucket_view
     find_unused: bool = False
     static_graph: bool = False
-    comm_hook: str = ""
-    routes: str = "first"
-    rows_vary: bool = False
-    scale_varies: bool = False
+    comm_hook: str = ""  # "allreduce" or "halves"
+    routes: str = "first"  # the side of a "branch": the first, "in turns", or in turns that differ "by rank"
+    rows_vary: bool = False  # from step to step
+    scale_varies: bool = False  # the float argument
     input_grad: bool = False
 
     def __repr__(self) -> str:
@@ -79,7 +59,7 @@ UNUSED = ("branch", "no_grad")
 # A checkpoint runs them twice, in which eager code and compiled code differ.
 NOT_DRAWN = {
     # aot_eager by itself computes a wrong gradient with it; for a test of how that counts.
-    "factor_of_buffer",
+    "factor_of_buffer"
 }
 STATEFUL = ("batch_norm", "counter", "running_mean", "replaced_buffer", "remembers", "counts_calls")
 REPEATED_STEPS = ("zero", "zero_to_none", "step", "step", "clip", "zero_to_none", "zero")
@@ -87,13 +67,7 @@ OUTPUTS = ("tensor", "dict", "tuple", "dataclass", "nested", "views", "with_deta
 
 
 def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eager"), most_blocks: int = 5) -> Recipe:
-    """The case that belongs to ``seed``.
-
-    Args:
-        seed: Any integer.
-        backends: One of which it has.
-        most_blocks: How many blocks its module has at most, each with those inside it.
-    """
+    """The case that belongs to ``seed``; a block counts as one with those inside it."""
     random = Random(seed)
     parameters = random.choices(("every", "find_unused", "static_graph"), (6, 3, 2))[0]
     excluded = NOT_DRAWN | set(UNUSED if parameters == "every" else ())

@@ -15,12 +15,7 @@ Judge = Callable[[Sequence[Any]], list[Verdict]]
 def shrink(recipe: Any, judge: Judge, at_once: int = 8, limit_s: float = 300.0) -> tuple[Any, Verdict]:
     """The smallest recipe that still fails with the same symptom, found by leaving one thing out at a time, greedily.
 
-    Args:
-        recipe: A recipe that fails.
-        judge: Verdicts of several recipes.
-        at_once: How many candidates are judged in one call.
-        limit_s: After so many seconds, the smallest one so far will do: where ranks wait for each other in vain, each
-            candidate takes as long as their process group waits.
+    After ``limit_s`` the smallest so far will do: a candidate whose ranks wait for each other in vain takes a timeout.
     """
     (verdict,) = judge([recipe])
     symptom = verdict.symptom()

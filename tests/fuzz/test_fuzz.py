@@ -13,13 +13,11 @@ from fuzz.recipe import Recipe, recipe_of
 from fuzz.sharded import ShardedRecipe, judge_sharded, sharded_recipe_of
 from fuzz.shrink import shrink
 from fuzz.verdict import BOTH_RAISE, FAILED, PASSED, TORCHS_OWN, Verdict, judge_all, judge_on
-from rank_pool import RankPool
+from rank_pool import Ranks
 from torch import fx
 
 from ddp_compile.compile.backend import TrainingBackend
 from ddp_compile.runtime.buckets.bucket import Bucket
-
-Ranks = Callable[[int], RankPool]
 
 NUM_CASES_IN_CI = 2  # and thousands in `make test-long`
 MOST_BLOCKS_IN_CI = 3  # which takes half of the time that 5 do: a third of a second of both cores

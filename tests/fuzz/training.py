@@ -91,13 +91,7 @@ def losses_of(output: Any) -> list[Tensor]:
 
 
 class Training:
-    """One way to train the recipe's modules.
-
-    Args:
-        recipe: Modules and settings.
-        wrap: Makes a data-parallel module of a plain one, perhaps the module itself.
-        group: The ranks.
-    """
+    """One way to train the recipe's modules; ``wrap`` makes each of them data-parallel."""
 
     def __init__(
         self, recipe: Recipe, wrap: Callable[[nn.Module, Recipe, dist.ProcessGroup], Any], group: dist.ProcessGroup
@@ -117,7 +111,7 @@ class Training:
         self.seen: list[Tensor] = []
 
     def forward(self, model: int = 0, salt: int = 0, **more: Any) -> Any:
-        """One forward with a batch of this position's and this rank's own; both are among what can be seen."""
+        """One forward with a batch of this position and rank; input and output are observed."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed(1000 * self.position + 10 * self.rank + salt)
         rows = 3 + self.position % 3 if recipe.rows_vary else 4
@@ -308,7 +302,7 @@ def output_hook(t: Training) -> None:
 
 
 def written_output(t: Training) -> None:
-    """The user writes into what the forward returned."""
+    """The user writes into the output of the forward."""
     output = t.forward()
     next(tensors_in(output)).mul_(0.5)
     _sum(losses_of(output)).backward()

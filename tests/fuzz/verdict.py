@@ -48,18 +48,13 @@ DOCUMENTED_REFUSALS: dict[str, str] = {
 
 
 class Verdict(NamedTuple):
-    """What came of one case.
+    """The result of one case."""
 
-    Args:
-        outcome: One of `OUTCOMES`.
-        detail: The first difference on the worst rank, with that rank.
-    """
-
-    outcome: str
-    detail: str
+    outcome: str  # one of `OUTCOMES`
+    detail: str  # the first difference on the worst rank, with that rank
 
     def symptom(self) -> tuple[str, ...]:
-        """What has to stay the same while a case is made smaller: the outcome, and the errors or the kind of value."""
+        """Must stay the same while a case is made smaller: the outcome, and the errors or the kind of value."""
         return (
             self.outcome,
             *(re.findall(r"raised '(\w+)|(gradient|forward|buffer|None)", self.detail)[:1] or [()])[0],
@@ -67,36 +62,24 @@ class Verdict(NamedTuple):
 
 
 def with_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
-    return _with_comm_hook(
-        DistributedDataParallel(
-            net,
-            process_group=group,
-            bucket_cap_mb=recipe.cap_mib,
-            # Its views cannot be detached, ours can.
-            gradient_as_bucket_view=recipe.view and "detach_grads" not in recipe.program,
-            find_unused_parameters=recipe.find_unused,
-            static_graph=recipe.static_graph,
-        ),
-        recipe,
-        group,
-    )
+    # Its views cannot be detached, ours can.
+    settings = _settings(recipe, group, recipe.view and "detach_grads" not in recipe.program)
+    return _with_comm_hook(DistributedDataParallel(net, **settings), recipe, group)
 
 
 def with_ours(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
-    return _with_comm_hook(
-        ddp_compile(
-            net,
-            process_group=group,
-            bucket_cap_mb=recipe.cap_mib,
-            gradient_as_bucket_view=recipe.view,
-            find_unused_parameters=recipe.find_unused,
-            static_graph=recipe.static_graph,
-            split=recipe.split,
-            backend=recipe.backend,
-        ),
-        recipe,
-        group,
-    )
+    settings = _settings(recipe, group, recipe.view)
+    return _with_comm_hook(ddp_compile(net, split=recipe.split, backend=recipe.backend, **settings), recipe, group)
+
+
+def _settings(recipe: Recipe, group: dist.ProcessGroup, view: bool) -> dict[str, Any]:
+    return {
+        "process_group": group,
+        "bucket_cap_mb": recipe.cap_mib,
+        "gradient_as_bucket_view": view,
+        "find_unused_parameters": recipe.find_unused,
+        "static_graph": recipe.static_graph,
+    }
 
 
 def with_compiled_ddp(net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> nn.Module:
@@ -125,7 +108,7 @@ def halves_hook(group, bucket):  # without annotations: DistributedDataParallel 
 
 
 def reference_of(recipe: Recipe) -> Wrap:
-    """DistributedDataParallel, or the mean over the ranks where ddp_compile is documented to be better than that."""
+    """DistributedDataParallel, or the mean over the ranks if ddp_compile is documented to do better."""
     program = set(recipe.program)
     has_buffers = {"batch_norm", "counter", "running_mean", "replaced_buffer"} & recipe.kinds()
     better = (
@@ -237,7 +220,7 @@ PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, MeanOfRanksWithCopies, with_mean_of
 def _not_raised_alike(
     recipe: Recipe, ours: Sequence[Observation], theirs: Sequence[Observation], reference: Sequence[Observation]
 ) -> str | None:
-    """None where both raise the same in the same action, and ours was as the reference until then."""
+    """None if both raise the same in the same action, and ours equals the reference until then."""
     errors = [str(each[-1].get("raised", "nothing")).split(":")[0] for each in (ours, theirs)]
     if errors[0] != errors[1] or "raised" not in ours[-1] or len(ours) != len(theirs):
         return f"{errors[0]!r} in place of {errors[1]!r}"
@@ -245,7 +228,7 @@ def _not_raised_alike(
 
 
 def _refused_otherwise_than_ddp(ours: Sequence[Observation], theirs: Sequence[Observation]) -> str | None:
-    """None where ours refuses by name what DistributedDataParallel refuses in the same action, or in one before it.
+    """None if ours refuses by name what DistributedDataParallel refuses in the same action or an earlier one.
 
     The reference may be another one, since ddp_compile is better than DistributedDataParallel at something else.
     """

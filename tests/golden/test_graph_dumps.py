@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from ddp_compile import ddp_compile, torch_internals
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -25,25 +26,24 @@ class MLP(nn.Module):
         return x
 
 
-class Handler(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+@contextlib.contextmanager
+def collected(level: int) -> Iterator[list[str]]:
+    """Messages of the ddp_graphs logger, at this level meanwhile."""
+    messages: list[str] = []
+    handler, log = logging.Handler(logging.DEBUG), torch_internals.graphs_log()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    yield messages
+    log.setLevel(before)
+    log.removeHandler(handler)
 
 
 @pytest.fixture
 def dumps() -> Iterator[list[str]]:
-    """Messages of the ddp_graphs logger, which is turned on meanwhile."""
-    handler, log = Handler(), torch_internals.graphs_log()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
-    yield handler.messages
-    log.setLevel(level)
-    log.removeHandler(handler)
+    with collected(logging.DEBUG) as messages:
+        yield messages
 
 
 def heading(message: str) -> str:
@@ -76,31 +76,16 @@ def split_model(single_rank_group: None, dumps: list[str]) -> nn.Module:
     return model
 
 
-def test_dumps_come_in_the_order_of_the_work(split_model: nn.Module, dumps: list[str]) -> None:
+def test_buckets_graphs_and_partitions_are_dumped_in_the_order_of_the_work(
+    split_model: nn.Module, dumps: list[str]
+) -> None:
     assert_expected_inline(
-        "\n".join(map(heading, dumps)),
+        "\n".join(f"--- {heading(dump)}\n{body(dumps, heading(dump))}" for dump in dumps),
         """\
-graph 0: buckets
-graph 0: graph before
-graph 0: graph after split_forward
-graph 0: partition_0
-graph 0: partition_1""",
-    )
-
-
-def test_the_bucket_table_names_what_each_bucket_holds(split_model: nn.Module, dumps: list[str]) -> None:
-    assert_expected_inline(
-        body(dumps, "graph 0: buckets"),
-        """\
+--- graph 0: buckets
 bucket 0: 0.00 MiB float32: layers.2.bias, layers.2.weight
-bucket 1: 0.00 MiB float32: layers.1.bias, layers.1.weight, layers.0.bias, layers.0.weight""",
-    )
-
-
-def test_the_graph_before_is_dynamos_own(split_model: nn.Module, dumps: list[str]) -> None:
-    assert_expected_inline(
-        body(dumps, "graph 0: graph before"),
-        """\
+bucket 1: 0.00 MiB float32: layers.1.bias, layers.1.weight, layers.0.bias, layers.0.weight
+--- graph 0: graph before
 class GraphModule(torch.nn.Module):
     def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
         linear: "f32[5, 8]" = torch._C._nn.linear(x_0, weight_0, bias_0)
@@ -109,41 +94,23 @@ class GraphModule(torch.nn.Module):
         x_1: "f32[5, 8]" = torch.tanh(linear_1)
         linear_2: "f32[5, 8]" = torch._C._nn.linear(x_1, weight_2, bias_2)
         x_2: "f32[5, 8]" = torch.tanh(linear_2)
-        return (x_2,)""",
-    )
-
-
-def test_the_stitched_graph_strings_the_partitions_together(split_model: nn.Module, dumps: list[str]) -> None:
-    assert_expected_inline(
-        body(dumps, "graph 0: graph after split_forward"),
-        """\
+        return (x_2,)
+--- graph 0: graph after split_forward
 def forward(self, weight_0, bias_0, x_0, weight_1, bias_1, weight_2, bias_2):
     partition_0 = self.partition_0(x_0, weight_0, bias_0, weight_1, bias_1)
     getitem = partition_0[0]
     partition_1 = self.partition_1(getitem, weight_2, bias_2)
     getitem_1 = partition_1[0]
-    return (getitem_1,)""",
-    )
-
-
-def test_the_first_partition_holds_the_bucket_that_leaves_last(split_model: nn.Module, dumps: list[str]) -> None:
-    assert_expected_inline(
-        body(dumps, "graph 0: partition_0"),
-        """\
+    return (getitem_1,)
+--- graph 0: partition_0
 class partition_0(torch.nn.Module):
     def forward(self, x_0, weight_0, bias_0, weight_1, bias_1):
         linear: "f32[5, 8]" = torch._C._nn.linear(x_0, weight_0, bias_0)
         x: "f32[5, 8]" = torch.tanh(linear)
         linear_1: "f32[5, 8]" = torch._C._nn.linear(x, weight_1, bias_1)
         x_1: "f32[5, 8]" = torch.tanh(linear_1)
-        return (x_1,)""",
-    )
-
-
-def test_the_last_partition_holds_the_bucket_that_leaves_first(split_model: nn.Module, dumps: list[str]) -> None:
-    assert_expected_inline(
-        body(dumps, "graph 0: partition_1"),
-        """\
+        return (x_1,)
+--- graph 0: partition_1
 class partition_1(torch.nn.Module):
     def forward(self, x_1, weight_2, bias_2):
         linear_2: "f32[5, 8]" = torch._C._nn.linear(x_1, weight_2, bias_2)
@@ -189,7 +156,7 @@ graph 0: 6 buckets, 3 partitions
 
 @pytest.fixture
 def whole_model(single_rank_group: None, dumps: list[str]) -> nn.Module:
-    model = ddp_compile(MLP(), bucket_cap_mb=[200 / 2**20, 600 / 2**20], backend="aot_eager", split="backward")
+    model = ddp_compile(MLP(2), bucket_cap_mb=200 / 2**20, backend="aot_eager", split="backward")
     model(torch.randn(5, 8)).sum().backward()
     return model
 
@@ -207,40 +174,28 @@ graph 0 backward: graph after bucket_backward""",
         re.sub(r"torch\.ops\.ddp_compile\.(bucket_ready)\.default\((.*\], )\d+(, .*)\)", r"\1(\2n\3)", text),
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_3, primals_4, primals_6, tanh, tanh_1, detach_3, tangents_1):
-        tanh_backward: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(tangents_1, detach_3)
-        t_2: "f32[8, 8]" = torch.ops.aten.t.default(primals_6)
-        t_3: "f32[8, 8]" = torch.ops.aten.t.default(t_2)
-        mm: "f32[5, 8]" = torch.ops.aten.mm.default(tanh_backward, t_3)
-        t_4: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward)
-        mm_1: "f32[8, 8]" = torch.ops.aten.mm.default(t_4, tanh_1)
-        t_5: "f32[8, 8]" = torch.ops.aten.t.default(mm_1)
+    def forward(self, primals_3, primals_4, tanh, detach_2, tangents_1):
+        tanh_backward: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(tangents_1, detach_2)
+        t_1: "f32[8, 8]" = torch.ops.aten.t.default(primals_4)
+        t_2: "f32[8, 8]" = torch.ops.aten.t.default(t_1)
+        mm: "f32[5, 8]" = torch.ops.aten.mm.default(tanh_backward, t_2)
+        t_3: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward)
+        mm_1: "f32[8, 8]" = torch.ops.aten.mm.default(t_3, tanh)
+        t_4: "f32[8, 8]" = torch.ops.aten.t.default(mm_1)
         sum_1: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward, [0], True)
         view: "f32[8]" = torch.ops.aten.view.default(sum_1, [8])
-        t_6: "f32[8, 8]" = torch.ops.aten.t.default(t_5)
-        bucket_ready_default = bucket_ready([view, t_6], n, [5, 4], [mm])
-        detach_1: "f32[5, 8]" = torch.ops.aten.detach.default(tanh_1)
-        detach_4: "f32[5, 8]" = torch.ops.aten.detach.default(detach_1)
-        tanh_backward_1: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(mm, detach_4)
-        t_1: "f32[8, 8]" = torch.ops.aten.t.default(primals_4)
-        t_7: "f32[8, 8]" = torch.ops.aten.t.default(t_1)
-        mm_2: "f32[5, 8]" = torch.ops.aten.mm.default(tanh_backward_1, t_7)
-        t_8: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward_1)
-        mm_3: "f32[8, 8]" = torch.ops.aten.mm.default(t_8, tanh)
-        t_9: "f32[8, 8]" = torch.ops.aten.t.default(mm_3)
+        t_5: "f32[8, 8]" = torch.ops.aten.t.default(t_4)
+        bucket_ready_default = bucket_ready([view, t_5], n, [3, 2], [mm])
+        detach: "f32[5, 8]" = torch.ops.aten.detach.default(tanh)
+        detach_3: "f32[5, 8]" = torch.ops.aten.detach.default(detach)
+        tanh_backward_1: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(mm, detach_3)
+        t_6: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward_1)
+        mm_2: "f32[8, 8]" = torch.ops.aten.mm.default(t_6, primals_3)
+        t_7: "f32[8, 8]" = torch.ops.aten.t.default(mm_2)
         sum_2: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward_1, [0], True)
         view_1: "f32[8]" = torch.ops.aten.view.default(sum_2, [8])
-        t_10: "f32[8, 8]" = torch.ops.aten.t.default(t_9)
-        detach: "f32[5, 8]" = torch.ops.aten.detach.default(tanh)
-        detach_5: "f32[5, 8]" = torch.ops.aten.detach.default(detach)
-        tanh_backward_2: "f32[5, 8]" = torch.ops.aten.tanh_backward.default(mm_2, detach_5)
-        t_11: "f32[8, 5]" = torch.ops.aten.t.default(tanh_backward_2)
-        mm_4: "f32[8, 8]" = torch.ops.aten.mm.default(t_11, primals_3)
-        t_12: "f32[8, 8]" = torch.ops.aten.t.default(mm_4)
-        sum_3: "f32[1, 8]" = torch.ops.aten.sum.dim_IntList(tanh_backward_2, [0], True)
-        view_2: "f32[8]" = torch.ops.aten.view.default(sum_3, [8])
-        t_13: "f32[8, 8]" = torch.ops.aten.t.default(t_12)
-        return (t_13, view_2, None, t_10, view_1, t_6, view)""",
+        t_8: "f32[8, 8]" = torch.ops.aten.t.default(t_7)
+        return (t_8, view_1, None, t_5, view)""",
     )
 
 
@@ -251,11 +206,7 @@ def test_explain_says_that_buckets_are_launched_inside(whole_model: nn.Module) -
 
 
 def test_nothing_is_written_while_the_logger_is_off(single_rank_group: None) -> None:
-    handler, log = Handler(), torch_internals.graphs_log()
-    log.addHandler(handler)
-    try:
+    with collected(torch_internals.graphs_log().level) as messages:
         model = ddp_compile(MLP(), bucket_cap_mb=1e-4, backend="eager")
         model(torch.randn(5, 8)).sum().backward()
-    finally:
-        log.removeHandler(handler)
-    assert handler.messages == []
+    assert messages == []

@@ -22,7 +22,7 @@ pytestmark = on_gpu
 OPS = torch.ops.ddp_compile
 CUDA = "cuda"
 
-# Long enough for what is queued behind it to be seen undone, a few milliseconds.
+# Keeps the stream busy for a few milliseconds, in which later work can be seen undone.
 BUSY_SIZE = 4096
 
 

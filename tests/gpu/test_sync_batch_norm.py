@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from device_tensors import on_gpu
-from rank_pool import RankPool
+from rank_pool import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +16,6 @@ from ddp_compile import ddp_compile
 
 pytestmark = [*on_gpu, pytest.mark.usefixtures("each_split")]
 
-Ranks = Callable[[int], RankPool]
 ROWS, WIDTH = 6, 17
 
 

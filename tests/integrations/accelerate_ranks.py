@@ -23,7 +23,7 @@ SETTINGS = {"backend": "aot_eager", "bucket_cap_mb": 0.001}
 
 
 def forget_state() -> None:
-    """Let the next Accelerator be the first one: what they know of the ranks is kept in their classes."""
+    """Let the next Accelerator be the first: their classes keep what they know of the ranks."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one micro-batch gave: its loss, and behind the last one of a step the norm of the gradients."""
+    """The loss of a micro-batch, and the norm of the gradients after the last one of a step."""
 
     loss: float
     norm: float
@@ -107,7 +107,7 @@ def train_both(settings: dict[str, Any]) -> tuple[list[Step], list[Step], str]:
 
 
 def stop_and_go_on(folder: str, settings: dict[str, Any]) -> dict[str, list[Step]]:
-    """A run without a stop, and those that go on from its state behind the first step of three, with both."""
+    """Train without a stop, and resume after the first of three steps from its saved state, with both."""
     train(run := prepare(True, **settings), last=2)
     run.accelerator.save_state(folder)
     steps = {"without a stop": train(run, first=2)}
@@ -119,7 +119,7 @@ def stop_and_go_on(folder: str, settings: dict[str, Any]) -> dict[str, list[Step
 
 
 def shard_and_go_on(folder: str) -> tuple[list[float], list[float]]:
-    """Micro-batches of a run, and of one that shards its optimizer, stops behind the second, and goes on sharded."""
+    """Losses of a run, and of one whose optimizer is sharded and that is resumed after the second micro-batch."""
 
     def losses(run: Run, first: int = 0, last: int | None = None) -> list[float]:
         taken = []
@@ -166,7 +166,7 @@ def join_both() -> list[tuple[list[float], Tensor]]:
 
 
 def look_at_models(folder: str) -> None:
-    """What other methods of an accelerator make of a replicated model in bf16."""
+    """Other methods of an accelerator on a replicated model in bf16."""
     plain_keys = list(new_model().state_dict())
     accelerator, model, _, _, _ = run = prepare(True, mixed_precision="bf16")
     train(run)
@@ -211,7 +211,7 @@ class HasNamesItself(nn.Linear):
 
 
 def accumulate_with_names_itself() -> tuple[bool, bool]:
-    """Whether a gradient is this rank's own inside ``no_sync``, and the module plain where it is refused."""
+    """Whether ``no_sync`` leaves a gradient to its rank, and whether a refused module stays plain."""
     accelerator = use(new_accelerator(), backend="eager")
     model = accelerator.prepare(HasNamesItself(3, 1))
     with accelerator.no_sync(model):
@@ -226,7 +226,7 @@ def accumulate_with_names_itself() -> tuple[bool, bool]:
 
 
 def read_handler() -> tuple[Any, ...]:
-    """What a DistributedDataParallelKwargs comes to."""
+    """The settings that a DistributedDataParallelKwargs leads to."""
     handler = DistributedDataParallelKwargs(
         find_unused_parameters=True, bucket_cap_mb=1, broadcast_buffers=False, comm_hook=DDPCommunicationHookType.BF16
     )

@@ -16,23 +16,14 @@ VOCABULARY, NUM_STEPS = 32, 3
 
 
 class Trained(NamedTuple):
-    """The results of training on one rank.
-
-    Args:
-        to_ddp: Largest relative difference of a gradient to DistributedDataParallel's.
-        to_whole: The same to one process with the batches of all ranks.
-        num_early: Buckets launched before the backward came to the begin of the first layer, in the last step.
-        num_buckets: All of them.
-        unused_experts: (layer, expert) to which no token went on this rank, in one of the steps.
-        says: What ``explain()`` says.
-    """
+    """The results of training on one rank; differences are the largest relative ones of a gradient."""
 
     to_ddp: float
-    to_whole: float
-    num_early: int
+    to_whole: float  # to one process with the batches of all ranks
+    num_early: int  # buckets launched before the backward reached the first layer, in the last step
     num_buckets: int
-    unused_experts: set[tuple[int, int]]
-    says: str
+    unused_experts: set[tuple[int, int]]  # (layer, expert) to which no token went on this rank in some step
+    says: str  # by ``explain()``
 
 
 def new_model(experts: str) -> Any:

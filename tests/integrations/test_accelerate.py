@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -16,11 +15,9 @@ import torch
 from hugging_face import call
 from in_ci import only
 from process_copies import run_in_copy
-from rank_pool import RankPool
+from rank_pool import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-
-Ranks = Callable[[int], RankPool]
 
 
 def assert_close(steps: list[Any], expected: list[Any]) -> None:
@@ -90,34 +87,8 @@ def test_a_sync_may_be_triggered_behind_forwards(ranks: Ranks) -> None:
     assert max(ranks(2).run(call, "accelerate_ranks.trigger_sync_in_both")) < 1e-6
 
 
-REFUSED = {
-    "one process": r"rank 0: .*one process \(DistributedType.NO\).*cpu=True.*leave use\(\) out",
-    "FSDP": "distributed_type=FSDP, which shards.*leave its plugin",
-    "DeepSpeed": "distributed_type=DEEPSPEED",
-    "Megatron-LM": "distributed_type=MEGATRON_LM",
-    "parallelism_config": "parallelism_config.*leave it out",
-    "fp8": "mixed_precision='fp8'.*use 'bf16'",
-    "too old": r"accelerate \d.* is older than 99.0; pip install -U accelerate",
-    "compiled by Accelerate": r"dynamo_backend=INDUCTOR; torch_compile=True of TrainingArguments.*give backend=",
-    "used twice": r"use\(\) was called twice",
-    "prepared before use()": r"has prepared Sequential already; call use\(\) before",
-    "no Accelerator": "TypeError: .*an accelerate.Accelerator or a Trainer, not a Sequential",
-    "process_group": "TypeError: .*drop process_group",
-    "replicated before": r"replicated this Sequential before accelerator.prepare\(\); leave that call out",
-    "replicated inside": "submodule 0 is a ReplicatedModule; replicate the outermost module only",
-    "replicated behind": r"ddp_compile\(\) was called twice on this module",
-    "prepared by Accelerate alone": r"is called by a DistributedDataParallel.*accelerate.use\(accelerator\) before",
-    "a contradiction": "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; give it once",
-    "dim": "TypeError: .*does not take dim=1; drop dim",
-    "ranks that differ": "rank .: with the local SGD.*drop algorithm=",
-}
-
-
 def test_what_cannot_train_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    for rank, errors in enumerate(ranks(2).run(call, "accelerate_refusals.refuse_all")):
-        assert errors.keys() == REFUSED.keys()
-        for case, pattern in REFUSED.items():
-            assert re.search(pattern, errors[case], re.DOTALL), f"{case} on rank {rank}: {errors[case]}"
+    assert ranks(2).run(call, "accelerate_refusals.refused_otherwise") == [[], []]
 
 
 def test_a_model_with_such_names_of_its_own_is_accumulated_and_given_back(ranks: Ranks) -> None:

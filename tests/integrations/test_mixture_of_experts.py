@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 from hugging_face import call
-from rank_pool import RankPool
+from rank_pool import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers not installed")
 
-Ranks = Callable[[int], RankPool]
 
 WAYS = {
     "eager experts": ("eager", "aot_eager"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 from hugging_face import call
 from in_ci import only
-from rank_pool import RankPool
+from rank_pool import Ranks
 
 MISSING = [name for name in ("accelerate", "transformers", "peft") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
 
-Ranks = Callable[[int], RankPool]
 
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -75,7 +75,7 @@ def new_trainer(
 
 
 def history_of(trainer: Trainer) -> list[tuple[int, str, float]]:
-    """What was logged that training decides, in its order: losses, norms of gradients, and losses in evaluation."""
+    """The logged losses, norms of gradients and evaluation losses, in order."""
     kept = ("loss", "grad_norm", "eval_loss")
     return [(log["step"], name, log[name]) for log in trainer.state.log_history for name in kept if name in log]
 
@@ -96,7 +96,7 @@ def train_both(folder: str, settings: dict[str, Any]) -> list[list[tuple[int, st
 
 
 def resume_both(folder: str, with_adapters: bool = False) -> list[list[tuple[int, str, float]]]:
-    """A run without a stop, and its second half behind its own checkpoint, with ddp_compile and with Trainer's own."""
+    """Train without a stop, and resume from its checkpoint in the middle, with ddp_compile and with Trainer's own."""
 
     def new_half(ours: bool, name: str) -> Trainer:
         model = get_peft_model(new_model(), new_adapters()) if with_adapters else None
@@ -157,7 +157,7 @@ def new_adapters() -> LoraConfig:
 
 
 def add_adapters_late() -> dict[str, str]:
-    """What is said of adapters that come when the model has been replicated, each way on a model of its own."""
+    """Errors about adapters that are added to a replicated model, each way to a model of its own."""
     forget_state()
     accelerator = use(Accelerator(cpu=True), backend="eager")
     tokens = torch.arange(12)[None]

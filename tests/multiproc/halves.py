@@ -1,8 +1,9 @@
-"""An algorithm of one's own: an all-reduce in two halves, as sharded optimizers send it."""
+"""Algorithms of one's own: an all-reduce in two halves, as sharded optimizers send it, and a config for any other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -55,3 +56,13 @@ class Halved:
 class HalvesConfig(AlgorithmConfig):
     def build(self, process_group: dist.ProcessGroup) -> Halves:
         return Halves(process_group)
+
+
+@dataclass(frozen=True)
+class Built(AlgorithmConfig):
+    """A config of the algorithm that ``make(process_group)`` returns."""
+
+    make: Callable[[dist.ProcessGroup], Any] = field(repr=False)
+
+    def build(self, process_group: dist.ProcessGroup) -> Any:
+        return self.make(process_group)

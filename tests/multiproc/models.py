@@ -127,6 +127,8 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    if ours.is_complex():
+        ours, theirs = torch.view_as_real(ours.resolve_conj()), torch.view_as_real(theirs.resolve_conj())
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()
 
 

@@ -3,209 +3,129 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import Step, difference, own_batch, pair, seeded, train_beside
 from in_ci import only
-from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
-from rank_pool import RankPool
+from models import Mlp, assert_buckets_launched_early, loss_of
+from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
+
+def small_mlp() -> nn.Module:
+    return Mlp(width=17, num_layers=3)
 
 
-def accumulate(with_no_sync: bool, set_to_none: bool, as_view: bool) -> float:
-    num_micro_batches = 3
-    torch.manual_seed(3)
-    reference = Mlp(width=33, num_layers=4)
-    torch.manual_seed(3)
-    model = ddp_compile(
-        Mlp(width=33, num_layers=4),
-        bucket_cap_mb=0.005,
-        backend="aot_eager",
-        gradient_as_bucket_view=as_view,
-    )
-    with_ddp = DistributedDataParallel(reference, gradient_as_bucket_view=as_view)
-    worst = 0.0
-    torch.manual_seed(100 + dist.get_rank())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, with_ddp)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+def accumulate(num_micro_batches: int, with_no_sync: bool = True) -> Step:
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
         for i in range(num_micro_batches):
-            x = torch.randn(4, 33)
-            for each in (model, with_ddp):
-                local = with_no_sync and i < num_micro_batches - 1
-                with each.no_sync() if local else contextlib.nullcontext():
-                    loss_of(each(x)).backward()
-        for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
-            worst = max(worst, relative_difference(p.grad, q.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_buckets_launched_early(model)
-    return worst
+            local = with_no_sync and i < num_micro_batches - 1
+            with model.no_sync() if local else contextlib.nullcontext():
+                loss_of(model((i + 1) * x)).backward()
+
+    return step_of
 
 
 @pytest.mark.parametrize(
     ("with_no_sync", "set_to_none", "as_view"),
     only([(True, True, True), (False, False, True)], itertools.product([True, False], repeat=3)),
 )
-def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool, ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate, with_no_sync, set_to_none, as_view) == [0.0, 0.0]
+@on_ranks(2)
+def test_accumulated_gradients_equal_ddps(with_no_sync: bool, set_to_none: bool, as_view: bool) -> None:
+    models = pair(lambda: Mlp(33, 4), {"gradient_as_bucket_view": as_view}, bucket_cap_mb=0.005)
+    found = train_beside(models, accumulate(3, with_no_sync), width=33, set_to_none=set_to_none, lr=0.1)
+    assert found == [0.0] * 3
+    assert_buckets_launched_early(models[0])
 
 
-def accumulate_any_number() -> float:
-    """Every step has another number of micro-batches, the last of which is reduced."""
-    torch.manual_seed(3)
-    reference = Mlp(width=17, num_layers=3)
-    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
-    with_ddp = DistributedDataParallel(reference)
-    torch.manual_seed(100 + dist.get_rank())
-    worst = 0.0
-    for num_micro_batches in (1, 2, 5, 1, 9):
-        for each in (model, with_ddp):
-            each.zero_grad()
-        for i in range(num_micro_batches):
-            x = torch.randn(4, 17)
-            for each in (model, with_ddp):
-                with each.no_sync() if i < num_micro_batches - 1 else contextlib.nullcontext():
-                    loss_of(each(x)).backward()
-        for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
-            worst = max(worst, relative_difference(p.grad, q.grad))
-    return worst
+@on_ranks(2)
+def test_any_number_of_micro_batches_may_be_accumulated() -> None:
+    numbers = (1, 2, 5, 1, 9)
+
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        accumulate(numbers[step])(model, x, step)
+
+    assert train_beside(pair(small_mlp, bucket_cap_mb=0.001), step_of, len(numbers), width=17) == [0.0] * 5
 
 
-def test_any_number_of_micro_batches_may_be_accumulated(ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate_any_number) == [0.0, 0.0]
-
-
-def accumulate_by_the_attribute() -> tuple[float, bool]:
-    torch.manual_seed(3)
-    reference = Mlp(width=17, num_layers=3)
-    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
-    with_ddp = DistributedDataParallel(reference)
-    torch.manual_seed(100 + dist.get_rank())
-    worst, are_local = 0.0, True
-    for _ in range(2):
-        for each in (model, with_ddp):
+@on_ranks(2)
+def test_loops_that_set_require_backward_grad_sync_accumulate_as_with_ddp() -> None:
+    models = pair(small_mlp, bucket_cap_mb=0.001)
+    for step in range(2):
+        for each in models:
             each.zero_grad()
         for i in range(3):
-            x = torch.randn(4, 17)
-            for each in (model, with_ddp):
+            for each in models:
                 each.require_backward_grad_sync = i == 2
-                loss_of(each(x)).backward()
-            gathered = [torch.empty_like(reference.layers[0].weight) for _ in range(dist.get_world_size())]
-            dist.all_gather(gathered, model.layers[0].weight.grad)
-            are_local &= torch.equal(*gathered) == (i == 2)
-            for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
-                worst = max(worst, relative_difference(p.grad, q.grad))
-    return worst, are_local
+                loss_of(each(own_batch(3 * step + i, 17))).backward()
+            gathered = [torch.empty(17, 17) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, models[0].layers[0].weight.grad)
+            assert torch.equal(*gathered) == (i == 2)
+            assert difference(*models) == 0.0
 
 
-def test_loops_that_set_require_backward_grad_sync_accumulate_as_with_ddp(ranks: Ranks) -> None:
-    assert ranks(2).run(accumulate_by_the_attribute) == [(0.0, True), (0.0, True)]
-
-
-def gradients_in_no_sync() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_gradients_stay_local_inside_no_sync() -> None:
     torch.manual_seed(5)
     model = ddp_compile(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)), backend="aot_eager")
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(4, 7)
+    x = own_batch(0, 7)
     with model.no_sync():
         loss_of(model(x)).backward()
     local = [p.grad.clone() for p in model.parameters()]
     plain = model.unwrap()
     plain.zero_grad()
     loss_of(plain(x)).backward()
-    same_as_alone = all(torch.allclose(a, p.grad) for a, p in zip(local, plain.parameters(), strict=True))
+    assert all(torch.allclose(a, p.grad) for a, p in zip(local, plain.parameters(), strict=True))
     gathered = [torch.empty_like(local[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local[0])
-    return same_as_alone, torch.equal(gathered[0], gathered[1])
+    assert not torch.equal(*gathered)
 
 
-def test_gradients_stay_local_inside_no_sync(ranks: Ranks) -> None:
-    assert ranks(2).run(gradients_in_no_sync) == [(True, False), (True, False)]
-
-
-def differences_to_the_mean(run: Callable[[nn.Module, Tensor, Tensor], None]) -> tuple[float, float]:
-    """Over three steps, how far our gradients and DistributedDataParallel's are from the mean of the plain module's.
-
-    Args:
-        run: What is done in a step, with two inputs.
-    """
-    torch.manual_seed(3)
-    reference = Mlp(width=17, num_layers=3)
-    with_ddp = DistributedDataParallel(copy.deepcopy(reference))
-    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.001, backend="aot_eager")
-    worst = {model: 0.0, with_ddp: 0.0}
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        first, second = torch.randn(4, 17), torch.randn(4, 17)
-        for each in (model, with_ddp, reference):
-            each.zero_grad()
-            run(each, first, second)
-        for parameter in reference.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        for each in worst:
-            gradients = zip(each.parameters(), reference.parameters(), strict=True)
-            worst[each] = max(worst[each], *(relative_difference(p.grad, q.grad) for p, q in gradients))
-    return worst[model], worst[with_ddp]
-
-
-def two_forwards(one_backward: bool) -> tuple[float, float]:
-    def run(model: nn.Module, first: Tensor, second: Tensor) -> None:
-        losses = loss_of(model(first)), loss_of(model(second))
-        if one_backward:
-            (losses[0] + losses[1]).backward()
-        else:
-            losses[0].backward()
-            losses[1].backward()
-
-    return differences_to_the_mean(run)
+def differences_to_the_mean(step_of: Step) -> tuple[float, float]:
+    """How far our gradients, and DistributedDataParallel's, are from the mean of the plain module's."""
+    ours, with_ddp = pair(small_mlp, bucket_cap_mb=0.001)
+    plain = seeded(small_mlp)
+    return tuple(max(train_beside((each, plain), step_of, width=17)) for each in (ours, with_ddp))
 
 
 @pytest.mark.parametrize("one_backward", only([False], [True, False]))
-def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool, ranks: Ranks) -> None:
-    for ours, ddps in ranks(2).run(two_forwards, one_backward):
-        assert ours < 1e-6
-        # DistributedDataParallel leaves what a second backward brings on its rank.
-        assert ddps < 1e-6 if one_backward else ddps > 0.1
+@on_ranks(2)
+def test_two_forwards_before_the_backward_give_the_mean_of_the_sum(one_backward: bool) -> None:
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        losses = loss_of(model(x)), loss_of(model(2 * x))
+        for loss in [sum(losses)] if one_backward else losses:
+            loss.backward()
+
+    ours, ddps = differences_to_the_mean(step_of)
+    assert ours < 1e-6
+    # DistributedDataParallel leaves the gradients of a second backward on their rank.
+    assert ddps < 1e-6 if one_backward else ddps > 0.1
 
 
-def backward_twice(donated_buffer: bool) -> tuple[float, float]:
-    def run(model: nn.Module, x: Tensor, _: Tensor) -> None:
+@pytest.mark.parametrize("donated_buffer", only([True], [True, False]))
+@on_ranks(2)
+def test_a_second_backward_through_a_kept_graph_is_averaged_as_well(donated_buffer: bool) -> None:
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
         with torch._functorch.config.patch(donated_buffer=donated_buffer):
             loss = loss_of(model(x))
             loss.backward(retain_graph=True)
             loss.backward()
 
-    return differences_to_the_mean(run)
+    ours, ddps = differences_to_the_mean(step_of)
+    assert ours < 1e-6
+    assert ddps > 0.1  # the gradients of the second backward stay on their rank
 
 
-@pytest.mark.parametrize("donated_buffer", only([True], [True, False]))
-def test_a_second_backward_through_a_kept_graph_is_averaged_as_well(donated_buffer: bool, ranks: Ranks) -> None:
-    for ours, ddps in ranks(2).run(backward_twice, donated_buffer):
-        assert ours < 1e-6
-        assert ddps > 0.1  # what the second backward brings stays on its rank
-
-
-def keep_a_graph_later() -> None:
-    model = ddp_compile(Mlp(width=17, num_layers=3), backend="aot_eager")
+@on_ranks(2)
+def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off() -> None:
+    model = ddp_compile(small_mlp(), backend="aot_eager")
     loss_of(model(torch.randn(4, 17))).backward()
-    loss_of(model(torch.randn(4, 17))).backward(retain_graph=True)
-
-
-def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(keep_a_graph_later):
-        assert failure.kind == "RuntimeError"
-        assert "torch._functorch.config.donated_buffer=False" in failure.message
+    with pytest.raises(RuntimeError, match=r"torch\._functorch\.config\.donated_buffer=False"):
+        loss_of(model(torch.randn(4, 17))).backward(retain_graph=True)

@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from halves import Halves, HalvesConfig
+from beside import beside_plain, difference_to_mean, own_batch, train_beside
+from halves import Built, Halves, HalvesConfig
 from in_ci import only
-from models import CASES, Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from models import CASES, Mlp, largest, loss_of, relative_difference
+from rank_pool import RankPool, on_ranks
 from test_gradient_parity import train_three_ways
 from test_split_backward import train as train_backward_pattern
 from test_training_patterns import PATTERNS
 from test_training_patterns import train as train_pattern
-from torch import nn
+from torch import Tensor, nn
 
-from ddp_compile import ReplicationError, ddp_compile
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm, GradientAllReduce, Traits, build_algorithm
+from ddp_compile import RanksDifferError, ReductionError, ReplicationError, ddp_compile
+from ddp_compile.algorithms import (
+    Bucket,
+    ByteGrad,
+    CollectiveChain,
+    CommAlgorithm,
+    GradientAllReduce,
+    Traits,
+    build_algorithm,
+)
 
 Ranks = Callable[[int], RankPool]
 
 
-@pytest.fixture
-def with_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of `ddp_compile` that names no ``algorithm`` has this one, in the ranks of a `RankPool` as well."""
-    defaults = ddp_compile.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "algorithm", HalvesConfig())
-
-
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "mlp" else [pytest.mark.long]) for case in CASES]
-)
-def test_it_passes_the_parity_tests(case: str, world_size: int, split: str, with_halves: None, ranks: Ranks) -> None:
-    for worst in ranks(world_size).run(train_three_ways, case, "aot_eager", 0.005, split):
-        assert worst["ranks"] == 0.0
-        assert worst["ddp"] < 1e-5 and worst["whole"] < 1e-5
+@pytest.mark.parametrize("case", only(["mlp"], CASES))
+@on_ranks()
+def test_it_passes_the_parity_tests(case: str, world_size: int, split: str) -> None:
+    worst = train_three_ways(case, "aot_eager", 0.005, split, algorithm=HalvesConfig())
+    assert worst["ranks"] == 0.0
+    assert worst["ddp"] < 1e-5 and worst["whole"] < 1e-5
 
 
 # Those in which the reducer asks most of an algorithm: no launch, another one, and gradients that others change.
@@ -50,29 +50,21 @@ PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between"]
 OTHER_PATTERNS = [name for name in PATTERNS if name not in PATTERNS_IN_CI]
 
 
-def train_in_all_ways(train: Callable[..., Any], names: list[str], *arguments: Any) -> dict[str, Any]:
-    return {name: train(name, *arguments) for name in names}
-
-
 @pytest.mark.parametrize("patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, OTHER_PATTERNS]), ids=["some", "others"])
-def test_it_passes_the_patterns_of_training(
-    patterns: list[str], split: str, each_split: str, with_halves: None, ranks: Ranks
-) -> None:
-    for worst in ranks(2).run(train_in_all_ways, train_pattern, patterns):
-        assert max(worst.values()) < 1e-5, worst
+@on_ranks(2)
+def test_it_passes_the_patterns_of_training(patterns: list[str], split: str) -> None:
+    worst = {name: train_pattern(name, split=split, algorithm=HalvesConfig()) for name in patterns}
+    assert max(worst.values()) < 1e-5, worst
 
 
-EARLY_PATTERNS = ["plain", "accumulate_in_no_sync", "two_forwards", "shared_gradients"]
+LATE = "contributor_that_appears_on_one_rank"
+EARLY = ["plain", "accumulate_in_no_sync", "two_forwards", "shared_gradients"]
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    only([["contributor_that_appears_on_one_rank"]], [["contributor_that_appears_on_one_rank"], EARLY_PATTERNS]),
-    ids=["sent again", "others"],
-)
-def test_buckets_may_leave_early_and_be_sent_again(patterns: list[str], with_halves: None, ranks: Ranks) -> None:
-    for trained in ranks(2).run(train_in_all_ways, train_backward_pattern, patterns, "aot_eager"):
-        assert max(each.worst for each in trained.values()) < 1e-6, trained
+@pytest.mark.parametrize("pattern", only([LATE], [LATE, *EARLY]))
+@on_ranks(2)
+def test_buckets_may_leave_early_and_be_sent_again(pattern: str) -> None:
+    assert train_backward_pattern(pattern, "aot_eager", algorithm=HalvesConfig()).worst < 1e-6
 
 
 class ParameterAverage(CommAlgorithm):
@@ -101,18 +93,15 @@ def average(parameters: Iterable[nn.Parameter]) -> None:
         parameter /= dist.get_world_size()
 
 
-@dataclass(frozen=True)
-class ParameterAverageConfig(AlgorithmConfig):
-    def build(self, process_group: dist.ProcessGroup) -> ParameterAverage:
-        return ParameterAverage()
-
-
-def train_with_averaged_parameters(split: str, backend: str) -> tuple[float, float]:
-    """How far it is from the same done by hand, and how far the ranks' own gradients are from their mean."""
+@pytest.mark.parametrize("world_size", only([3], [2, 3]))
+@on_ranks()
+def test_an_algorithm_may_communicate_parameters(split: str, world_size: int) -> None:
     torch.manual_seed(0)
     module = Mlp(17, 4)
     by_hand = copy.deepcopy(module)
-    model = ddp_compile(module, algorithm=ParameterAverageConfig(), split=split, backend=backend, bucket_cap_mb=0.001)
+    model = ddp_compile(
+        module, algorithm=Built(lambda group: ParameterAverage()), split=split, backend="aot_eager", bucket_cap_mb=0.001
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, by_hand)]
     torch.manual_seed(dist.get_rank())
     for step in range(4):
@@ -131,13 +120,8 @@ def train_with_averaged_parameters(split: str, backend: str) -> tuple[float, flo
     first = next(model.parameters()).grad
     mean = first.clone()
     dist.all_reduce(mean)
-    return far, relative_difference(first, mean / dist.get_world_size())
-
-
-@pytest.mark.parametrize("world_size", only([3], [2, 3]))
-def test_an_algorithm_may_communicate_parameters(split: str, world_size: int, ranks: Ranks) -> None:
-    for far, apart in ranks(world_size).run(train_with_averaged_parameters, split, "aot_eager"):
-        assert far == 0.0 and apart > 0.01
+    apart = relative_difference(first, mean / dist.get_world_size())
+    assert far == 0.0 and apart > 0.01
 
 
 class HalvesUntilAHook(Halves):
@@ -148,14 +132,8 @@ class HalvesUntilAHook(Halves):
         self.detached += (together,)
 
 
-@dataclass(frozen=True)
-class GivesWay(AlgorithmConfig):
-    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return HalvesUntilAHook(process_group)
-
-
 def test_what_gives_way_to_a_comm_hook_is_detached(single_rank_group: None) -> None:
-    model = ddp_compile(nn.Linear(2, 2), algorithm=GivesWay(), backend="eager")
+    model = ddp_compile(nn.Linear(2, 2), algorithm=Built(HalvesUntilAHook), backend="eager")
     algorithm = model.comm_algorithm
     model.register_comm_hook(None, lambda state, bucket: None)
     assert model.comm_algorithm is not algorithm and algorithm.detached == (True,)
@@ -166,10 +144,7 @@ def test_what_gives_way_to_a_comm_hook_is_detached(single_rank_group: None) -> N
     [
         ({"payload": "weights"}, "Traits(payload='weights'): pass one of 'gradients', 'parameters'"),
         ({"layout": "flat"}, "Traits(layout='flat'): pass one of"),
-        (
-            {"payload": "parameters", "replayable": False},
-            "launches of gradient buckets",
-        ),
+        ({"payload": "parameters", "replayable": False}, "launches of gradient buckets"),
         ({"payload": "parameters", "layout": "ddp"}, "launches of gradient buckets"),
         ({"in_step": False}, "each rank waits for the gradients of all others"),
     ],
@@ -202,55 +177,30 @@ class SaysNotWhen(WithoutLaunch):
     ],
 )
 def test_an_algorithm_that_contradicts_itself_is_refused(algorithm: type[CommAlgorithm], says: str) -> None:
-    @dataclass(frozen=True)
-    class Config(AlgorithmConfig):
-        def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-            return algorithm()
-
     with pytest.raises(TypeError) as refused:
-        build_algorithm(Config(), None)
+        build_algorithm(Built(lambda group: algorithm()), None)
     assert says in str(refused.value)
 
 
-@dataclass(frozen=True)
-class SharedHalves(AlgorithmConfig):
-    """Makes the mistake of giving the same algorithm to every model."""
-
-    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return SHARED.setdefault("one", Halves(process_group))
-
-
-SHARED: dict[str, Halves] = {}
-
-
-@dataclass(frozen=True)
-class NoAlgorithm(AlgorithmConfig):
-    def build(self, process_group: dist.ProcessGroup) -> Any:
-        return "all-reduce"
-
-
-def refusals() -> list[str]:
-    """What each wrong ``algorithm`` is refused with."""
-    said = []
-    model = ddp_compile(nn.Linear(2, 2), algorithm=SharedHalves())
-    for wrong in ("allreduce", GradientAllReduce, Halves(dist.group.WORLD), NoAlgorithm(), SharedHalves()):
+@on_ranks(2)
+def test_what_is_no_algorithm_of_this_model_is_refused_by_name() -> None:
+    said: list[str] = []
+    halves = Halves(dist.group.WORLD)
+    shared = Built(lambda group: halves)  # a mistake: the same algorithm for every model
+    model = ddp_compile(nn.Linear(2, 2), algorithm=shared)
+    for wrong in ("allreduce", GradientAllReduce, Halves(dist.group.WORLD), Built(lambda group: "all-reduce"), shared):
         with pytest.raises((TypeError, ReplicationError)) as refused:
             ddp_compile(nn.Linear(2, 2), algorithm=wrong)
         said.append(str(refused.value))
     with pytest.raises(RuntimeError) as refused:
         model.register_comm_hook(None, lambda state, bucket: None)
-    return [*said, str(refused.value)]
-
-
-def test_what_is_no_algorithm_of_this_model_is_refused_by_name(ranks: Ranks) -> None:
-    for said in ranks(2).run(refusals):
-        text, a_class, live, none, shared, hook = said
-        assert "algorithm='allreduce' is not an AlgorithmConfig" in text
-        assert "did you mean GradientAllReduce()?" in a_class
-        assert "algorithm=Halves(...) is an algorithm at work" in live
-        assert "NoAlgorithm.build() returned 'all-reduce'" in none
-        assert "SharedHalves.build() returned the reduce-scatter and all-gather of another model" in shared
-        assert "given the comm hook refusals.<locals>.<lambda>, but the reduce-scatter and all-gather reduces" in hook
+    text, a_class, live, none, again, hook = [*said, str(refused.value)]
+    assert "algorithm='allreduce' is not an AlgorithmConfig" in text
+    assert "did you mean GradientAllReduce()?" in a_class
+    assert "algorithm=Halves(...) is an algorithm at work" in live
+    assert "Built.build() returned 'all-reduce'" in none
+    assert "Built.build() returned the reduce-scatter and all-gather of another model" in again
+    assert "<locals>.<lambda>, but the reduce-scatter and all-gather reduces" in hook
 
 
 @dataclass(frozen=True)
@@ -263,45 +213,28 @@ class EqualToOthers(Halves):
         vars(self).update(_group=group, _scattered=None)
 
 
-@dataclass(frozen=True)
-class MakesEqualOnes(AlgorithmConfig):
-    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return EqualToOthers(process_group)
-
-
 class Nameless(CommAlgorithm):
     launch = Halves.launch
 
 
-@dataclass(frozen=True)
-class MakesNameless(AlgorithmConfig):
-    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return Nameless()
-
-
-def odd_algorithms() -> list[str]:
-    models = [ddp_compile(nn.Linear(2, 2), algorithm=MakesEqualOnes()) for _ in range(2)]
+@on_ranks(2)
+def test_algorithms_are_told_apart_and_asked_for_what_they_need() -> None:
+    models = [ddp_compile(nn.Linear(2, 2), algorithm=Built(EqualToOthers)) for _ in range(2)]
     assert models[0]._ddp_compile_state.reducer.algorithm == models[1]._ddp_compile_state.reducer.algorithm
     said = []
     for module, wrong in (
-        (nn.Linear(2, 2), MakesNameless()),
+        (nn.Linear(2, 2), Built(lambda group: Nameless())),
         (nn.Linear(2, 2), int),
         (nn.Embedding(4, 2, sparse=True), HalvesConfig()),
     ):
         with pytest.raises((TypeError, ReplicationError)) as refused:
             ddp_compile(module, algorithm=wrong)
         said.append(str(refused.value))
-    return said
-
-
-def test_algorithms_are_told_apart_and_asked_for_what_they_need(ranks: Ranks) -> None:
-    for rank, (nameless, a_class, sparse) in enumerate(ranks(2).run(odd_algorithms)):
-        assert nameless.startswith("Nameless has no name")
-        assert "did you mean" not in a_class
-        assert (
-            sparse.startswith(f"rank {rank}: the reduce-scatter and all-gather takes no sparse gradients")
-            and "weight" in sparse
-        )
+    nameless, a_class, sparse = said
+    assert nameless.startswith("Nameless has no name")
+    assert "did you mean" not in a_class
+    assert sparse.startswith(f"rank {dist.get_rank()}: the reduce-scatter and all-gather takes no sparse gradients")
+    assert "weight" in sparse
 
 
 class TwoHeads(nn.Module):
@@ -313,54 +246,184 @@ class TwoHeads(nn.Module):
         return self.first(x), self.second(x)
 
 
-def backwards_as_the_rank_likes() -> float:
-    """Rank 0 does one backward over both outputs, rank 1 one for each; the largest difference to the mean."""
-    torch.manual_seed(3)
-    model = ddp_compile(TwoHeads(), bucket_cap_mb=1e-4, backend="eager", split="none", algorithm=HalvesConfig())
-    worst = 0.0
-    for step in range(3):
-        plain = copy.deepcopy(model)
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, 8)
-        for each in (plain, model):
-            each.zero_grad()
-            losses = [loss_of(output) for output in each(x)]
-            for loss in [sum(losses)] if dist.get_rank() == 0 else losses[::-1]:
-                loss.backward()
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            dist.all_reduce(q.grad)
-            worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
-    return worst
+@on_ranks(2)
+def test_ranks_may_wait_at_another_time() -> None:
+    """Rank 0 does one backward over both outputs, rank 1 one for each."""
+    settings = {"bucket_cap_mb": 1e-4, "backend": "eager", "split": "none", "algorithm": HalvesConfig()}
+
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        losses = [loss_of(output) for output in model(x)]
+        for loss in [sum(losses)] if dist.get_rank() == 0 else losses[::-1]:
+            loss.backward()
+
+    assert largest(train_beside(beside_plain(TwoHeads, **settings), step_of, width=8)) < 1e-6
 
 
-def test_ranks_may_wait_at_another_time(ranks: Ranks) -> None:
-    assert max(ranks(2).run(backwards_as_the_rank_likes)) < 1e-6
+@on_ranks(2)
+def test_ranks_have_to_be_given_the_same_algorithm() -> None:
+    said = "algorithm=gradient all-reduce on rank 0 is algorithm=reduce-scatter and all-gather"
+    with pytest.raises(RanksDifferError, match=said):
+        ddp_compile(nn.Linear(2, 2), algorithm=HalvesConfig() if dist.get_rank() else GradientAllReduce())
 
 
-def different_algorithms() -> None:
-    algorithm = HalvesConfig() if dist.get_rank() else GradientAllReduce()
-    ddp_compile(nn.Linear(2, 2), algorithm=algorithm)
-
-
-def test_ranks_have_to_be_given_the_same_algorithm(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(different_algorithms):
-        assert failure.kind == "RanksDifferError"
-        assert "algorithm=gradient all-reduce on rank 0 is algorithm=reduce-scatter and all-gather" in failure.message
-
-
-def nothing_is_launched_alone() -> int:
+@on_ranks(2)
+def test_at_world_size_1_it_is_not_asked() -> None:
     alone, _ = dist.new_subgroups(1)
     model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager", algorithm=HalvesConfig(), process_group=alone)
     launched: list[Any] = []
     model._ddp_compile_state.reducer.algorithm.launch = lambda *args: launched.append(args)
     loss_of(model(torch.randn(2, 8))).backward()
-    return len(launched)
-
-
-def test_at_world_size_1_it_is_not_asked(ranks: Ranks) -> None:
-    assert ranks(2).run(nothing_is_launched_alone) == [0, 0]
+    assert len(launched) == 0
 
 
 def test_settings_are_values() -> None:
     assert pickle.loads(pickle.dumps(GradientAllReduce())) == GradientAllReduce()
     assert hash(GradientAllReduce()) == hash(GradientAllReduce())
+
+
+# Algorithms that send a bucket by several collectives: in one order on all ranks, and errors that name them.
+
+
+class Miscounted(CollectiveChain):
+    """Two collectives, one after the other, whatever ``num_collectives`` says."""
+
+    name = "all-reduce of twice the half"
+
+    def __init__(self, process_group: dist.ProcessGroup, num_collectives: int) -> None:
+        super().__init__(process_group)
+        self.num_collectives = num_collectives
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        for _ in range(2):
+            bucket.flat.div_(dist.get_world_size())
+            yield dist.all_reduce(bucket.flat, async_op=True)
+
+
+CHAINED = {"bucket_cap_mb": 0.0003, "backend": "eager", "split": "none"}
+
+
+@on_ranks(2)
+def test_a_chain_of_ones_own() -> None:
+    models = beside_plain(lambda: Mlp(9, 3), algorithm=Built(lambda group: Miscounted(group, 2)), **CHAINED)
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        (loss_of(model(x)) * (1 if model is models[0] else 0.5)).backward()
+
+    assert largest(train_beside(models, step_of, width=9)) < 1e-6
+
+
+@pytest.mark.parametrize(("num_collectives", "yielded"), [(1, "more"), (3, "fewer")])
+@on_ranks(2)
+def test_a_chain_that_was_miscounted_is_an_error(num_collectives: int, yielded: str) -> None:
+    algorithm = Built(lambda group: Miscounted(group, num_collectives))
+    model = ddp_compile(Mlp(9, 3), algorithm=algorithm, **CHAINED)
+    with pytest.raises(ReductionError) as raised:
+        loss_of(model(torch.randn(4, 9))).backward()
+    said = f"rank {dist.get_rank()}: reduce() of the all-reduce of twice the half yielded {yielded}"
+    assert str(raised.value).startswith(said)
+    assert f"than num_collectives = {num_collectives} for bucket" in str(raised.value)
+
+
+class Raises(Miscounted):
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        yield dist.all_reduce(bucket.flat, async_op=True)
+        raise ValueError("no idea what comes next")
+
+
+@on_ranks(2)
+def test_an_error_in_reduce_is_not_taken_for_one_of_another_rank() -> None:
+    model = ddp_compile(Mlp(9, 3), algorithm=Built(lambda group: Raises(group, 2)), **CHAINED)
+    with pytest.raises(ReductionError) as raised:
+        loss_of(model(torch.randn(4, 9))).backward()
+    message = str(raised.value)
+    assert message.startswith(f"rank {dist.get_rank()}: reduce() of the all-reduce of twice the half raised Value")
+    assert "bucket 0" in message and "Another rank" not in message
+
+
+class Uncounted(CollectiveChain):
+    name = "uncounted"
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        yield dist.all_reduce(bucket.flat, async_op=True)
+
+
+def test_a_chain_says_how_many_collectives_it_has(single_rank_group: None) -> None:
+    with pytest.raises(TypeError, match="Uncounted has no num_collectives"):
+        ddp_compile(nn.Linear(2, 2), algorithm=Built(Uncounted))
+
+
+class WithPenalty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(8, 8, bias=False)
+        self.penalised = nn.Parameter(torch.randn(8, 8))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("width", only([8], [8, 40]))
+@on_ranks(2)
+def test_two_modules_in_one_backward(width: int) -> None:
+    """The first gradient of the iteration is another module's on each rank."""
+    torch.manual_seed(3)
+    plain = [WithPenalty(), nn.Linear(width, 8, bias=False)]
+    settings = {"algorithm": ByteGrad(), "backend": "eager", "split": "none"}
+    models = [ddp_compile(copy.deepcopy(each), **settings) for each in plain]
+    for step in range(5):
+        x, y = own_batch(step, 8), own_batch(step, width)
+        for first, second in (plain, models):
+            first.zero_grad()
+            second.zero_grad()
+            penalty_comes_first = dist.get_rank() == 1 and step >= 2
+            penalty = first.penalised.square().sum() if penalty_comes_first else None
+            losses = first(x).square().sum() + second(y).square().sum()
+            (losses + (first.penalised.square().sum() if penalty is None else penalty)).backward()
+        assert largest(map(difference_to_mean, models, plain)) < 0.05
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+
+class WithCollective(TwoHeads):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return SumOverRanks.apply(self.first(x)), self.second(x)
+
+
+@on_ranks(2)
+def test_collectives_of_the_backward_itself() -> None:
+    """One backward for both outputs, or one for each; that of the first output has an all-reduce of its own."""
+    settings = {"algorithm": ByteGrad(), "backend": "eager", "split": "none", "bucket_cap_mb": 1e-4}
+    models = beside_plain(WithCollective, **settings)
+
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        losses = [output.square().sum() for output in model(x)]
+        for loss in losses[::-1] if step >= 2 and model is models[0] else [sum(losses)]:
+            loss.backward()
+
+    assert largest(train_beside(models, step_of, 4, width=8)) < 0.05
+
+
+def leave_in_the_middle() -> None:
+    """Rank 1 does not come to its second backward."""
+    model = ddp_compile(Mlp(33, 4), algorithm=ByteGrad(), bucket_cap_mb=0.003, backend="eager", split="none")
+    for step in range(2 - dist.get_rank()):
+        torch.manual_seed(step)
+        loss_of(model(torch.randn(6, 33))).backward()
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_bucket(ranks: Ranks) -> None:
+    waiting, _ = ranks(2).run_expecting_failures(leave_in_the_middle, timeout_s=3.0)
+    assert waiting.kind == "ReductionError"
+    assert waiting.message.startswith("rank 0: the all-reduce of bucket 0 (")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
-from rank_pool import RankFailure, RankPool
+from rank_pool import RankFailure, RankPool, on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -55,8 +55,9 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.002)
 
 
+@on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def round_that_meets_training() -> float:
+def test_a_round_adds_the_difference_to_the_mean_to_what_was_trained_meanwhile() -> None:
     """What was trained between copy and average is kept: how far the parameters are from the mean of all, plus that."""
     model = make_model(NEVER, backend="eager")
     algorithm = model.comm_algorithm
@@ -81,11 +82,7 @@ def round_that_meets_training() -> float:
     by_hand.join()
     off = (flat_of(model) - expected).abs().max().item()
     algorithm.abort()
-    return off
-
-
-def test_a_round_adds_the_difference_to_the_mean_to_what_was_trained_meanwhile(ranks: Ranks) -> None:
-    assert max(ranks(3).run(round_that_meets_training)) < 1e-5
+    assert off < 1e-5
 
 
 class AddsOneSlowly(torch.optim.Optimizer):
@@ -106,9 +103,12 @@ class AddsOneSlowly(torch.optim.Optimizer):
                 parameter.copy_(was + 1)
 
 
+@pytest.mark.parametrize("with_closure", only([True], [False, True]))
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def steps_beside_averages(num_steps: int, with_closure: bool) -> tuple[float, int, bool]:
-    """How far the ranks' common end is from their begin plus the mean number of their steps; rounds; is it common."""
+def test_no_step_is_lost_and_the_end_is_common(with_closure: bool) -> None:
+    """Averages move nothing between the ranks but what they keep the sum of."""
+    num_steps = 60
     model = make_model(OFTEN, backend="eager")
     begin, optimizer, rank = flat_of(model), AddsOneSlowly(model.parameters()), dist.get_rank()
     own_steps = num_steps * (rank + 1)
@@ -123,23 +123,20 @@ def steps_beside_averages(num_steps: int, with_closure: bool) -> tuple[float, in
     mean = num_steps * (dist.get_world_size() + 1) / 2
     everyone = of_all_ranks(flat_of(model))
     off = (flat_of(model) - begin - mean).abs().max().item()
-    return off, model.comm_algorithm.num_rounds, bool((everyone == everyone[0]).all())
+    num_rounds = model.comm_algorithm.num_rounds
+    is_common = bool((everyone == everyone[0]).all())
+    assert off < 1e-3
+    assert num_rounds > 10
+    assert is_common
 
 
-@pytest.mark.parametrize("with_closure", only([True], [False, True]))
-def test_no_step_is_lost_and_the_end_is_common(with_closure: bool, ranks: Ranks) -> None:
-    """Averages move nothing between the ranks but what they keep the sum of."""
-    for off, num_rounds, is_common in ranks(2).run(steps_beside_averages, 60, with_closure):
-        assert off < 1e-3
-        assert num_rounds > 10
-        assert is_common
-
-
+@pytest.mark.parametrize("world_size", only([2], [1, 2, 3]))
+@on_ranks()
 @torch.compiler.set_stance("force_eager")
-def abort_and_resume(cycles: int) -> int:
+def test_many_times_aborted_and_resumed(world_size: int) -> None:
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for cycle in range(cycles):
+    for cycle in range(60):
         backward(model, cycle)
         optimizer.step()
         optimizer.zero_grad()
@@ -151,15 +148,11 @@ def abort_and_resume(cycles: int) -> int:
         model.comm_algorithm.resume()
         model.comm_algorithm.resume()
     model.unwrap()
-    return sum(thread.name == "ddp_compile model average" for thread in threading.enumerate())
+    assert sum(thread.name == "ddp_compile model average" for thread in threading.enumerate()) == 0
 
 
-@pytest.mark.parametrize("world_size", only([2], [1, 2, 3]))
-def test_many_times_aborted_and_resumed(world_size: int, ranks: Ranks) -> None:
-    assert ranks(world_size).run(abort_and_resume, 60) == [0] * world_size
-
-
-def forwards_of_all_kinds() -> bool:
+@on_ranks(2)
+def test_forwards_without_backward_and_several_for_one_hold_nobody_up() -> None:
     model = make_model(AsyncModelAverage(sync_interval_ms=0.1, warmup_steps=2), backend="aot_eager")
     optimizer, algorithm = torch.optim.AdamW(model.parameters(), lr=0.01), model.comm_algorithm
     algorithm.abort()
@@ -178,11 +171,7 @@ def forwards_of_all_kinds() -> bool:
         model(torch.randn(3, WIDTH))  # the last one, on one rank, without a backward
     algorithm.abort()
     everyone = of_all_ranks(flat_of(model))
-    return bool((everyone == everyone[0]).all()) and algorithm.num_rounds > 0
-
-
-def test_forwards_without_backward_and_several_for_one_hold_nobody_up(ranks: Ranks) -> None:
-    assert all(ranks(2).run(forwards_of_all_kinds))
+    assert bool((everyone == everyone[0]).all()) and algorithm.num_rounds > 0
 
 
 def trains_while_the_other_waits(algorithm: Any) -> int:
@@ -225,7 +214,8 @@ def test_a_killed_peer_ends_in_an_error(ranks: Ranks) -> None:
     assert said.startswith("ReductionError: rank 0: the asynchronous model average (every 0.1 ms after 0 steps) failed")
 
 
-def switches() -> bool:
+@on_ranks(2)
+def test_another_algorithm_may_take_over_between_two_steps() -> None:
     """From all-reduce to averages and back; afterwards the ranks are alike in every step."""
     model = make_model(GradientAllReduce(), backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -238,14 +228,10 @@ def switches() -> bool:
         if not 3 <= step < 6:
             everyone = of_all_ranks(flat_of(model))
             assert (everyone == everyone[0]).all(), step
-    return True
 
 
-def test_another_algorithm_may_take_over_between_two_steps(ranks: Ranks) -> None:
-    assert all(ranks(2).run(switches))
-
-
-def loads() -> str:
+@on_ranks(2)
+def test_what_is_loaded_stays() -> None:
     model = make_model(OFTEN, backend="eager")
     backward(model, 0)
     loaded = {name: torch.full_like(value, 10.0) for name, value in model.state_dict().items()}
@@ -258,12 +244,9 @@ def loads() -> str:
     time.sleep(0.05)
     model.comm_algorithm.abort()
     assert (flat_of(model) - 10.0).abs().max() < 1e-4
-    return str(refused.value)
-
-
-def test_what_is_loaded_stays(ranks: Ranks) -> None:
-    for rank, said in enumerate(ranks(2).run(loads)):
-        assert said.startswith(f"rank {rank}: load_state_dict() while the asynchronous model average")
+    rank = dist.get_rank()
+    said = str(refused.value)
+    assert said.startswith(f"rank {rank}: load_state_dict() while the asynchronous model average")
 
 
 def add_one(model: nn.Module) -> None:
@@ -272,9 +255,9 @@ def add_one(model: nn.Module) -> None:
             parameter.add_(1.0)
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def writes_by_hand() -> tuple[float, str]:
-    """How far the end is from what was added inside of `writing`; what is said of an addition outside."""
+def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
     model = make_model(OFTEN, backend="eager")
     algorithm, begin, num_writes = model.comm_algorithm, flat_of(model), 200
     backward(model, 0)
@@ -292,17 +275,15 @@ def writes_by_hand() -> tuple[float, str]:
     with pytest.raises(ReductionError) as said:
         wait_until(lambda: backward(model, 0) is not None, 1.0)
     algorithm._let_go()
-    return off, str(said.value)
+    rank = dist.get_rank()
+    said = str(said.value)
+    assert off < 1e-3
+    assert said.startswith(f"rank {rank}: parameters were written, and not by a step of an optimizer"), said
 
 
-def test_what_is_written_by_hand_is_kept_or_an_error(ranks: Ranks) -> None:
-    for rank, (off, said) in enumerate(ranks(2).run(writes_by_hand)):
-        assert off < 1e-3
-        assert said.startswith(f"rank {rank}: parameters were written, and not by a step of an optimizer"), said
-
-
+@on_ranks(2, timeout_s=1.0)
 @torch.compiler.set_stance("force_eager")
-def pauses_with_a_forward_open() -> bool:
+def test_an_open_forward_and_a_pause_fail_no_collective() -> None:
     """On one rank, for longer than collectives may take, while the other trains on."""
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -321,11 +302,7 @@ def pauses_with_a_forward_open() -> bool:
         time.sleep(0.01)
     model.comm_algorithm.abort()
     everyone = of_all_ranks(flat_of(model))
-    return bool((everyone == everyone[0]).all())
-
-
-def test_an_open_forward_and_a_pause_fail_no_collective(ranks: Ranks) -> None:
-    assert ranks(2).run(pauses_with_a_forward_open, timeout_s=1.0) == [True, True]
+    assert bool((everyone == everyone[0]).all())
 
 
 @torch.compiler.set_stance("force_eager")
@@ -372,7 +349,8 @@ def test_a_script_that_forgets_to_abort_ends_and_the_other_one_as_well(how: str,
         assert {script.wait(60) for script in scripts} <= {0, 1}
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_settings_by_which_ranks_would_wait_are_refused() -> None:
     said = []
     for module, settings in (
         (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {}),
@@ -381,14 +359,12 @@ def refusals() -> list[str]:
         with pytest.raises(ReplicationError) as refused:
             ddp_compile(module, algorithm=OFTEN, **settings)
         said.append(str(refused.value))
-    return said
-
-
-def test_settings_by_which_ranks_would_wait_are_refused(ranks: Ranks) -> None:
-    for rank, (buffers, unused) in enumerate(ranks(2).run(refusals)):
-        assert buffers.startswith(f"rank {rank}: with the asynchronous model average")
-        assert "with broadcast_buffers=True they would; leave that out, or pass another algorithm" in buffers
-        assert "with find_unused_parameters=True they would" in unused
+    rank = dist.get_rank()
+    (buffers, unused) = said
+    assert buffers.startswith(f"rank {rank}: the asynchronous model average")
+    assert "cannot be used with broadcast_buffers=True: " in buffers
+    assert "Leave it out, or pass another algorithm" in buffers
+    assert "cannot be used with find_unused_parameters=True: " in unused
 
 
 @pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("inf")}, {"warmup_steps": -1}])

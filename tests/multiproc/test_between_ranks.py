@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,83 +9,75 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from in_ci import only
-from models import Mlp, loss_of
-from rank_pool import RankPool
+from beside import beside_plain, train_beside
+from models import largest, loss_of
+from rank_pool import RankPool, on_ranks
 from torch import nn
 
-from ddp_compile import RanksDifferError, ReductionError, ddp_compile
+from ddp_compile import MissingGradientError, RanksDifferError, ddp_compile
 from ddp_compile.runtime.comm import collectives
 
 Ranks = Callable[[int], RankPool]
 
 
-def different_width() -> None:
-    ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank())))
-
-
-def different_dtype() -> None:
-    ddp_compile(nn.Linear(4, 4, dtype=torch.float64 if dist.get_rank() else torch.float32))
-
-
-def different_freezing() -> None:
+def frozen_on_rank_1() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias.requires_grad_(dist.get_rank() == 0)
-    ddp_compile(model)
+    return model
 
 
-def different_depth() -> None:
-    ddp_compile(
-        nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(1 + dist.get_rank())]), broadcast_buffers=False
-    )
-
-
-def different_strides() -> None:
+def strides_by_rank(rank: int) -> nn.Module:
     convolution = nn.Conv2d(3, 2, 3)
-    ddp_compile(convolution.to(memory_format=torch.channels_last) if dist.get_rank() else convolution)
+    return convolution.to(memory_format=torch.channels_last) if rank else convolution
 
 
-def different_sparsity() -> None:
-    ddp_compile(nn.Embedding(9, 4, sparse=dist.get_rank() == 1))
+#: Called with the rank: the module; and the difference that is named.
+DIFFERENT_MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "width": (
+        lambda rank: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank)),
+        "parameter 1.weight: float32[4, 4] on cpu on rank 0 is parameter 1.weight: float32[5, 4] on cpu on rank 1",
+    ),
+    "dtype": (
+        lambda rank: nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32),
+        "parameter weight: float32[4, 4] on cpu on rank 0 is parameter weight: float64[4, 4] on cpu on rank 1",
+    ),
+    "freezing": (
+        lambda rank: frozen_on_rank_1(),
+        "parameter 1.bias: float32[4] on cpu on rank 0 is parameter 1.bias: float32[4] on cpu frozen on rank 1",
+    ),
+    "depth": (
+        lambda rank: nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(1 + rank)]),
+        "parameter 1.weight: float32[4, 4] on cpu, which rank 0 does not have, exists on rank 1",
+    ),
+    "strides": (strides_by_rank, "float32[2, 3, 3, 3] with strides [27, 1, 9, 3] on cpu on rank 1"),
+    "sparsity": (
+        lambda rank: nn.Embedding(9, 4, sparse=rank == 1),
+        "is parameter weight: float32[9, 4] on cpu with sparse gradient on rank 1",
+    ),
+    "buffers": (
+        lambda rank: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4 + rank, affine=False)),
+        "buffer 1.running_mean: float32[4] on rank 0 is buffer 1.running_mean: float32[5]",
+    ),
+}
 
 
-def different_buffers() -> None:
-    ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4 + dist.get_rank(), affine=False)))
+def assert_refused_on_every_rank(module: nn.Module, named: str, **settings: Any) -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        ddp_compile(module, **settings)
+    assert f"rank {dist.get_rank()}:" in str(raised.value) and named in str(raised.value)
 
 
-def different_settings() -> None:
-    ddp_compile(nn.Linear(4, 4), find_unused_parameters=dist.get_rank() == 1)
+@pytest.mark.parametrize("difference", DIFFERENT_MODELS)
+@on_ranks(2)
+def test_different_models_are_refused_on_every_rank_by_name(difference: str) -> None:
+    make, named = DIFFERENT_MODELS[difference]
+    assert_refused_on_every_rank(make(dist.get_rank()), named, broadcast_buffers=difference != "depth")
 
 
-@pytest.mark.parametrize(
-    ("build", "named"),
-    [
-        (different_settings, "find_unused_parameters=False on rank 0 is find_unused_parameters=True on rank 1"),
-        (
-            different_width,
-            "parameter 1.weight: float32[4, 4] on cpu on rank 0 is parameter 1.weight: float32[5, 4] on cpu on rank 1",
-        ),
-        (
-            different_dtype,
-            "parameter weight: float32[4, 4] on cpu on rank 0 is parameter weight: float64[4, 4] on cpu on rank 1",
-        ),
-        (
-            different_freezing,
-            "parameter 1.bias: float32[4] on cpu on rank 0 is parameter 1.bias: float32[4] on cpu frozen on rank 1",
-        ),
-        (different_depth, "parameter 1.weight: float32[4, 4] on cpu, which rank 0 does not have, exists on rank 1"),
-        (different_strides, "float32[2, 3, 3, 3] with strides [27, 1, 9, 3] on cpu on rank 1"),
-        (different_sparsity, "is parameter weight: float32[9, 4] on cpu with sparse gradient on rank 1"),
-        (different_buffers, "buffer 1.running_mean: float32[4] on rank 0 is buffer 1.running_mean: float32[5]"),
-    ],
-)
-def test_different_models_are_refused_on_every_rank_by_name(
-    build: Callable[[], None], named: str, ranks: Ranks
-) -> None:
-    failures = ranks(2).run_expecting_failures(build)
-    for rank, failure in enumerate(failures):
-        assert failure.kind == "RanksDifferError"
-        assert f"rank {rank}:" in failure.message and named in failure.message
+@on_ranks(2)
+def test_different_settings_are_refused_on_every_rank_by_name() -> None:
+    named = "find_unused_parameters=False on rank 0 is find_unused_parameters=True on rank 1"
+    assert_refused_on_every_rank(nn.Linear(4, 4), named, find_unused_parameters=dist.get_rank() == 1)
 
 
 class HalfUsed(nn.Module):
@@ -98,167 +89,36 @@ class HalfUsed(nn.Module):
         return self.used(x)
 
 
-def train_with_a_spare_layer() -> None:
+@on_ranks(2)
+def test_a_parameter_without_gradient_is_named_at_the_next_forward() -> None:
     model = ddp_compile(HalfUsed(), backend="eager")
-    for _ in range(2):
-        loss_of(model(torch.randn(2, 4))).backward()
+    loss_of(model(torch.randn(2, 4))).backward()
+    with pytest.raises(MissingGradientError) as raised:
+        model(torch.randn(2, 4))
+    message = str(raised.value)
+    assert "spare.weight" in message and "spare.bias" in message
+    assert "used.weight" not in message
+    assert "requires_grad_(False)" in message and "parameters_to_ignore" in message
 
 
-def test_a_parameter_without_gradient_is_named_at_the_next_forward(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(train_with_a_spare_layer):
-        assert failure.kind == "MissingGradientError"
-        assert "spare.weight" in failure.message and "spare.bias" in failure.message
-        assert "used.weight" not in failure.message
-        assert "requires_grad_(False)" in failure.message and "parameters_to_ignore" in failure.message
-
-
-def raise_in_forward(raising_rank: int, step: int) -> None:
-    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager")
-    for each in range(step + 1):
-        if each == step and dist.get_rank() == raising_rank:
-            raise KeyError("bad sample")
-        loss_of(model(torch.randn(2, 8))).backward()
-
-
-@pytest.mark.parametrize(("raising_rank", "step"), only([(1, 1)], [(0, 0), (1, 0), (1, 1)]))
-def test_a_rank_that_raises_lets_the_others_fail_naming_the_bucket(raising_rank: int, step: int, ranks: Ranks) -> None:
-    started = time.monotonic()
-    results = ranks(2).run_expecting_failures(raise_in_forward, raising_rank, step, timeout_s=4.0)
-    assert results[raising_rank].kind == "KeyError"
-    waiting = results[1 - raising_rank]
-    assert waiting.kind == "ReductionError"
-    assert "bucket 0" in waiting.message and "layers.1.bias" in waiting.message
-    assert time.monotonic() - started < 60
-
-
-def skip_the_backward_on_rank_1() -> str:
-    model = ddp_compile(Mlp(width=8, num_layers=2), backend="eager")
-    loss_of(model(torch.randn(2, 8))).backward()
-    loss = loss_of(model(torch.randn(2, 8)))
-    if dist.get_rank() == 1:
-        time.sleep(5)
-        return "skipped"
-    loss.backward()
-    return "came through"
-
-
-@pytest.mark.long  # `test_waiting_ranks` names what a rank does that others wait for, and the test above the bucket
-def test_a_rank_that_skips_its_backward_times_the_others_out_naming_the_bucket(ranks: Ranks) -> None:
-    waiting, skipping = ranks(2).run_expecting_failures(skip_the_backward_on_rank_1, timeout_s=3.0)
-    assert skipping == "skipped"
-    assert waiting.kind == "ReductionError"
-    assert "rank 0" in waiting.message and "bucket 0" in waiting.message
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("user error in backward")
-
-
-class FailsAtLayer(Mlp):
-    """A graph break before each layer, so that some buckets have been launched when the backward fails."""
-
-    fails_at: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, layer in enumerate(self.layers):
-            torch._dynamo.graph_break()
-            x = torch.tanh(layer(FailsInBackward.apply(x) if i == self.fails_at else x))
-        return x
-
-
-def go_on_after_an_exception_in_backward() -> tuple[str, bool]:
-    model = ddp_compile(FailsAtLayer(width=8, num_layers=4), bucket_cap_mb=1e-4, backend="eager")
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(2, 8, requires_grad=True)
-    loss_of(model(x)).backward()
-    model.fails_at = 1 + dist.get_rank()
-    with pytest.raises(ValueError, match="user error in backward"):
-        loss_of(model(x)).backward()
-    for _ in range(2):
-        with pytest.raises(ReductionError, match="the last backward raised") as refused:
-            model(x)
-    model.fails_at = None
-    model = ddp_compile(model.unwrap(), process_group=dist.new_group(), bucket_cap_mb=1e-4, backend="eager")
-    model.zero_grad()
-    loss_of(model(x)).backward()
-    mean = model.layers[0].weight.grad.clone()
-    dist.all_reduce(mean, group=model._ddp_compile_state.process_group)
-    return str(refused.value), torch.equal(mean / dist.get_world_size(), model.layers[0].weight.grad)
-
-
-def test_after_an_exception_in_backward_the_ranks_go_on_in_a_new_group(ranks: Ranks) -> None:
-    pool = ranks(2)
-    for said, is_mean in pool.run(go_on_after_an_exception_in_backward):
-        assert "process_group=torch.distributed.new_group()" in said
-        assert is_mean
-    pool.close()  # what the first group still waits for must not meet the next test
-
-
-def buffers_after_forward() -> list[float]:
+@on_ranks(2)
+def test_buffers_come_from_rank_0_before_synchronised_forwards_with_gradients_only() -> None:
     model = ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend="eager", fullgraph=True)
-    model[1].running_mean.fill_(dist.get_rank() + 1.0)
+    own, mean = dist.get_rank() + 1.0, model[1].running_mean
     model[1].momentum = 0.0
+    mean.fill_(own)
     loss_of(model(torch.randn(3, 4))).backward()
-    after_training = float(model[1].running_mean[0])
-    model[1].running_mean.fill_(dist.get_rank() + 1.0)
+    assert float(mean[0]) == 1.0
+    mean.fill_(own)
     with model.no_sync():
         model(torch.randn(3, 4))
-    after_no_sync = float(model[1].running_mean[0])
+    assert float(mean[0]) == own
     model.eval()
     with torch.no_grad():
         model(torch.randn(3, 4))
-    after_no_grad = float(model[1].running_mean[0])
+    assert float(mean[0]) == own
     model(torch.randn(3, 4))
-    return [after_training, after_no_sync, after_no_grad, float(model[1].running_mean[0])]
-
-
-def test_buffers_come_from_rank_0_before_synchronised_forwards_with_gradients_only(ranks: Ranks) -> None:
-    assert ranks(2).run(buffers_after_forward) == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 2.0, 1.0]]
-
-
-def sparse_and_mixed() -> float:
-    torch.manual_seed(dist.get_rank())
-    embedding = nn.Embedding(50, 6, sparse=True)
-    model = ddp_compile(
-        nn.Sequential(embedding, nn.Linear(6, 6), nn.Linear(6, 3, dtype=torch.float32)), backend="eager"
-    )
-    tokens = torch.randint(0, 50, (4,))
-    loss_of(model(tokens)).backward()
-    assert embedding.weight.grad.is_sparse
-    ours = embedding.weight.grad.to_dense()
-    plain = model.unwrap()
-    plain.zero_grad()
-    loss_of(plain(tokens)).backward()
-    theirs = embedding.weight.grad.to_dense()
-    dist.all_reduce(theirs)
-    return float((ours - theirs / dist.get_world_size()).abs().max())
-
-
-def test_sparse_gradients_are_averaged(ranks: Ranks) -> None:
-    assert max(ranks(2).run(sparse_and_mixed)) < 1e-7
-
-
-def two_dtypes() -> tuple[list[str], float]:
-    torch.manual_seed(dist.get_rank())
-    half, full = nn.Linear(6, 6, dtype=torch.bfloat16), nn.Linear(6, 6)
-    model = ddp_compile(nn.Sequential(nn.Linear(6, 6), ToDtype(half), ToDtype(full)), backend="aot_eager")
-    x = torch.randn(4, 6)
-    loss_of(model(x)).backward()
-    ours = [p.grad.float() for p in model.parameters()]
-    plain = model.unwrap()
-    plain.zero_grad()
-    loss_of(plain(x)).backward()
-    worst = 0.0
-    for mine, p in zip(ours, plain.parameters(), strict=True):
-        dist.all_reduce(p.grad)
-        worst = max(worst, float((mine - p.grad.float() / 2).norm() / p.grad.float().norm()))
-    return sorted({str(p.grad.dtype) for p in plain.parameters()}), worst
+    assert float(mean[0]) == 1.0
 
 
 class ToDtype(nn.Module):
@@ -270,18 +130,25 @@ class ToDtype(nn.Module):
         return self.layer(x.to(self.layer.weight.dtype))
 
 
-def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own(ranks: Ranks) -> None:
-    for dtypes, worst in ranks(2).run(two_dtypes):
-        assert dtypes == ["torch.bfloat16", "torch.float32"]
-        assert worst < 1e-2
+def of_two_dtypes() -> nn.Module:
+    layers = nn.Linear(6, 6, dtype=torch.bfloat16), nn.Linear(6, 6)
+    return nn.Sequential(nn.Linear(6, 6), *map(ToDtype, layers))
+
+
+@on_ranks(2)
+def test_parameters_of_two_dtypes_travel_in_buckets_of_their_own() -> None:
+    models = beside_plain(of_two_dtypes)
+    assert largest(train_beside(models, width=6)) < 1e-2
+    assert {p.grad.dtype for p in models[0].parameters()} == {torch.bfloat16, torch.float32}
 
 
 def _verify_algorithms_agree(algorithm: str, group: dist.ProcessGroup, device: torch.device) -> None:
     collectives.verify_algorithms_agree(algorithm, group, device, "model 1 (Linear)")
 
 
-def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[list[int], list[str]]:
-    """Bytes of each all-gather on this rank, and what it raised."""
+@on_ranks(2)
+def test_what_is_told_of_different_models_does_not_grow_with_them() -> None:
+    num_lines = 10_000
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     gathered, said = [], []
     all_gather = dist.all_gather
@@ -297,7 +164,7 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
     try:
         for check, what in (
             (collectives.verify_modules_agree, lines),
-            (_verify_algorithms_agree, "h" * hook_length + str(dist.get_rank())),
+            (_verify_algorithms_agree, "h" * 10_000 + str(dist.get_rank())),
         ):
             try:
                 check(what, group, device)
@@ -305,13 +172,9 @@ def bytes_told_of_different_models(num_lines: int, hook_length: int) -> tuple[li
                 said.append(str(error))
     finally:
         collectives.dist = dist
-    return gathered, said
-
-
-def test_what_is_told_of_different_models_does_not_grow_with_them(ranks: Ranks) -> None:
-    for rank, (gathered, said) in enumerate(ranks(2).run(bytes_told_of_different_models, 10_000, 10_000)):
-        assert max(gathered) <= 2 * 256
-        models, hooks = said
-        assert models.startswith(f"rank {rank}: ") and len(models) < 3000
-        assert "parameter 5000: float32[4] on rank 0 is xxx" in models and "on rank 1. Build" in models
-        assert hooks.count("hhh... (") == 2 and "on rank 0, " in hooks and len(hooks) < 1000
+    rank = dist.get_rank()
+    assert max(gathered) <= 2 * 256
+    models, hooks = said
+    assert models.startswith(f"rank {rank}: ") and len(models) < 3000
+    assert "parameter 5000: float32[4] on rank 0 is xxx" in models and "on rank 1. Build" in models
+    assert hooks.count("hhh... (") == 2 and "on rank 0, " in hooks and len(hooks) < 1000

@@ -1,24 +1,23 @@
-"""One plan: what the reducer sends is what the plan says, and so is what the graphs are cut into."""
+"""The plan of buckets: what is sent, what graphs are cut into, and how the eager tail is packed anew."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import time
+import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import beside_plain, pair, train_beside
 from in_ci import only
-from models import Mlp, loss_of
-from rank_pool import RankPool
-from torch import nn
+from models import Mlp, largest, loss_of, relative_difference
+from rank_pool import on_ranks
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_compile import ddp_compile
-
-Ranks = Callable[[int], RankPool]
 
 
 def large_mlp() -> nn.Module:
@@ -31,7 +30,14 @@ def deep_mlp() -> nn.Module:
     return Mlp(width=256, num_layers=24)
 
 
-def count_buckets(cap_mb: float) -> dict[str, Any]:
+# A capacity below the bias's 1 KiB parts bias and weight; one node makes both ready, so they share a partition. With
+# the largest capacity the first bucket keeps its own of 1 MiB.
+@pytest.mark.parametrize(
+    ("cap_mb", "num_buckets", "num_partitions"),
+    only([(0.0005, 48, 24)], [(0.0005, 48, 24), (0.1, 24, 24), (1.0, 6, 6), (25.0, 2, 2)]),
+)
+@on_ranks(2)
+def test_wire_plan_and_partitions_agree(cap_mb: float, num_buckets: int, num_partitions: int, each_split: str) -> None:
     model = ddp_compile(deep_mlp(), bucket_cap_mb=cap_mb, backend="aot_eager")
     loss_of(model(torch.randn(2, 256))).backward()
     model.zero_grad()
@@ -45,34 +51,22 @@ def count_buckets(cap_mb: float) -> dict[str, Any]:
     with mock.patch.object(dist.ProcessGroup, "allreduce", counting):
         loss_of(model(torch.randn(2, 256))).backward()
     (report,) = model._ddp_compile_state.backend.reports
-    return {
-        "sent": sent,
-        "plan": [bucket.num_bytes for bucket in model.bucket_plan.buckets],
-        "partitions": report.num_partitions,
-        "digest": model.bucket_plan.digest,
-    }
+    assert sent == [bucket.num_bytes for bucket in model.bucket_plan.buckets]
+    assert len(sent) == num_buckets
+    assert report.num_partitions == (num_partitions if each_split == "forward" else 1)
+    assert digests(model) == [model.bucket_plan.digest] * 2
 
 
-# A capacity below the bias's 1 KiB parts bias and weight; one node makes both ready, so they share a partition. With
-# the largest capacity the first bucket keeps its own of 1 MiB.
-@pytest.mark.parametrize(
-    ("cap_mb", "num_buckets", "num_partitions"),
-    only([(0.0005, 48, 24)], [(0.0005, 48, 24), (0.1, 24, 24), (1.0, 6, 6), (25.0, 2, 2)]),
-)
-def test_wire_plan_and_partitions_agree(
-    cap_mb: float, num_buckets: int, num_partitions: int, each_split: str, ranks: Ranks
-) -> None:
-    results = ranks(2).run(count_buckets, cap_mb)
-    for counted in results:
-        assert counted["sent"] == counted["plan"]
-        assert len(counted["plan"]) == num_buckets
-        assert counted["partitions"] == (num_partitions if each_split == "forward" else 1)
-        assert counted["digest"] == results[0]["digest"]
+def digests(model: Any) -> list[str]:
+    """Of the plans of all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, model.bucket_plan.digest)
+    return everyone
 
 
-def trace_one_backward(cap_mb: float) -> list[tuple[str, float]]:
-    """Names and start times in microseconds of what the backward did, in order."""
-    model = ddp_compile(large_mlp(), bucket_cap_mb=cap_mb, split="forward", backend="aot_eager")
+@on_ranks(2)
+def test_all_reduces_start_before_the_last_backward_partition() -> None:
+    model = ddp_compile(large_mlp(), bucket_cap_mb=2.0, split="forward", backend="aot_eager")
     for _ in range(2):
         loss_of(model(torch.randn(2, 512))).backward()
     loss = loss_of(model(torch.randn(2, 512)))
@@ -80,58 +74,154 @@ def trace_one_backward(cap_mb: float) -> list[tuple[str, float]]:
         loss.backward()
     wanted = ("CompiledFunctionBackward", "ddp_compile::", "gloo:all_reduce")
     events = [(e.name, e.time_range.start) for e in profiler.events() if e.name.startswith(wanted)]
-    return sorted(events, key=lambda event: event[1])
+    events = sorted(events, key=lambda event: event[1])
+    backwards = [start for name, start in events if name == "CompiledFunctionBackward"]
+    launches = [start for name, start in events if name.endswith("_launch")]
+    on_the_wire = [start for name, start in events if name == "gloo:all_reduce"]
+    assert len(backwards) == len(launches) == len(on_the_wire) >= 6
+    early = [start for start in launches if start < backwards[-1]]
+    assert len(early) == len(launches) - 1
+    # Every launch but the last comes right after the partition that made its bucket ready.
+    assert all(launch < following for launch, following in zip(launches, backwards[1:], strict=False))
+    assert [name for name, _ in events if name.endswith("_launch")] == [
+        f"ddp_compile::bucket_{i}_launch" for i in range(len(launches))
+    ]
 
 
-def test_all_reduces_start_before_the_last_backward_partition(ranks: Ranks) -> None:
-    for events in ranks(2).run(trace_one_backward, 2.0):
-        backwards = [start for name, start in events if name == "CompiledFunctionBackward"]
-        launches = [start for name, start in events if name.endswith("_launch")]
-        on_the_wire = [start for name, start in events if name == "gloo:all_reduce"]
-        assert len(backwards) == len(launches) == len(on_the_wire) >= 6
-        early = [start for start in launches if start < backwards[-1]]
-        assert len(early) == len(launches) - 1
-        # Every launch but the last comes right after the partition that made its bucket ready.
-        assert all(launch < following for launch, following in zip(launches, backwards[1:], strict=False))
-        assert [name for name, _ in events if name.endswith("_launch")] == [
-            f"ddp_compile::bucket_{i}_launch" for i in range(len(launches))
-        ]
-
-
-def cut_by_rank_0s_plan() -> tuple[int, int, str]:
-    cap_mb = 1.0 if dist.get_rank() == 0 else 3.0
-    model = ddp_compile(large_mlp(), bucket_cap_mb=cap_mb, backend="aot_eager")
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(2, 512)
-    plain = copy.deepcopy(model)
-    loss_of(plain(x)).backward()
-    for parameter in plain.parameters():
-        dist.all_reduce(parameter.grad)
-    for _ in range(3):
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad / dist.get_world_size())
+@on_ranks(2)
+def test_ranks_that_planned_differently_reduce_by_rank_0s_plan(each_split: str) -> None:
+    model, plain = beside_plain(large_mlp, bucket_cap_mb=1.0 if dist.get_rank() == 0 else 3.0)
+    assert train_beside((model, plain), width=512, rows=2) == [0.0] * 3
     (report,) = model._ddp_compile_state.backend.reports
-    return len(model.bucket_plan.buckets), report.num_partitions, model.bucket_plan.digest
+    assert len(model.bucket_plan.buckets) == 12 and len(set(digests(model))) == 1
+    if dist.get_rank() == 0:
+        assert report.num_partitions == (12 if each_split == "forward" else 1)
+    else:
+        assert report.num_partitions < 12
 
 
-def test_ranks_that_planned_differently_reduce_by_rank_0s_plan(each_split: str, ranks: Ranks) -> None:
-    rank_0, rank_1 = ranks(2).run(cut_by_rank_0s_plan)
-    assert rank_0 == (12, 12 if each_split == "forward" else 1, rank_0[2])
-    assert rank_1[0] == 12 and rank_1[1] < 12 and rank_1[2] == rank_0[2]
-
-
-def recompile_after_the_seal() -> tuple[list[int], int]:
+@on_ranks(2)
+def test_a_recompiled_graph_is_cut_at_the_sealed_boundaries() -> None:
     model = ddp_compile(large_mlp(), bucket_cap_mb=3.0, split="forward", backend="eager", dynamic=False)
     for rows in (2, 3):
         model.zero_grad()
         loss_of(model(torch.randn(rows, 512))).backward()
-    return [report.num_partitions for report in model._ddp_compile_state.backend.reports], len(
-        model.bucket_plan.buckets
-    )
+    partitions = [report.num_partitions for report in model._ddp_compile_state.backend.reports]
+    num_buckets = len(model.bucket_plan.buckets)
+    assert partitions == [num_buckets, num_buckets]
 
 
-def test_a_recompiled_graph_is_cut_at_the_sealed_boundaries(ranks: Ranks) -> None:
-    for partitions, num_buckets in ranks(2).run(recompile_after_the_seal):
-        assert partitions == [num_buckets, num_buckets]
+# The eager tail is packed anew, once, in the order in which its gradients came, as DistributedDataParallel does.
+
+WIDTH = 23
+#: Holds one layer's weight and bias.
+ONE_LAYER_MIB = 2000 / 2**20
+
+
+class Shuffled(nn.Module):
+    """Four layers, used after a compiled one, in another order than that of registration.
+
+    Args:
+        order: In which order the layers are used; None for an order of its own on each rank.
+    """
+
+    def __init__(self, order: tuple[int, ...] | None = (2, 0, 3, 1)) -> None:
+        super().__init__()
+        self.eager = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.compiled = nn.Linear(WIDTH, WIDTH)
+        self.order = order or ((0, 1, 2, 3) if dist.get_rank() == 0 else (3, 1, 2, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.in_order(torch.tanh(self.compiled(x)))
+
+    @torch.compiler.disable
+    def in_order(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = torch.tanh(self.eager[i](x))
+        return x
+
+
+def make(order: tuple[int, ...] | None = (2, 0, 3, 1), cap_mib: float = ONE_LAYER_MIB, **both: Any) -> tuple[Any, Any]:
+    return pair(lambda: Shuffled(order), both, bucket_cap_mb=cap_mib)
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """For each bucket, the layer that all its gradients belong to."""
+    layers = [
+        {gradient.fqn.rpartition(".")[0] for gradient in bucket.gradients} for bucket in model.bucket_plan.buckets
+    ]
+    return ["+".join(sorted(names)) for names in layers]
+
+
+def train(order: tuple[int, ...] | None, set_to_none: bool = True, **both: bool) -> tuple[list[int], list[str]]:
+    """The plan's generation after each step, and the layers of its buckets in the end; both are those of all ranks."""
+    models = make(order, **both)
+    generations = []
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        loss_of(model(x)).backward()
+        if model is models[0]:
+            generations.append(model.bucket_plan.generation)
+
+    assert largest(train_beside(models, step_of, 4, width=WIDTH, rows=5, set_to_none=set_to_none)) < 1e-6
+    assert len(set(digests(models[0]))) == 1
+    return generations, layers_of(models[0])
+
+
+@pytest.mark.parametrize("set_to_none", only([True], [True, False]))
+@pytest.mark.parametrize("as_view", [True, False])
+@on_ranks(2)
+def test_the_tail_follows_the_gradients_once(set_to_none: bool, as_view: bool, each_split: str) -> None:
+    generations, layers = train((2, 0, 3, 1), set_to_none, gradient_as_bucket_view=as_view)
+    assert generations == [0, 1, 1, 1]
+    # The backward meets the eager layers first, the one used last before all others.
+    assert layers == ["eager.1", "eager.3", "eager.0", "eager.2", "compiled"]
+
+
+@pytest.mark.parametrize("world_size", only([3], [2, 3]))
+@on_ranks()
+def test_ranks_whose_gradients_come_in_other_orders_follow_rank_0(world_size: int, each_split: str) -> None:
+    assert train(None)[1] == ["eager.3", "eager.2", "eager.1", "eager.0", "compiled"]
+
+
+@on_ranks(2)
+def test_unused_parameters_keep_the_plan_unless_the_graph_is_static(each_split: str) -> None:
+    assert train((2, 0, 3, 1), find_unused_parameters=True)[0] == [0, 0, 0, 0]
+    generations, layers = train((2, 0, 3), static_graph=True)
+    assert generations == [0, 1, 1, 1]
+    assert layers == ["eager.3", "eager.0", "eager.2", "compiled", "eager.1"]
+
+
+def _shares(tensor: Tensor, flat: Tensor) -> bool:
+    return 0 <= tensor.data_ptr() - flat.data_ptr() < flat.nbytes
+
+
+@on_ranks(2)
+def test_gradients_move_to_the_new_buffers_and_free_the_old_ones(each_split: str) -> None:
+    model, _ = make(cap_mib=2 * ONE_LAYER_MIB)  # other layers share a bucket then
+    reducer = model._ddp_compile_state.reducer
+    x = torch.randn(5, WIDTH)
+    loss_of(model(x)).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    old_tail = [weakref.ref(bucket.flat.untyped_storage()) for bucket in reducer.buckets if bucket.spec.frame is None]
+    output = model(x)
+    assert [len(bucket.gradients) for bucket in model.bucket_plan.buckets] == [4, 4, 2]
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+    deadline = time.monotonic() + 20  # gloo's thread lets go of a tensor some time after `wait` has returned
+    while (alive := any(storage() is not None for storage in old_tail)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive
+    assert all(any(_shares(p.grad, bucket.flat) for bucket in reducer.buckets) for p in model.parameters())
+    loss_of(output).backward()
+    assert all(relative_difference(p.grad, 2 * old) < 1e-6 for p, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(2)
+def test_lazy_buckets_that_are_packed_anew_are_allocated_in_the_backward() -> None:
+    model = ddp_compile(Shuffled(), bucket_cap_mb=ONE_LAYER_MIB, backend="aot_eager", lazy_bucket_allocation=True)
+    for _ in range(3):
+        model.zero_grad()
+        loss = loss_of(model(torch.randn(2, WIDTH)))
+        assert all(bucket._buffer._tensor is None for bucket in model._ddp_compile_state.reducer.buckets)
+        loss.backward()
+    assert model.bucket_plan.generation == 1

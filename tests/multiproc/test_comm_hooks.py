@@ -1,18 +1,27 @@
-"""Comm hooks, torch's own and others, against eager DistributedDataParallel with the same hook."""
+"""Comm hooks, torch's own and others, of gradients and of buffers, against eager DDP with the same hook."""
 
 from __future__ import annotations
 
-import functools
+import copy
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import beside_plain, difference, own_batch, pair, train_beside
 from in_ci import only
-from models import Mlp, assert_buckets_launched_early, loss_of, relative_difference
-from rank_pool import RankPool
+from models import (
+    Mlp,
+    assert_buckets_launched_early,
+    largest,
+    loss_of,
+    needs_ddp_to_keep_buffers,
+    relative_difference,
+)
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -21,9 +30,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
-from ddp_compile import comm_hooks, ddp_compile
+from ddp_compile import RanksDifferError, ReductionError, comm_hooks, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -109,39 +118,22 @@ def waiting(hook: Hook) -> Hook:
     return wait
 
 
-def two_models(**settings: Any) -> tuple[Any, DistributedDataParallel]:
-    settings = {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True, **settings}
-    torch.manual_seed(3)
-    reference = DistributedDataParallel(Mlp(WIDTH, NUM_LAYERS), **settings)
-    torch.manual_seed(3)
-    return ddp_compile(Mlp(WIDTH, NUM_LAYERS), backend="aot_eager", **settings), reference
+def two_models(**settings: Any) -> tuple[Any, Any]:
+    return pair(lambda: Mlp(WIDTH, NUM_LAYERS), {"bucket_cap_mb": CAP_MB, "gradient_as_bucket_view": True, **settings})
 
 
-def train(model: Any, reference: nn.Module, num_steps: int = NUM_STEPS) -> float:
-    """Largest relative difference of any gradient in any step."""
-    worst = 0.0
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for _ in range(num_steps):
-        x = torch.randn(4, WIDTH)
-        for each, optimizer in zip((model, reference), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(each(x)).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            worst = max(worst, relative_difference(p.grad, q.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-    return worst
+def train(models: tuple[Any, Any], num_steps: int = NUM_STEPS) -> float:
+    return largest(train_beside(models, num_steps=num_steps, width=WIDTH, lr=0.1))
 
 
 def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
-    model, reference = two_models(**settings)
-    model.register_comm_hook(*HOOKS[ours]())
+    models = two_models(**settings)
+    models[0].register_comm_hook(*HOOKS[ours]())
     state, hook = HOOKS[theirs]()
-    reference.register_comm_hook(state, waiting(hook))
-    torch.manual_seed(100 + dist.get_rank())
-    worst = train(model, reference)
-    assert len(model.bucket_plan.buckets) == NUM_LAYERS
-    assert_buckets_launched_early(model)
+    models[1].register_comm_hook(state, waiting(hook))
+    worst = train(models)
+    assert len(models[0].bucket_plan.buckets) == NUM_LAYERS
+    assert_buckets_launched_early(models[0])
     return worst
 
 
@@ -150,13 +142,14 @@ HOOKS_IN_CI = ["power", "other tensor", "post local"]
 
 
 @pytest.mark.parametrize("name", only(HOOKS_IN_CI, [name for name in HOOKS if not name.startswith("ours")]))
-def test_gradients_are_those_of_ddp_with_the_same_hook(name: str, ranks: Ranks) -> None:
-    assert ranks(2).run(train_with_hook, name, name) == [0.0, 0.0]
+@on_ranks(2)
+def test_gradients_are_those_of_ddp_with_the_same_hook(name: str) -> None:
+    assert train_with_hook(name, name) == 0.0
 
 
-def test_results_are_copied_back_where_gradients_are_no_views(ranks: Ranks) -> None:
-    name = "other tensor"
-    assert ranks(2).run(train_with_hook, name, name, gradient_as_bucket_view=False) == [0.0, 0.0]
+@on_ranks(2)
+def test_results_are_copied_back_where_gradients_are_no_views() -> None:
+    assert train_with_hook("other tensor", "other tensor", gradient_as_bucket_view=False) == 0.0
 
 
 def in_two_steps(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -174,147 +167,221 @@ def in_two_steps(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future
 
 
-def train_in_two_steps() -> float:
-    model, reference = two_models(find_unused_parameters=True)
-    model.register_comm_hook(None, in_two_steps)
-    torch.manual_seed(100 + dist.get_rank())
-    return train(model, reference, num_steps=2)
-
-
-def test_collectives_of_callbacks_meet_no_others(ranks: Ranks) -> None:
-    # Neither the next bucket's nor, after the last bucket, those that find unused parameters.
-    assert ranks(2).run(train_in_two_steps) == [0.0, 0.0]
+@on_ranks(2)
+def test_collectives_of_callbacks_meet_no_others() -> None:
+    """Neither the next bucket's nor, after the last bucket, those that find unused parameters."""
+    models = two_models(find_unused_parameters=True)
+    models[0].register_comm_hook(None, in_two_steps)
+    assert train(models, num_steps=2) == 0.0
 
 
 @pytest.mark.parametrize(("name", "tolerance"), only([("allreduce", 1e-6)], [("allreduce", 1e-6), ("fp16", 1e-2)]))
-def test_three_ranks_agree_with_ddp(name: str, tolerance: float, ranks: Ranks) -> None:
-    assert max(ranks(3).run(train_with_hook, name, name)) < tolerance
+@on_ranks(3)
+def test_three_ranks_agree_with_ddp(name: str, tolerance: float) -> None:
+    assert train_with_hook(name, name) < tolerance
 
 
-# Ours round once where torch's round twice.
+# Ours round once if torch's round twice; `test_builtin_hooks_are_ours` has the others in CI.
 @pytest.mark.parametrize(
-    ("ours", "theirs", "tolerance"),
-    # The others are those of `test_builtin_hooks_are_ours`.
-    only(
-        [("ours bf16", "bf16", 2e-2)],
-        [("ours allreduce", "allreduce", 0.0), ("ours fp16", "fp16", 2e-3), ("ours bf16", "bf16", 2e-2)],
-    ),
+    ("name", "tolerance"), only([("bf16", 2e-2)], [("allreduce", 0.0), ("fp16", 2e-3), ("bf16", 2e-2)])
 )
-def test_our_hooks_agree_with_torchs(ours: str, theirs: str, tolerance: float, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_with_hook, ours, theirs)) <= tolerance
-
-
-def train_with_builtin_hook(name: str) -> float:
-    model, reference = two_models()
-    model.register_comm_hook(None, getattr(dist.BuiltinCommHookType, name))
-    reference._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
-    torch.manual_seed(100 + dist.get_rank())
-    return train(model, reference)
+@on_ranks(2)
+def test_our_hooks_agree_with_torchs(name: str, tolerance: float) -> None:
+    assert train_with_hook(f"ours {name}", name) <= tolerance
 
 
 @pytest.mark.parametrize(
     ("name", "tolerance"), only([("FP16_COMPRESS", 2e-3)], [("ALLREDUCE", 0.0), ("FP16_COMPRESS", 2e-3)])
 )
-def test_builtin_hooks_are_ours(name: str, tolerance: float, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_with_builtin_hook, name)) <= tolerance
-
-
-def register_between_steps() -> float:
+@on_ranks(2)
+def test_builtin_hooks_are_ours(name: str, tolerance: float) -> None:
     model, reference = two_models()
-    torch.manual_seed(100 + dist.get_rank())
-    before = train(model, reference, num_steps=2)
-    padded = model.bucket_plan.num_bytes
-    x = torch.randn(4, WIDTH)
-    for each in (model, reference):
+    model.register_comm_hook(None, getattr(dist.BuiltinCommHookType, name))
+    reference._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+    assert train((model, reference)) <= tolerance
+
+
+@on_ranks(2)
+def test_a_hook_can_be_registered_between_steps() -> None:
+    models = two_models()
+    assert train(models, num_steps=2) == 0.0
+    padded = models[0].bucket_plan.num_bytes
+    for each in models:
         # The gradients of the step before stay where they are, and more is added to them.
         with each.no_sync():
-            loss_of(each(x)).backward()
+            loss_of(each(own_batch(9, WIDTH))).backward()
         each.register_comm_hook(None, default_hooks.allreduce_hook)
-        loss_of(each(x)).backward()
-    assert model.bucket_plan.num_bytes < padded
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    worst = max(relative_difference(p.grad, q.grad) for p, q in pairs)
-    return max(before, worst, train(model, reference))
+        loss_of(each(own_batch(9, WIDTH))).backward()
+    assert models[0].bucket_plan.num_bytes < padded
+    assert difference(*models) == 0.0
+    assert train(models) == 0.0
 
 
-def test_a_hook_can_be_registered_between_steps(ranks: Ranks) -> None:
-    assert ranks(2).run(register_between_steps) == [0.0, 0.0]
-
-
-def sparse_gradients() -> float:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6))
-    reference = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6))
-    reference.load_state_dict(model.state_dict())
-    worst = 0.0
-    for hook in (default_hooks.allreduce_hook, comm_hooks.allreduce_hook, comm_hooks.bf16_compress_hook):
-        with_ddp = DistributedDataParallel(reference)
-        with_ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        model = ddp_compile(model, backend="aot_eager")
-        model.register_comm_hook(None, hook)
-        torch.manual_seed(dist.get_rank())
-        for each in (model, with_ddp):
-            each.zero_grad()
-        for _ in range(2):
-            tokens = torch.randint(0, 50, (4,))
-            for each in (model, with_ddp):
-                loss_of(each(tokens)).backward()
-        assert model[0].weight.grad.is_sparse
-        ours, theirs = model[0].weight.grad.to_dense(), reference[0].weight.grad.to_dense()
-        worst = max(worst, relative_difference(ours, theirs))
-        model = model.unwrap()
-    return worst
-
-
-def test_a_hook_gets_sparse_gradients_as_they_are(ranks: Ranks) -> None:
-    assert ranks(2).run(sparse_gradients) == [0.0, 0.0]
-
-
-def train_with_an_unfit_hook() -> None:
-    model = ddp_compile(nn.Linear(4, 4), backend="aot_eager")
-    model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
-    loss_of(model(torch.randn(2, 4))).backward()
+@pytest.mark.parametrize(
+    "hook", [default_hooks.allreduce_hook, comm_hooks.allreduce_hook, comm_hooks.bf16_compress_hook]
+)
+@on_ranks(2)
+def test_a_hook_gets_sparse_gradients_as_they_are(hook: Hook) -> None:
+    models = pair(lambda: nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6)))
+    for each, its in zip(models, (hook, default_hooks.allreduce_hook), strict=True):
+        each.register_comm_hook(None, its)
+    for seed in range(2):
+        torch.manual_seed(10 * seed + dist.get_rank())
+        tokens = torch.randint(0, 50, (4,))
+        for each in models:
+            loss_of(each(tokens)).backward()
+    ours, theirs = (next(each.parameters()).grad for each in models)
+    assert ours.is_sparse and torch.equal(ours.to_dense(), theirs.to_dense())
 
 
 @pytest.mark.skipif(QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
-def test_a_hook_of_torchs_that_gloo_cannot_run_is_named(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(train_with_an_unfit_hook):
-        assert failure.kind == "ReductionError"
-        assert "quantization_pertensor_hook failed on bucket 0" in failure.message
-
-
-def gradient_with_quantization(replicate: Callable[[nn.Module], Any]) -> Tensor:
-    torch.manual_seed(5)
-    module = nn.Linear(16, 16)
-    model = replicate(module)
-    model.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
-    torch.manual_seed(dist.get_rank())
-    loss_of(model(torch.randn(2, 16))).backward()
-    assert module.weight.grad is not None
-    return module.weight.grad
-
-
-def train_with_quantization() -> float:
-    ours = gradient_with_quantization(functools.partial(ddp_compile, backend="aot_eager"))
-    return relative_difference(ours, gradient_with_quantization(DistributedDataParallel))
+@on_ranks(2)
+def test_a_hook_of_torchs_that_gloo_cannot_run_is_named() -> None:
+    with pytest.raises(ReductionError) as raised:
+        model = ddp_compile(nn.Linear(4, 4), backend="aot_eager")
+        model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+        loss_of(model(torch.randn(2, 4))).backward()
+    assert "quantization_pertensor_hook failed on bucket 0" in str(raised.value)
 
 
 @pytest.mark.skipif(not QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
-def test_gradients_are_those_of_ddp_with_torchs_quantization(ranks: Ranks) -> None:
-    assert ranks(2).run(train_with_quantization) == [0.0, 0.0]
+@on_ranks(2)
+def test_gradients_are_those_of_ddp_with_torchs_quantization() -> None:
+    models = pair(lambda: nn.Linear(16, 16))
+    for each in models:
+        each.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
+    assert train_beside(models, num_steps=1, width=16) == [0.0]
 
 
-def register_on_rank_0() -> None:
-    model = ddp_compile(Mlp(WIDTH, NUM_LAYERS), backend="aot_eager")
-    if dist.get_rank() == 0:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    loss_of(model(torch.randn(2, WIDTH))).backward()
+ALL_REDUCE, FP16 = default_hooks.allreduce_hook, default_hooks.fp16_compress_hook
+ONE_HAS_NONE = "comm hook allreduce_hook on rank 0, gradient all-reduce on rank 1. Pass the same algorithm"
+ANOTHER_ONE = "comm hook allreduce_hook on rank 0, comm hook fp16_compress_hook on rank 1"
 
 
-def test_a_hook_on_one_rank_only_is_an_error_on_both(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(register_on_rank_0):
-        assert failure.kind == "RanksDifferError"
-        assert (
-            "comm hook allreduce_hook on rank 0, gradient all-reduce on rank 1. Pass the same algorithm"
-            in failure.message
-        )
+def train_with_hooks(num_before: int, hook: Hook | None, state: Any = None) -> float:
+    models = beside_plain(lambda: Mlp(WIDTH, NUM_LAYERS), backend="eager", bucket_cap_mb=CAP_MB)
+    train_beside(models, num_steps=num_before, width=WIDTH)
+    if hook is not None:
+        models[0].register_comm_hook(state, hook)
+    return largest(train_beside(models, num_steps=1, width=WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("num_before", "hooks", "said"),
+    [
+        (0, (ALL_REDUCE, None), ONE_HAS_NONE),
+        (0, (ALL_REDUCE, FP16), ANOTHER_ONE),
+        (1, (ALL_REDUCE, FP16), ANOTHER_ONE),
+    ],
+)
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_different_hooks_are_an_error_on_every_rank(num_before: int, hooks: tuple[Hook, Hook], said: str) -> None:
+    with pytest.raises(RanksDifferError, match=said) as raised:
+        train_with_hooks(num_before, hooks[dist.get_rank()])
+    assert str(raised.value).startswith(f"rank {dist.get_rank()}: ")
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_hooks_that_are_objects_of_one_class_are_equal(num_before: int) -> None:
+    padding = [object() for _ in range(1000 * dist.get_rank())]  # so that the ranks' objects have other addresses
+    assert train_with_hooks(num_before, Counting(), {"padding": padding}) < 1e-6
+
+
+# What a user's hook makes of the buffers, in place of the broadcast.
+
+
+def average_buffers(state: dict[str, Any], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
+    """The mean of the running statistics; where the forward does not read them, it is under way in the backward."""
+    state["calls"] += 1
+    state["names"] = sorted(name.removeprefix("module.") for name in buffers)
+    futures = []
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            buffer /= dist.get_world_size()
+            futures.append(dist.all_reduce(buffer, async_op=True).get_future())
+    if state.get("waits"):
+        torch.futures.wait_all(futures)
+        return None
+    return futures
+
+
+def with_buffers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("location", ["PRE_FORWARD", pytest.param("POST_FORWARD", marks=needs_ddp_to_keep_buffers)])
+@on_ranks(2)
+def test_buffers_are_those_of_ddp_with_the_same_hook(location: str) -> None:
+    model, reference = pair(with_buffers, bucket_cap_mb=1e-4)
+    states: list[dict[str, Any]] = [{"calls": 0, "waits": location == "PRE_FORWARD"} for _ in range(2)]
+    for each, state in zip((model, reference), states, strict=True):
+        each._register_buffer_comm_hook(state, average_buffers, Location[location])
+
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        loss_of(model(x)).backward()
+        with torch.no_grad():  # calls no hook, so that a rank may evaluate on its own
+            (copy.deepcopy(model.module) if model is reference else model).eval()(x)
+            model.train()
+
+    assert largest(train_beside((model, reference), step_of, 5, width=WIDTH, rows=6)) < 1e-6
+    ours, theirs = dict(model.named_buffers()), dict(reference.module.named_buffers())
+    assert largest(relative_difference(ours[name].float(), theirs[name].float()) for name in theirs) < 1e-6
+    assert states[0] == states[1] and states[0]["calls"] == 5
+    assert states[0]["names"] == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+
+
+@on_ranks(2)
+def test_a_hook_is_called_when_a_backward_is_reduced_and_where_there_are_buffers() -> None:
+    counts = []
+    for ignore in ([], ["1.running_mean", "1.running_var", "1.num_batches_tracked"]):
+        model: Any = ddp_compile(with_buffers(), backend="eager", parameters_to_ignore=ignore)
+        state = {"calls": 0}
+        model._register_buffer_comm_hook(state, average_buffers, "POST_FORWARD")
+        with model.no_sync():
+            loss_of(model(torch.randn(6, WIDTH))).backward()
+        counts.append(state["calls"])
+        with model.join():
+            for _ in range(2 + dist.get_rank()):
+                loss_of(model(torch.randn(6, WIDTH))).backward()
+        counts.append(state["calls"])
+    assert counts == [0, 3, 0, 0]
+
+
+@on_ranks(2)
+def test_futures_of_forwards_without_backward_do_not_pile_up() -> None:
+    futures: list[weakref.ReferenceType[Any]] = []
+
+    def noted(state: dict[str, Any], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]]:
+        given = average_buffers(state, buffers) or []
+        futures.extend(map(weakref.ref, given))
+        return given
+
+    model: Any = ddp_compile(with_buffers(), backend="eager")
+    model._register_buffer_comm_hook({"calls": 0}, noted, "POST_FORWARD")
+    for _ in range(20):
+        model(torch.randn(6, WIDTH))
+        dist.barrier()
+    assert sum(future() is not None for future in futures) <= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((None, "average"), TypeError, "the buffer comm hook 'average' is not callable"),
+        (
+            (None, average_buffers, "LATER"),
+            ValueError,
+            "comm_hook_location='LATER' must be PRE_FORWARD or POST_FORWARD",
+        ),
+    ],
+)
+def test_what_is_no_hook_is_refused(
+    arguments: tuple[Any, ...], error: type[Exception], says: str, single_rank_group: None
+) -> None:
+    model: Any = ddp_compile(with_buffers(), backend="eager")
+    with pytest.raises(error) as refused:
+        model._register_buffer_comm_hook(*arguments)
+    assert says in str(refused.value)

@@ -15,7 +15,7 @@ import torch.distributed.run
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from process_copies import run_in_copy
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 
 from custom_algorithm import TopK
@@ -56,7 +56,7 @@ WAYS = [Way(mlp, "backward", "aot_eager"), Way(mlp, "forward", "aot_eager"), Way
 
 
 class Step(NamedTuple):
-    """What one rank has behind a step.
+    """What one rank has after a step.
 
     Args:
         buckets: Names of the parameters of each, in the order in which they were reduced.
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Behind so many steps of one rank."""
+    """After so many steps of one rank."""
 
     num_steps: int
     module: Mapping[str, Any]
@@ -143,10 +143,6 @@ def simulate(way: Way, world_size: int, plans: list[list[list[str]]]) -> list[tu
     return steps
 
 
-def train_in_all_ways() -> list[list[Step]]:
-    return [train(way, TopK(RATIO), 4)[0] for way in WAYS]
-
-
 def assert_same_bits(ours: Named, expected: Named) -> None:
     assert ours.keys() == expected.keys()
     for name in ours:
@@ -154,27 +150,16 @@ def assert_same_bits(ours: Named, expected: Named) -> None:
 
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))
-def test_every_step_is_that_of_one_process(world_size: int, ranks: Ranks) -> None:
-    results = ranks(world_size).run(train_in_all_ways)
-    for way, *of_ranks in zip(WAYS, *results, strict=True):
-        plans = [step.buckets for step in of_ranks[0]]
+@on_ranks()
+def test_every_step_is_that_of_one_process(world_size: int) -> None:
+    for way in WAYS:
+        steps = train(way, TopK(RATIO), 4)[0]
+        plans = [step.buckets for step in steps]
         assert len(plans[0]) > 1
         assert (plans[0] != plans[1]) == (way.make is Reversed)
-        for step, (gradients, residuals) in enumerate(simulate(way, world_size, plans)):
-            for steps, kept in zip(of_ranks, residuals, strict=True):
-                assert_same_bits(steps[step].gradients, gradients)
-                assert_same_bits(steps[step].residuals, kept)
-
-
-def resume() -> tuple[Checkpoint, Checkpoint, Checkpoint]:
-    """Four steps without a break, with one, and with one behind which the residuals are zero again."""
-    way = WAYS[0]
-    _, whole = train(way, TopK(RATIO), 4)
-    _, half = train(way, TopK(RATIO), 2)
-    _, resumed = train(way, TopK(RATIO), 2, half)
-    nothing = {"residuals": [torch.zeros_like(residual) for residual in half.algorithm["residuals"]]}
-    _, forgotten = train(way, TopK(RATIO), 2, half._replace(algorithm=nothing))
-    return whole, resumed, forgotten
+        for step, (gradients, residuals) in zip(steps, simulate(way, world_size, plans), strict=True):
+            assert_same_bits(step.gradients, gradients)
+            assert_same_bits(step.residuals, residuals[torch.distributed.get_rank()])
 
 
 def differing(ours: Checkpoint, theirs: Checkpoint) -> list[str]:
@@ -182,41 +167,40 @@ def differing(ours: Checkpoint, theirs: Checkpoint) -> list[str]:
     return [name for name, value in ours_and_theirs[0].items() if not torch.equal(value, ours_and_theirs[1][name])]
 
 
-def test_a_run_goes_on_from_its_state(ranks: Ranks) -> None:
-    for whole, resumed, forgotten in ranks(2).run(resume):
-        assert differing(whole, resumed) == []
-        assert differing(whole, forgotten) != []
+@on_ranks(2)
+def test_a_run_goes_on_from_its_state() -> None:
+    """Four steps without a break, with one, and with one after which the residuals are zero again."""
+    way = WAYS[0]
+    _, whole = train(way, TopK(RATIO), 4)
+    _, half = train(way, TopK(RATIO), 2)
+    _, resumed = train(way, TopK(RATIO), 2, half)
+    nothing = {"residuals": [torch.zeros_like(residual) for residual in half.algorithm["residuals"]]}
+    _, forgotten = train(way, TopK(RATIO), 2, half._replace(algorithm=nothing))
+    assert differing(whole, resumed) == []
+    assert differing(whole, forgotten) != []
 
 
-def train_with_all_values() -> tuple[list[float], float]:
-    """How far each gradient is from that of an all-reduce, and the largest residual."""
+@on_ranks(2)
+def test_all_values_are_an_all_reduce() -> None:
     steps, theirs = (train(WAYS[0], algorithm, 3)[0] for algorithm in (TopK(1.0), GradientAllReduce()))
     differences = [
         relative_difference(ours.gradients[name], other.gradients[name])
         for ours, other in zip(steps, theirs, strict=True)
         for name in ours.gradients
     ]
-    return differences, largest(residual.abs().max().item() for step in steps for residual in step.residuals.values())
+    residual = largest(residual.abs().max().item() for step in steps for residual in step.residuals.values())
+    assert largest(differences) < 1e-6 and residual == 0.0
 
 
-def test_all_values_are_an_all_reduce(ranks: Ranks) -> None:
-    for differences, residual in ranks(2).run(train_with_all_values):
-        assert largest(differences) < 1e-6 and residual == 0.0
-
-
-def overflow_on_rank_1() -> tuple[bool, bool]:
-    """Whether the gradients of a step with infinities are finite, and those of the next one."""
+@on_ranks(2)
+def test_an_overflow_is_seen_on_every_rank_and_not_kept() -> None:
     model = ddp_compile(nn.Linear(8, 8, bias=False), algorithm=TopK(RATIO), split="none", backend="eager")
     finite = []
     for value in (float("inf") if torch.distributed.get_rank() else 1.0, 1.0):
         model.zero_grad()
         (model(torch.full((2, 8), value)) ** 2).sum().backward()
         finite.append(bool(model.weight.grad.isfinite().all()))
-    return finite[0], finite[1]
-
-
-def test_an_overflow_is_seen_on_every_rank_and_not_kept(ranks: Ranks) -> None:
-    assert ranks(2).run(overflow_on_rank_1) == [(False, True)] * 2
+    assert (finite[0], finite[1]) == (False, True)
 
 
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.5, float("nan")])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import relative_difference
-from rank_pool import RankPool
+from beside import Step, own_batch, seeded, train_beside
+from models import largest
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
@@ -36,38 +37,31 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(x @ self.table))) * self.scale.sum().float()
 
 
-def train(by_itself: bool) -> dict[str, float]:
-    """For each parameter the largest relative difference to the mean of the plain module's gradients."""
-    torch.manual_seed(dist.get_rank())  # rank 0's parameters go to all
-    module = Net()
-    delayed = [("table", module.table), ("scale", module.scale)]
-    model: Any = ddp_compile(
+def train(make: Callable[[], Any], delayed: list[str], trigger: str, step_of: Step, **settings: Any) -> float:
+    """Largest relative difference of a gradient to the mean of the plain module's."""
+    module = seeded(make)
+    plain = copy.deepcopy(module)
+    names = dict(module.named_parameters())
+    model = ddp_compile(
         module,
         bucket_cap_mb=0.0005,
         backend="aot_eager",
-        delay_all_reduce_named_params=delayed,
-        param_to_hook_all_reduce=module.first.weight,
+        delay_all_reduce_named_params=[(name, names[name]) for name in delayed],
+        param_to_hook_all_reduce=names[trigger],
+        **settings,
     )
-    plain = copy.deepcopy(model)
-    worst = dict.fromkeys(dict(plain.named_parameters()), 0.0)
-    for step in range(4):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(5, WIDTH)
-        for each in (model, plain):
-            each.zero_grad()
-            if by_itself:
-                (each.table @ x.T).square().sum().backward()  # the trigger's gradient does not come in this one
-            each(x).square().sum().backward()
-        for (name, ours), alone in zip(model.named_parameters(), plain.parameters(), strict=True):
-            dist.all_reduce(alone.grad)
-            worst[name] = max(worst[name], relative_difference(ours.grad, alone.grad / dist.get_world_size()))
-    return worst
+    return largest(train_beside((model, plain), step_of, width=WIDTH))
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
-def test_they_are_the_mean_of_all_backwards(by_itself: bool, ranks: Ranks) -> None:
-    for worst in ranks(2).run(train, by_itself):
-        assert max(worst.values()) < 1e-6, worst
+@on_ranks(2)
+def test_they_are_the_mean_of_all_backwards(by_itself: bool) -> None:
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        if by_itself:
+            (model.table @ x.T).square().sum().backward()  # the trigger's gradient does not come in this one
+        model(x).square().sum().backward()
+
+    assert train(Net, ["table", "scale"], "first.weight", step_of) < 1e-6
 
 
 def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
@@ -90,7 +84,10 @@ def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
         "param_to_hook_all_reduce": net.first.weight,
     }
     model: Any = ddp_compile(net, backend="eager", **delayed)
-    with pytest.raises(ReplicationError, match=r"rank 0: delayed gradients of table inside a Join.*drop delay_all"):
+    with pytest.raises(
+        ReplicationError,
+        match=r"rank 0: Join cannot be used with delay_all_reduce_named_params \(table\).*drop delay_all",
+    ):
         model.join_hook()
     plain: Any = model.unwrap()
     with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
@@ -119,57 +116,18 @@ class FirstOnOneRank(nn.Module):
         return h, self.unused(h)
 
 
-def arrive_in_another_order() -> float:
-    torch.manual_seed(0)
-    module = FirstOnOneRank()
-    plain = copy.deepcopy(module)
-    model = ddp_compile(
-        module,
-        bucket_cap_mb=0.001,
-        find_unused_parameters=True,
-        delay_all_reduce_named_params=[("table", module.table)],
-        param_to_hook_all_reduce=module.trigger,
-    )
-    worst = 0.0
-    for step in range(2):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(5, WIDTH)
-        for each in (model, plain):
-            each.zero_grad()
-            each(x)[0].sum().backward()
-        for ours, alone in zip(model.parameters(), plain.parameters(), strict=True):
-            if alone.grad is not None:
-                dist.all_reduce(alone.grad)
-                worst = max(worst, relative_difference(ours.grad, alone.grad / dist.get_world_size()))
-    return worst
+@on_ranks(2)
+def test_ranks_may_meet_the_trigger_at_another_time() -> None:
+    def step_of(model: Any, x: Tensor, step: int) -> None:
+        model(x)[0].sum().backward()
 
-
-def test_ranks_may_meet_the_trigger_at_another_time(ranks: Ranks) -> None:
-    assert max(ranks(2).run(arrive_in_another_order)) < 1e-6
+    assert train(FirstOnOneRank, ["table"], "trigger", step_of, find_unused_parameters=True) < 1e-6
 
 
 class InCheckpoint(Net):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.first, x @ self.table, use_reentrant=True)) * self.scale.sum().float()
-
-
-def refused(make: Callable[[], Net], change: Callable[[Any], None], num_steps: int) -> str:
-    module = make()
-    change(module)
-    delayed = [("table", module.table)]
-    try:
-        model = ddp_compile(
-            module, backend="eager", delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first.weight
-        )
-        for step in range(num_steps):
-            if step == 1:
-                module.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
-            model.zero_grad()
-            model(torch.randn(5, WIDTH)).sum().backward()
-    except (ParametersChangedError, RanksDifferError, ReplicationError) as error:
-        return str(error)
-    return "nothing"
 
 
 def another_shape(module: Net) -> None:
@@ -185,19 +143,30 @@ def nothing(module: Net) -> None:
     pass
 
 
-def refusals() -> list[str]:
-    cases: list[tuple[Any, Any, int]] = [
-        (Net, another_shape, 1),
-        (Net, stepped_in_backward, 1),
-        (InCheckpoint, nothing, 1),
-        (Net, nothing, 3),
-    ]
-    return [refused(*case) for case in cases]
-
-
-def test_what_would_not_be_averaged_is_refused_on_every_rank(ranks: Ranks) -> None:
-    for shape, stepped, checkpointed, replaced in ranks(2).run(refusals):
-        assert "parameter table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]" in shape
-        assert "_apply_optimizer_in_backward would step table with this rank's own gradients" in stepped
-        assert "has come in a backward inside another one, of a reentrant checkpoint" in checkpointed
-        assert "replaced by another Parameter: table" in replaced
+@pytest.mark.parametrize(
+    ("make", "change", "num_steps", "said"),
+    [
+        (Net, another_shape, 1, "table: float32[17, 17] on cpu on rank 0 is parameter table: float32[17, 18]"),
+        (
+            Net,
+            stepped_in_backward,
+            1,
+            "table: such a step would take this rank's own gradients",
+        ),
+        (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint"),
+        (Net, nothing, 3, "replaced by another Parameter: table"),
+    ],
+)
+@on_ranks(2)
+def test_what_would_not_be_averaged_is_refused_on_every_rank(make: Any, change: Any, num_steps: int, said: str) -> None:
+    module = make()
+    change(module)
+    delayed: Any = {"delay_all_reduce_named_params": [("table", module.table)]}
+    with pytest.raises((ParametersChangedError, RanksDifferError, ReplicationError)) as refused:
+        model = ddp_compile(module, backend="eager", param_to_hook_all_reduce=module.first.weight, **delayed)
+        for step in range(num_steps):
+            if step == 1:
+                module.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            model.zero_grad()
+            model(own_batch(step, WIDTH)).sum().backward()
+    assert said in str(refused.value)

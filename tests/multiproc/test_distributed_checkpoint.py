@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -120,7 +120,8 @@ def test_ddps_checkpoint_and_ours_are_the_same(ranks: Ranks, tmp_path: Path) -> 
     assert two.run(load, theirs, by_ddp=False) == through
 
 
-def state_dicts_beside_ddps() -> bool:
+@on_ranks(2)
+def test_state_dicts_are_ddps() -> None:
     """Names and values, of all or on rank 0 alone; and back."""
     ours, theirs = Training(), Training(by_ddp=True)
     for each in (ours, theirs):
@@ -141,8 +142,3 @@ def state_dicts_beside_ddps() -> bool:
     set_model_state_dict(ours.model, state if dist.get_rank() == 0 else {}, options=options)
     assert not any(parameter.any() for parameter in ours.model.parameters())
     ours.train(2, 3)
-    return True
-
-
-def test_state_dicts_are_ddps(ranks: Ranks) -> None:
-    assert ranks(2).run(state_dicts_beside_ddps) == [True, True]

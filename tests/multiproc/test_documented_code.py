@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from process_copies import run_in_copy
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,27 +166,22 @@ def test_adapters_are_trained_alike(ranks: Ranks, tmp_path: Path) -> None:
     assert (tmp_path / "adapter_config.json").exists()
 
 
-def train_with_synchronised_batch_norm(path: Path) -> None:
-    run_recipe("Synchronised BatchNorm", replicate_quickly, path)
+@on_ranks(2)
+def test_synchronised_batch_norm_needs_a_gpu_and_torch_says_so(tmp_path: Path) -> None:
+    path = tmp_path
+    with pytest.raises(ValueError) as raised:
+        run_recipe("Synchronised BatchNorm", replicate_quickly, path)
+    assert "SyncBatchNorm expected input tensor to be on" in str(raised.value)
 
 
-def test_synchronised_batch_norm_needs_a_gpu_and_torch_says_so(ranks: Ranks, tmp_path: Path) -> None:
-    for failure in ranks(2).run_expecting_failures(train_with_synchronised_batch_norm, tmp_path):
-        assert failure.kind == "ValueError"
-        assert "SyncBatchNorm expected input tensor to be on" in failure.message
-
-
-def debugged(path: Path) -> str:
+@on_ranks(2)
+def test_debugging_compares_and_prints(tmp_path: Path) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        run_recipe("Debugging", replicate_quickly, path)
-    return printed.getvalue()
-
-
-def test_debugging_compares_and_prints(ranks: Ranks, tmp_path: Path) -> None:
-    for printed in ranks(2).run(debugged, tmp_path):
-        assert printed.count("5 gradients") == 2  # the table, and once more in what explain() says
-        assert "graph 0: " in printed
+        run_recipe("Debugging", replicate_quickly, tmp_path)
+    printed = printed.getvalue()
+    assert printed.count("5 gradients") == 2  # the table, and once more in what explain() says
+    assert "graph 0: " in printed
 
 
 def run_script(folder: Path) -> str:

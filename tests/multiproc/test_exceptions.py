@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from beside import difference_to_mean
 from in_ci import only
-from models import loss_of, relative_difference
-from rank_pool import RankPool
+from models import loss_of
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, fx, nn
 
 from ddp_compile import ReductionError, ddp_compile
@@ -76,18 +77,14 @@ def batch(step: int) -> Tensor:
 
 def train_one_step(model: Any, step: int) -> float:
     """Largest relative difference of a gradient to the mean of the plain module's."""
-    group = model._ddp_compile_state.process_group
     plain = copy.deepcopy(model)
-    plain.zero_grad()
-    model.zero_grad()
     for each in (plain, model):
+        each.zero_grad()
         loss_of(each(batch(step))).backward()
-    worst = 0.0
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(q.grad, group=group)
-        worst = max(worst, relative_difference(p.grad, q.grad / dist.get_world_size()))
-        with torch.no_grad():
-            p -= 0.1 * p.grad
+    worst = difference_to_mean(model, plain, model._ddp_compile_state.process_group)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
     return worst
 
 
@@ -174,56 +171,44 @@ class Scenario(NamedTuple):
         raises: Its type, or one above.
         says: What the next forward does.
         settings: Of the model.
-        in_ci: Whether no other scenario of CI raises in the same place.
     """
 
     fail: Callable[[Any], None]
     raises: type[BaseException]
     says: str
     settings: Mapping[str, Any] = MappingProxyType({})
-    in_ci: bool = True
 
 
-SCENARIOS = {
-    "forward, before any graph": Scenario(raise_at("forward, first", USER), ValueError, GOES_ON, in_ci=False),
-    "forward, between graphs": Scenario(raise_at("forward, middle", USER), ValueError, GOES_ON, in_ci=False),
+UNUSED, STATIC, COPIED = {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}
+IN_FORWARD, IN_BACKWARD = raise_at("forward, middle", USER), raise_at("backward, middle", USER)
+HOOK, LATE_HOOK = "register_hook", "register_post_accumulate_grad_hook"
+IN_CI = {
     "forward, after all graphs": Scenario(raise_at("forward, last", USER), ValueError, GOES_ON),
     "interrupt in forward": Scenario(raise_at("forward, middle", INTERRUPT), KeyboardInterrupt, GOES_ON),
-    "out of memory in forward": Scenario(
-        raise_at("forward, middle", OUT_OF_MEMORY), RuntimeError, GOES_ON, in_ci=False
-    ),
-    "forward, unused parameters sought": Scenario(
-        raise_at("forward, middle", USER), ValueError, GOES_ON, {"find_unused_parameters": True}, in_ci=False
-    ),
-    "forward, static graph": Scenario(
-        raise_at("forward, middle", USER), ValueError, GOES_ON, {"static_graph": True}, in_ci=False
-    ),
     "backward, before any gradient": Scenario(raise_at("backward, last", USER), ValueError, GOES_ON),
-    "backward, between graphs": Scenario(raise_at("backward, middle", USER), ValueError, REFUSES),
+    "backward, between graphs": Scenario(IN_BACKWARD, ValueError, REFUSES),
     "backward, after all gradients": Scenario(raise_at("backward, first", USER), ValueError, REFUSES),
-    "backward, gradients copied back": Scenario(
-        raise_at("backward, middle", USER), ValueError, REFUSES, {"gradient_as_bucket_view": False}, in_ci=False
-    ),
-    "backward, unused parameters sought": Scenario(
-        raise_at("backward, middle", USER), ValueError, REFUSES, {"find_unused_parameters": True}, in_ci=False
-    ),
-    "backward, static graph": Scenario(
-        raise_at("backward, middle", USER), ValueError, REFUSES, {"static_graph": True}, in_ci=False
-    ),
     "backward in no_sync": Scenario(raise_in_no_sync, ValueError, GOES_ON),
-    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES, in_ci=False),
     "ctrl-c in backward": Scenario(press_ctrl_c, KeyboardInterrupt, REFUSES),
-    "out of memory in backward": Scenario(
-        raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES, in_ci=False
-    ),
-    "hook on the first gradient": Scenario(raise_in_hook("register_hook", "d", USER), ValueError, GOES_ON),
-    "hook on the last gradient": Scenario(raise_in_hook("register_hook", "a", USER), ValueError, REFUSES, in_ci=False),
-    "hook after accumulation": Scenario(
-        raise_in_hook("register_post_accumulate_grad_hook", "a", USER), ValueError, REFUSES
-    ),
+    "hook on the first gradient": Scenario(raise_in_hook(HOOK, "d", USER), ValueError, GOES_ON),
+    "hook after accumulation": Scenario(raise_in_hook(LATE_HOOK, "a", USER), ValueError, REFUSES),
     "comm hook": Scenario(raise_in_comm_hook(USER), ReductionError, REFUSES),
-    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES, in_ci=False),
     "optimizer": Scenario(raise_in_optimizer, ValueError, GOES_ON),
+}
+#: Others in CI raise in the same places.
+SCENARIOS = IN_CI | {
+    "forward, before any graph": Scenario(raise_at("forward, first", USER), ValueError, GOES_ON),
+    "forward, between graphs": Scenario(IN_FORWARD, ValueError, GOES_ON),
+    "out of memory in forward": Scenario(raise_at("forward, middle", OUT_OF_MEMORY), RuntimeError, GOES_ON),
+    "forward, unused parameters sought": Scenario(IN_FORWARD, ValueError, GOES_ON, UNUSED),
+    "forward, static graph": Scenario(IN_FORWARD, ValueError, GOES_ON, STATIC),
+    "backward, gradients copied back": Scenario(IN_BACKWARD, ValueError, REFUSES, COPIED),
+    "backward, unused parameters sought": Scenario(IN_BACKWARD, ValueError, REFUSES, UNUSED),
+    "backward, static graph": Scenario(IN_BACKWARD, ValueError, REFUSES, STATIC),
+    "interrupt in backward": Scenario(raise_at("backward, middle", INTERRUPT), KeyboardInterrupt, REFUSES),
+    "out of memory in backward": Scenario(raise_at("backward, middle", OUT_OF_MEMORY), RuntimeError, REFUSES),
+    "hook on the last gradient": Scenario(raise_in_hook(HOOK, "a", USER), ValueError, REFUSES),
+    "interrupt in comm hook": Scenario(raise_in_comm_hook(INTERRUPT), KeyboardInterrupt, REFUSES),
 }
 
 
@@ -276,12 +261,7 @@ def outcomes(rank_pools: dict[int, RankPool], split: str, request: pytest.Fixtur
     return rank_pools.setdefault(2, RankPool(2)).run(fail_on_every_rank, split, names)
 
 
-ALL_SCENARIOS = [
-    pytest.param(name, marks=[] if scenario.in_ci else [pytest.mark.long]) for name, scenario in SCENARIOS.items()
-]
-
-
-@pytest.mark.parametrize("name", ALL_SCENARIOS)
+@pytest.mark.parametrize("name", only(IN_CI, SCENARIOS))
 def test_an_exception_on_every_rank(name: str, split: str, outcomes: list[dict[str, Outcome]]) -> None:
     says = SCENARIOS[name].says
     if (name, split) == ("hook on the first gradient", "backward"):
@@ -294,19 +274,16 @@ def test_an_exception_on_every_rank(name: str, split: str, outcomes: list[dict[s
             assert f"rank {rank}:" in said and "process_group=torch.distributed.new_group()" in said
 
 
-def fail_on_one_rank(place: str) -> float:
+@pytest.mark.parametrize("place", only(["backward, last"], ["forward, middle", "backward, last"]))
+@on_ranks(2)
+def test_one_rank_may_do_a_step_over_before_its_first_gradient(place: str) -> None:
     """The rank catches what it raised and does the step over, while the other waits for its buckets."""
     model = replicated()
     worst = train_one_step(model, step=0)
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="user error"):
             raise_at(place, USER)(model)
-    return max(worst, *(train_one_step(model, step) for step in (1, 2)))
-
-
-@pytest.mark.parametrize("place", only(["backward, last"], ["forward, middle", "backward, last"]))
-def test_one_rank_may_do_a_step_over_before_its_first_gradient(place: str, ranks: Ranks) -> None:
-    assert max(ranks(2).run(fail_on_one_rank, place)) < 1e-6
+    assert max(worst, *(train_one_step(model, step) for step in (1, 2))) < 1e-6
 
 
 def raises_on_rank_1(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -315,17 +292,12 @@ def raises_on_rank_1(gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
     return gm.forward
 
 
-def compile_on_one_rank_only() -> tuple[list[Any], float]:
+@on_ranks(2)
+def test_a_partition_that_one_rank_cannot_compile() -> None:
     model = replicated(backend=raises_on_rank_1)
-    worst = max(train_one_step(model, step) for step in range(3))
-    return model._ddp_compile_state.compiler.failures, worst
-
-
-def test_a_partition_that_one_rank_cannot_compile(ranks: Ranks) -> None:
-    (compiled, difference_0), (failed, difference_1) = ranks(2).run(compile_on_one_rank_only)
-    assert max(difference_0, difference_1) < 1e-6
-    assert compiled == []
-    assert failed == [("partition_1 of graph 1 (d.weight, d.bias)", "RuntimeError: no compiler on this machine")]
+    assert max(train_one_step(model, step) for step in range(3)) < 1e-6
+    failed = [("partition_1 of graph 1 (d.weight, d.bias)", "RuntimeError: no compiler on this machine")]
+    assert model._ddp_compile_state.compiler.failures == (failed if dist.get_rank() == 1 else [])
 
 
 def raise_in_backward_on_rank_1(graph: fx.Graph) -> None:
@@ -333,20 +305,16 @@ def raise_in_backward_on_rank_1(graph: fx.Graph) -> None:
         raise RuntimeError("no space left on device")
 
 
-def compile_backward_on_one_rank_only() -> tuple[int, float]:
+@pytest.mark.inductor
+@on_ranks(2)
+def test_a_backward_that_one_rank_cannot_compile_is_reduced_in_the_same_step(split: str) -> None:
     # Without biases, whose gradients would need a C++ compiler and seconds.
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
     options = {"post_grad_custom_post_pass": raise_in_backward_on_rank_1}
     model = replicated(net, backend="inductor", options=options)
-    worst = max(train_one_step(model, step) for step in range(2))
-    return len(model._ddp_compile_state.compiler.failures), worst
-
-
-@pytest.mark.inductor
-def test_a_backward_that_one_rank_cannot_compile_is_reduced_in_the_same_step(split: str, ranks: Ranks) -> None:
-    (num_failures_0, difference_0), (num_failures_1, difference_1) = ranks(2).run(compile_backward_on_one_rank_only)
-    assert (num_failures_0, num_failures_1) == (0, 2 if split == "forward" else 1)
-    assert max(difference_0, difference_1) < 1e-5
+    assert max(train_one_step(model, step) for step in range(2)) < 1e-5
+    num_failures = (2 if split == "forward" else 1) if dist.get_rank() == 1 else 0
+    assert len(model._ddp_compile_state.compiler.failures) == num_failures
 
 
 def fail_in_the_middle_on_one_rank() -> tuple[str, Outcome]:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -20,7 +20,6 @@ from ddp_compile import NonFiniteGradientError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 33
 NAN, INF = float("nan"), float("inf")
 
@@ -106,31 +105,29 @@ def train(
     return raised, [bool(p.isfinite().all()) for p in model.parameters()], num_early
 
 
-def check(results: list[Any], name: str = "layers.1.bias") -> None:
-    for raised, are_finite, _ in results:
-        expected = {step: (rank, name) for step, (_, rank) in SPOILT.items()}
-        pattern = r"gradients were infinite or NaN before they were reduced, on rank (\d) in bucket \d \((.*)\)"
-        found = {step: re.fullmatch(pattern, text) for step, text in enumerate(raised) if text}
-        assert {step: match and (int(match[1]), match[2]) for step, match in found.items()} == expected, raised
-        assert all(are_finite)
-    assert results[0][0] == results[1][0]  # every rank says the same
+def train_and_check(name: str = "layers.1.bias", **arguments: Any) -> int:
+    """Every rank has raised whose gradient it was, and trains on; returns how many buckets launch early."""
+    raised, are_finite, num_early = train(**arguments)
+    expected = {step: (rank, name) for step, (_, rank) in SPOILT.items()}
+    pattern = r"gradients were infinite or NaN before they were reduced, on rank (\d) in bucket \d \((.*)\)"
+    found = {step: re.fullmatch(pattern, text) for step, text in enumerate(raised) if text}
+    assert {step: match and (int(match[1]), match[2]) for step, match in found.items()} == expected, raised
+    assert all(are_finite)
+    said_by_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said_by_all, raised)
+    assert said_by_all == [raised] * dist.get_world_size()
+    return num_early
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
-def test_every_rank_raises_whose_gradient_it_was_and_trains_on(split: str, ranks: Ranks) -> None:
-    results = ranks(2).run(train, split=split)
-    check(results)
-    assert [num_early > 0 for *_, num_early in results] == [split == "backward"] * 2
+@on_ranks(2)
+def test_every_rank_raises_whose_gradient_it_was_and_trains_on(split: str) -> None:
+    assert (train_and_check(split=split) > 0) == (split == "backward")
 
 
-def test_a_hook_that_spoils_a_gradient_after_its_bucket_was_launched(ranks: Ranks) -> None:
-    results = ranks(2).run(train, hook_after_the_launch, split="backward")
-    check(results)
-
-
-@torch.compiler.set_stance("force_eager")  # tracing would be most of the time
-def train_eagerly(**settings: Any) -> tuple[list[str], list[bool], int]:
-    return train(**settings)
+@on_ranks(2)
+def test_a_hook_that_spoils_a_gradient_after_its_bucket_was_launched() -> None:
+    train_and_check(step_of=hook_after_the_launch, split="backward")
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -147,76 +144,58 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_in(way: str) -> tuple[list[str], list[bool], int]:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")  # tracing would be most of the time
+def test_it_holds_for_each_way_to_train(way: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "0")  # two nodes
-        return train_eagerly(**WAYS[way])
+        train_and_check("rows.weight" if way == "sparse gradient" else "layers.1.bias", **WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_holds_for_each_way_to_train(way: str, ranks: Ranks) -> None:
-    check(ranks(2).run(train_in, way), "rows.weight" if way == "sparse gradient" else "layers.1.bias")
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def reduce_nothing() -> str:
+def test_a_rank_that_does_not_see_the_value_raises_too() -> None:
     """With a comm hook that shows no rank the values of another."""
     model: Any = ddp_compile(Model(), check_finite_gradients=True)
     model.register_comm_hook(None, noop_hook)
-    with pytest.raises(NonFiniteGradientError) as raised:
+    with pytest.raises(NonFiniteGradientError, match=r"on rank 1 in bucket 0 \(layers\.1\.bias\)"):
         plain_step(model, 0, NAN if dist.get_rank() == 1 else 0.0)
     assert bool(model.layers[1].bias.grad.isfinite().all()) == (dist.get_rank() == 0)
-    return str(raised.value)
 
 
-def test_a_rank_that_does_not_see_the_value_raises_too(ranks: Ranks) -> None:
-    assert all("on rank 1 in bucket 0 (layers.1.bias)" in text for text in ranks(2).run(reduce_nothing))
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def spoil_both() -> str:
+def test_ranks_with_the_same_are_named_together_and_no_optimizer_steps_in_the_backward() -> None:
     model: Any = ddp_compile(Model(), check_finite_gradients=True)
     model._register_fused_optim(torch.optim.SGD, lr=0.1)
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(NonFiniteGradientError) as raised:
+    with pytest.raises(NonFiniteGradientError, match=r"on ranks 0-1 in bucket 0 \(layers\.1\.bias\)"):
         plain_step(model, 0, NAN)
-    assert all(map(torch.equal, model.parameters(), before))  # nothing steps inside of the backward
+    assert all(map(torch.equal, model.parameters(), before))
     model.zero_grad()
     plain_step(model, 1, 0.0)
     assert not any(map(torch.equal, model.parameters(), before))
-    return str(raised.value)
 
 
-def test_ranks_with_the_same_are_named_together_and_no_optimizer_steps_in_the_backward(ranks: Ranks) -> None:
-    assert all("on ranks 0-1 in bucket 0 (layers.1.bias)" in text for text in ranks(2).run(spoil_both))
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def end_one_rank_early() -> None:
+def test_a_rank_without_input_hears_of_it() -> None:
     model: Any = ddp_compile(Model(), check_finite_gradients=True)
-    with model.join():
+    with pytest.raises(NonFiniteGradientError, match=r"on rank 1 in bucket 0 \(layers\.1\.bias\)"), model.join():
         for step in range(1 + 2 * dist.get_rank()):
             plain_step(model, step, NAN if step == 2 else 0.0)
 
 
-def test_a_rank_without_input_hears_of_it(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(end_one_rank_early):
-        assert failure.kind == "NonFiniteGradientError"
-        assert "on rank 1 in bucket 0 (layers.1.bias)" in failure.message
-
-
-def count_messages(checks: bool) -> int:
-    """All-reduces of flags in an iteration that is no agreement point and launches nothing early."""
+@pytest.mark.parametrize("checks", [False, True])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_nothing_is_sent_unless_it_is_asked_for(checks: bool) -> None:
+    """In an iteration that is no agreement point and launches nothing early."""
     model: Any = ddp_compile(Model(), check_finite_gradients=checks, split="forward", backend="eager")
     with (
-        torch.compiler.set_stance("force_eager"),
         mock.patch.object(IterationMessage, "send") as send,
         contextlib.suppress(AssertionError),  # nothing has been sent that could be waited for
     ):
         plain_step(model, 0, 0.0)
-    return send.call_count
-
-
-def test_nothing_is_sent_unless_it_is_asked_for(ranks: Ranks) -> None:
-    assert ranks(2).run(count_messages, False) == [0, 0]
-    assert ranks(2).run(count_messages, True) == [1, 1]
+    assert send.call_count == int(checks)

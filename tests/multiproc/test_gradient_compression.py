@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded, train_beside
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_training_patterns import PATTERNS
 from test_training_patterns import train as train_pattern
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ReplicationError, ddp_compile, torch_internals
+from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 
@@ -25,20 +26,6 @@ Ranks = Callable[[int], RankPool]
 HALF = GradientAllReduce(wire_dtype=torch.float16)
 BRAIN = GradientAllReduce(wire_dtype=torch.bfloat16)
 ALGORITHMS: list[AlgorithmConfig] = [ByteGrad(), HALF, BRAIN]
-
-
-class Step(NamedTuple):
-    """One bucket in one step of one rank.
-
-    Args:
-        own: What the plain module computes on this rank, shape (n,).
-        reduced: The same places of ``.grad``.
-        sent_bytes: By all collectives of this step.
-    """
-
-    own: Tensor
-    reduced: Tensor
-    sent_bytes: int
 
 
 class SentBytes:
@@ -61,43 +48,32 @@ class SentBytes:
         monkeypatch.setattr(torch_internals, "all_gather_single", all_gather)
 
 
-def train(algorithm: AlgorithmConfig, width: int, dtype: torch.dtype, split: str) -> list[list[Step]]:
-    """What happened to each bucket of the plan, in each step."""
+def flat_gradients(module: nn.Module, bucket: Any) -> Tensor:
+    return torch.cat([module.get_parameter(gradient.fqn).grad.reshape(-1) for gradient in bucket.gradients])
+
+
+def train(
+    algorithm: AlgorithmConfig, width: int, dtype: torch.dtype = torch.float32, split: str = "backward"
+) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
+    """For each step the bytes that this rank has sent, and for each bucket all ranks' own gradients, and ours."""
+    plain = seeded(lambda: Mlp(width, 4).to(dtype))
+    settings: Any = {"bucket_cap_mb": 0.003, "split": split, "backend": "aot_eager"}
+    model = ddp_compile(copy.deepcopy(plain), algorithm=algorithm, **settings)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        return _train(algorithm, width, dtype, split, SentBytes(monkeypatch))
-
-
-def _train(algorithm: AlgorithmConfig, width: int, dtype: torch.dtype, split: str, sent: SentBytes) -> list[list[Step]]:
-    torch.manual_seed(3)
-    plain = Mlp(width, 4).to(dtype)
-    model = ddp_compile(
-        copy.deepcopy(plain), algorithm=algorithm, bucket_cap_mb=0.003, split=split, backend="aot_eager"
-    )
-    steps = []
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(6, width, dtype=dtype)
-        sent.count = 0
-        for each in (plain, model):
-            each.zero_grad()
-            loss_of(each(x)).backward()
-        steps.append([])
-        for bucket in model.bucket_plan.buckets:
-            flats = [
-                torch.cat([module.get_parameter(gradient.fqn).grad.reshape(-1) for gradient in bucket.gradients])
-                for module in (plain, model)
-            ]
-            steps[-1].append(Step(*flats, sent.count))
-        with torch.no_grad():  # both go on from the same weights
-            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-                p -= 0.1 * q.grad
-                q.copy_(p)
-    return steps
-
-
-def by_bucket(results: list[list[list[Step]]]) -> list[list[Step]]:
-    """For each bucket of each step what all ranks say of it."""
-    return [list(ranks) for step in zip(*results, strict=True) for ranks in zip(*step, strict=True)]
+        sent = SentBytes(monkeypatch)
+        for step in range(3):
+            x = own_batch(step, width, 6).to(dtype)
+            sent.count = 0
+            for each in (plain, model):
+                each.zero_grad()
+                loss_of(each(x)).backward()
+            buckets = model.bucket_plan.buckets
+            own = [of_all_ranks(flat_gradients(plain, bucket).float()).to(dtype) for bucket in buckets]
+            yield sent.count, [(each, flat_gradients(model, bucket)) for each, bucket in zip(own, buckets, strict=True)]
+            with torch.no_grad():  # both go on from the same weights
+                for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                    p -= 0.1 * q.grad
+                    q.copy_(p)
 
 
 def coded(values: Tensor, num_chunks: int = 1) -> Tensor:
@@ -136,31 +112,31 @@ def byte_grad_of(flats: list[Tensor]) -> Tensor:
         ],
     ),
 )
+@on_ranks()
 def test_byte_grad_is_the_arithmetic_of_one_process(
-    world_size: int, width: int, dtype: torch.dtype, split: str, ranks: Ranks
+    world_size: int, width: int, dtype: torch.dtype, split: str
 ) -> None:
-    for bucket in by_bucket(ranks(world_size).run(train, ByteGrad(), width, dtype, split)):
-        expected = byte_grad_of([each.own for each in bucket]) if world_size > 1 else bucket[0].own
-        for each in bucket:
-            assert torch.equal(each.reduced, expected)
+    for _, buckets in train(ByteGrad(), width, dtype, split):
+        for own, reduced in buckets:
+            assert torch.equal(reduced, byte_grad_of(list(own)) if world_size > 1 else own[0])
 
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3, 4]))
-def test_byte_grad_sends_a_quarter_of_the_bytes_and_headers(world_size: int, ranks: Ranks) -> None:
-    for steps in ranks(world_size).run(train, ByteGrad(), 33, torch.float32, "forward"):
-        for step in steps:
-            chunks = [-(-len(bucket.own) // world_size) for bucket in step]
-            rows = [16 * -(-(8 + chunk) // 16) for chunk in chunks]  # minimum, maximum, codes, up to 16 bytes
-            assert step[0].sent_bytes == sum(2 * (world_size - 1) * row for row in rows)
+@on_ranks()
+def test_byte_grad_sends_a_quarter_of_the_bytes_and_headers(world_size: int) -> None:
+    for sent_bytes, buckets in train(ByteGrad(), 33, split="forward"):
+        chunks = [-(-len(reduced) // world_size) for _, reduced in buckets]
+        rows = [16 * -(-(8 + chunk) // 16) for chunk in chunks]  # minimum, maximum, codes, up to 16 bytes
+        assert sent_bytes == sum(2 * (world_size - 1) * row for row in rows)
 
 
 @pytest.mark.parametrize(("algorithm", "digits"), only([(BRAIN, 1e-2)], [(HALF, 2e-3), (BRAIN, 1e-2)]))
-def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digits: float, ranks: Ranks) -> None:
-    for bucket in by_bucket(ranks(3).run(train, algorithm, 33, torch.float32, "backward")):
-        mean = torch.stack([each.own for each in bucket]).mean(0)
-        for each in bucket:
-            assert 0 < relative_difference(each.reduced, mean) < digits
-            assert torch.equal(each.reduced, bucket[0].reduced)
+@on_ranks(3)
+def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digits: float) -> None:
+    for _, buckets in train(algorithm, 33):
+        for own, reduced in buckets:
+            assert 0 < relative_difference(reduced, own.mean(0)) < digits
+            assert is_same_everywhere(reduced)
 
 
 # The biases before a BatchNorm have no gradient but what rounding leaves, of which nothing relative can be said.
@@ -171,21 +147,15 @@ PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between"]
 OTHER_PATTERNS = [name for name in PATTERNS if name not in (*PATTERNS_IN_CI, *OTHERS)]
 
 
-def train_in_all_ways(names: list[str]) -> dict[str, float]:
-    return {name: train_pattern(name) for name in names}
-
-
 @pytest.mark.parametrize("patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, OTHER_PATTERNS]), ids=len)
 @pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
+@on_ranks(2)
 def test_it_trains_in_every_way_that_an_all_reduce_does(
-    algorithm: AlgorithmConfig, patterns: list[str], each_split: str, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
+    algorithm: AlgorithmConfig, patterns: list[str], split: str
 ) -> None:
-    defaults = ddp_compile.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "algorithm", algorithm)
-    for worst in ranks(2).run(train_in_all_ways, patterns):
-        # What is not reduced, or twice, is off by half or more. NaN is less than nothing.
-        assert all(each < 0.15 for each in worst.values()), worst
+    worst = {name: train_pattern(name, split=split, algorithm=algorithm) for name in patterns}
+    # What is not reduced, or twice, is off by half or more. NaN is less than nothing.
+    assert all(each < 0.15 for each in worst.values()), worst
 
 
 class Branches(nn.Module):
@@ -197,58 +167,41 @@ class Branches(nn.Module):
         return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def train_branches() -> tuple[float, bool]:
-    """Ranks take other branches, and nobody the last one: the largest difference, and whether that has no gradient."""
-    torch.manual_seed(3)
-    plain = Branches()
-    model = ddp_compile(
-        copy.deepcopy(plain), algorithm=ByteGrad(), find_unused_parameters=True, bucket_cap_mb=0.003, backend="eager"
-    )
-    reference = DistributedDataParallel(plain, find_unused_parameters=True)
-    worst = 0.0
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x, branch = torch.randn(6, 33), (step + dist.get_rank()) % 2
-        for each in (reference, model):
-            each.zero_grad()
-            loss_of(each(x, branch)).backward()
-        used = [(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True) if q.grad is not None]
-        worst = largest([worst, *(relative_difference(p.grad, q.grad) for p, q in used)])
-    return worst, model.layers[3].weight.grad is None
+def test_parameters_may_be_unused() -> None:
+    """Ranks take different branches, and no rank the last one."""
+    unused = {"find_unused_parameters": True}
+    models = pair(Branches, unused, algorithm=ByteGrad(), bucket_cap_mb=0.003, backend="eager")
 
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        loss_of(model(x, (step + dist.get_rank()) % 2)).backward()
 
-def test_parameters_may_be_unused(ranks: Ranks) -> None:
-    for worst, is_none in ranks(2).run(train_branches):
-        assert worst < 0.05 and is_none
-
-
-def train_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> float:
-    """Rank 1 has more batches than rank 0: the largest difference to DistributedDataParallel's gradients."""
-    torch.manual_seed(3)
-    module = Mlp(33, 4)
-    reference = DistributedDataParallel(copy.deepcopy(module))
-    model = ddp_compile(module, algorithm=algorithm, bucket_cap_mb=0.003, backend="aot_eager")
-    seen: list[list[Tensor]] = [[], []]
-    for each, gradients in zip((model, reference), seen, strict=True):
-        with each.join(divide_by_initial_world_size=divide_by_initial_world_size):
-            for step in range(2 + 3 * dist.get_rank()):
-                torch.manual_seed(10 * step + dist.get_rank())
-                each.zero_grad()
-                loss_of(each(torch.randn(6, 33))).backward()
-                gradients += [p.grad.clone() for p in each.parameters()]
-    return largest([relative_difference(ours, theirs) for ours, theirs in zip(*seen, strict=True)])
+    assert largest(train_beside(models, step_of, width=33, rows=6)) < 0.05
+    assert models[0].layers[3].weight.grad is None
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))
 @pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
-def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool, ranks: Ranks) -> None:
-    assert largest(ranks(2).run(train_uneven, algorithm, divide_by_initial_world_size)) < 0.05
+@on_ranks(2)
+def test_inputs_may_be_uneven(algorithm: AlgorithmConfig, divide_by_initial_world_size: bool) -> None:
+    """Rank 1 has more batches than rank 0."""
+    models = pair(lambda: Mlp(33, 4), algorithm=algorithm, bucket_cap_mb=0.003)
+    seen: list[list[Tensor]] = [[], []]
+    for each, gradients in zip(models, seen, strict=True):
+        with each.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            for step in range(2 + 3 * dist.get_rank()):
+                each.zero_grad()
+                loss_of(each(own_batch(step, 33, 6))).backward()
+                gradients += [p.grad.clone() for p in each.parameters()]
+    assert largest(map(relative_difference, *seen)) < 0.05
 
 
+@pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, float]:
-    """Whether any gradient of the layer is finite, and the scale behind the step."""
+def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float) -> None:
     torch.manual_seed(3)
     model = ddp_compile(nn.Linear(5, 5), algorithm=algorithm, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,44 +212,40 @@ def overflow_on_rank_1(algorithm: AlgorithmConfig, value: float) -> tuple[bool, 
     scaler.scale(model(x).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    return bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()
+    assert (bool(model.weight.grad[:, 0].isfinite().any()), scaler.get_scale()) == (False, 4.0)
 
 
-@pytest.mark.parametrize("value", only([float("-inf")], [float("inf"), float("-inf")]))
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_what_is_not_finite_stays_so_on_every_rank(algorithm: AlgorithmConfig, value: float, ranks: Ranks) -> None:
-    assert ranks(2).run(overflow_on_rank_1, algorithm, value) == [(False, 4.0)] * 2
-
-
-def fit(algorithm: AlgorithmConfig, seed: int) -> float:
-    """The loss on what was not trained with."""
+def fit(make_optimizer: Callable[[Any], Any], seed: int, num_steps: int, noise: float, algorithm: Any = None) -> float:
+    """The loss on data that it was not trained with; an optimizer may bring an algorithm."""
     torch.manual_seed(seed)
     teacher, module = Mlp(9, 2), Mlp(9, 3)
+    optimizer = make_optimizer(module.parameters())
+    algorithm = optimizer.algorithm() if hasattr(optimizer, "algorithm") else algorithm or GradientAllReduce()
     model = ddp_compile(module, algorithm=algorithm, backend="eager", split="none")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(100 * seed + dist.get_rank())
-    for _ in range(150):
+    for _ in range(num_steps):
         x = torch.randn(16, 9)
         optimizer.zero_grad()
-        (model(x) - teacher(x).detach()).square().mean().backward()
+        (model(x) - teacher(x).detach() - noise * torch.randn(16, 9)).square().mean().backward()
         optimizer.step()
     torch.manual_seed(seed)
     x = torch.randn(500, 9)
     return (model(x) - teacher(x)).square().mean().item()
 
 
-def fit_with_all(seed: int) -> list[float]:
-    return [fit(algorithm, seed) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_losses_are_those_of_an_all_reduce(seed: int, ranks: Ranks) -> None:
-    for all_reduced, *others in ranks(2).run(fit_with_all, seed):
-        assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
+@on_ranks(2)
+def test_losses_are_those_of_an_all_reduce(seed: int) -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01)
+
+    all_reduced, *others = [fit(adam, seed, 150, 0.0, algorithm) for algorithm in (GradientAllReduce(), *ALGORITHMS)]
+    assert all(each < 1.05 * all_reduced for each in others), (all_reduced, others)
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_it_does_not_take_is_refused_by_name() -> None:
     said = []
     for module in (nn.Linear(2, 2).double(), nn.Embedding(4, 2, sparse=True)):
         with pytest.raises(ReplicationError) as refused:
@@ -305,17 +254,14 @@ def refusals() -> list[str]:
     model = ddp_compile(nn.Linear(2, 2), algorithm=ByteGrad())
     with pytest.raises(RuntimeError) as already:
         model.register_comm_hook(None, lambda state, bucket: None)
-    return [*said, str(already.value)]
-
-
-def test_what_it_does_not_take_is_refused_by_name(ranks: Ranks) -> None:
-    for rank, (double, sparse, hook) in enumerate(ranks(2).run(refusals)):
-        assert double.startswith(
-            f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and of float64 are"
-            " weight, bias."
-        )
-        assert sparse.startswith(f"rank {rank}: the ByteGrad all-reduce takes no sparse gradients")
-        assert "but the ByteGrad all-reduce reduces" in hook
+    rank = dist.get_rank()
+    double, sparse, hook = [*said, str(already.value)]
+    assert double.startswith(
+        f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and of float64 are"
+        " weight, bias."
+    )
+    assert sparse.startswith(f"rank {rank}: the ByteGrad all-reduce takes no sparse gradients")
+    assert "but the ByteGrad all-reduce reduces" in hook
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "float16"])
@@ -324,14 +270,94 @@ def test_a_wire_dtype_that_there_is_not_is_refused(dtype: Any) -> None:
         GradientAllReduce(wire_dtype=dtype)
 
 
+@pytest.mark.parametrize(("value", "expected"), [(30000.0, 30000.0), (40000.0, float("inf")), (2.0**-23, 2.0**-23)])
+@on_ranks(4)
 @torch.compiler.set_stance("force_eager")
-def float16_range(value: float) -> float:
+def test_the_factor_is_split_around_the_sum(value: float, expected: float) -> None:
+    """With four ranks by 2 before and 2 after it; the smallest number of float16 is 2**-24."""
     model = ddp_compile(nn.Linear(1, 1, bias=False), algorithm=HALF, backend="eager")
     model(torch.tensor([[value]])).sum().backward()
-    return model.weight.grad.item()
+    assert model.weight.grad.item() == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize(("value", "expected"), [(30000.0, 30000.0), (40000.0, float("inf")), (2.0**-23, 2.0**-23)])
-def test_the_factor_is_split_around_the_sum(value: float, expected: float, ranks: Ranks) -> None:
-    """With four ranks by 2 before and 2 behind it; the smallest number of float16 is 2**-24."""
-    assert ranks(4).run(float16_range, value) == pytest.approx([expected] * 4, rel=1e-2)
+# Reduction inside nodes first: nodes of equal and of other sizes, simulated by what a launcher tells the ranks.
+
+INSIDE_NODES = GradientAllReduce(hierarchical=True)
+HALF_INSIDE_NODES = GradientAllReduce(hierarchical=True, wire_dtype=torch.float16)
+BYTE_GRAD = ByteGrad(hierarchical=True)
+TOLERANCES = {INSIDE_NODES: 1e-6, HALF_INSIDE_NODES: 2e-3, BYTE_GRAD: 0.03}
+TWO_AND_TWO, ONE_AND_THREE = [2, 2], [1, 3]
+EVERYONE = [0, 1, 2, 3]
+
+
+def tell_nodes(monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]) -> None:
+    """As a launcher does on nodes with so many ranks each."""
+    places = [place for size in sizes for place in range(size)]
+    monkeypatch.setenv("LOCAL_RANK", str(places[dist.get_rank()]))
+
+
+def on_nodes(sizes: Sequence[int], module: nn.Module, **settings: Any) -> Any:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, sizes)
+        return ddp_compile(module, **settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "algorithm", "members"),
+    only(
+        [(ONE_AND_THREE, INSIDE_NODES, EVERYONE), (TWO_AND_TWO, BYTE_GRAD, [1, 2, 3])],
+        itertools.product([TWO_AND_TWO, ONE_AND_THREE, [4]], TOLERANCES, [EVERYONE, [1, 2, 3], [0, 3], [2, 3]]),
+    ),
+    ids=str,
+)
+@on_ranks(4)
+def test_it_is_the_mean_over_all_ranks_however_nodes_divide_them(
+    sizes: list[int], algorithm: AlgorithmConfig, members: list[int]
+) -> None:
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return
+    plain = seeded(lambda: Mlp(17, 4))
+    settings: Any = {"bucket_cap_mb": 0.002, "backend": "aot_eager"}
+    model = on_nodes(sizes, copy.deepcopy(plain), algorithm=algorithm, process_group=group, **settings)
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            loss_of(each(own_batch(step, 17, 6))).backward()
+    for bucket in model.bucket_plan.buckets:
+        reduced = flat_gradients(model, bucket)
+        own, ours = (of_all_ranks(each, group) for each in (flat_gradients(plain, bucket), reduced))
+        assert relative_difference(reduced, own.mean(0)) < TOLERANCES[algorithm]
+        assert (ours == reduced).all()
+
+
+@on_ranks(4)
+def test_byte_grad_compresses_the_sums_of_nodes() -> None:
+    plain = seeded(lambda: nn.Linear(33, 5))
+    model = on_nodes(TWO_AND_TWO, copy.deepcopy(plain), algorithm=BYTE_GRAD, backend="eager")
+    for each in (plain, model):
+        loss_of(each(own_batch(0, 33, 6))).backward()
+    (bucket,) = model.bucket_plan.buckets
+    scaled = 0.25 * of_all_ranks(flat_gradients(plain, bucket))
+    # Of two nodes, whose sums are divided already: the reference divides them by 2 again.
+    expected = byte_grad_of([2 * (scaled[0] + scaled[1]), 2 * (scaled[2] + scaled[3])])
+    assert torch.equal(flat_gradients(model, bucket), expected)
+
+
+@pytest.mark.parametrize("value", ["", "first"])
+@on_ranks(2)
+def test_nodes_that_are_not_known_are_an_error_on_every_rank(value: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, [2])
+        if dist.get_rank() == 1:
+            monkeypatch.setenv("LOCAL_RANK", value) if value else monkeypatch.delenv("LOCAL_RANK")
+        with pytest.raises(ValueError, match="LOCAL_RANK is no number on rank 1") as raised:
+            ddp_compile(nn.Linear(2, 2), algorithm=INSIDE_NODES)
+    said = f"rank {dist.get_rank()}: the hierarchical gradient all-reduce has to know"
+    assert str(raised.value).startswith(said)
+
+
+@on_ranks(2)
+def test_ranks_have_to_agree_on_it() -> None:
+    with pytest.raises(RanksDifferError, match="hierarchical gradient all-reduce"):
+        on_nodes([2], nn.Linear(2, 2), algorithm=GradientAllReduce(hierarchical=dist.get_rank() == 0))

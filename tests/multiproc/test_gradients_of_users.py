@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from beside import own_batch, pair, seeded
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from models import Mlp, largest, loss_of, relative_difference
+from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
-
 
 class User:
-    """One training loop; subclasses say what it does with gradients.
-
-    Args:
-        model: Replicated by ddp_compile or by DistributedDataParallel.
-    """
+    """One training loop; subclasses say what it does with gradients."""
 
     sets_to_none = True
 
@@ -178,23 +170,8 @@ class Accumulates(User):
         return kept
 
 
-USERS: dict[str, type[User]] = {
-    cls.__name__: cls
-    for cls in (
-        User,
-        ClipsThroughData,
-        ClipsThroughDataInPlaceOfZeros,
-        SharesMemory,
-        SharesMemoryInPlaceOfZeros,
-        PcGrad,
-        KeepsViews,
-        LendsGradients,
-        FlatBufferOfTheirOwn,
-        HeldBeforeTheyAreReduced,
-        KeepsEverySecond,
-        Accumulates,
-    )
-}
+KINDS = [User, *User.__subclasses__(), *ClipsThroughData.__subclasses__(), *SharesMemory.__subclasses__()]
+USERS: dict[str, type[User]] = {kind.__name__: kind for kind in KINDS}
 
 
 class WithEagerTail(Mlp):
@@ -211,37 +188,25 @@ class WithEagerTail(Mlp):
         return x
 
 
-def train(user: str, backend: str, settings: dict[str, Any] | None = None) -> float:
-    torch.manual_seed(3)
-    reference = WithEagerTail(17, 5)
-    model = ddp_compile(copy.deepcopy(reference), bucket_cap_mb=0.002, backend=backend, **settings or {})
-    users = [USERS[user](m) for m in (model, DistributedDataParallel(reference))]
-    worst = 0.0
+def train(user: str, **settings: Any) -> float:
+    models = pair(lambda: WithEagerTail(17, 5), bucket_cap_mb=0.002, **settings)
+    users = [USERS[user](model) for model in models]
+    worst = [0.0]
     for step in range(4):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(6, 17)
-        ours, theirs = (each.step(x, step) for each in users)
-        worst = max([worst, *(relative_difference(p, q) for p, q in zip(ours, theirs, strict=True))])
-    return worst
+        ours, theirs = (each.step(own_batch(step, 17, 6), step) for each in users)
+        worst += map(relative_difference, ours, theirs)
+    return largest(worst)
 
 
-SAID_BY_OTHERS = (
-    "ClipsThroughData",
-    "SharesMemory",
-    "HeldBeforeTheyAreReduced",
-    "User",
-    "ClipsThroughDataInPlaceOfZeros",
-    "SharesMemoryInPlaceOfZeros",
-    "KeepsViews",
-    "KeepsEverySecond",
-    "FlatBufferOfTheirOwn",  # by itself with optional gradients
-)
+#: Other tests say in CI what the others do; `FlatBufferOfTheirOwn` is there with optional gradients.
+IN_CI = ["PcGrad", "LendsGradients", "Accumulates"]
 
 
-@pytest.mark.parametrize("user", only([user for user in USERS if user not in SAID_BY_OTHERS], USERS))
-def test_users_see_what_they_see_with_ddp(user: str, split: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("user", only(IN_CI, USERS))
+@on_ranks(2)
+def test_users_see_what_they_see_with_ddp(user: str, split: str) -> None:
     # Backends make no difference to who holds a gradient, but that nothing leaves inside an uncompiled backward.
-    assert max(ranks(2).run(train, user, "eager" if split == "forward" else "aot_eager")) == 0
+    assert train(user, backend="eager" if split == "forward" else "aot_eager") == 0
 
 
 @pytest.mark.parametrize(
@@ -250,46 +215,38 @@ def test_users_see_what_they_see_with_ddp(user: str, split: str, ranks: Ranks) -
     ids=str,
 )
 @pytest.mark.parametrize("user", only(["FlatBufferOfTheirOwn"], ["PcGrad", "FlatBufferOfTheirOwn"]))
-def test_users_see_what_they_see_with_ddp_with_optional_gradients(user: str, settings: Any, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train, user, "aot_eager", settings)) == 0
+@on_ranks(2)
+def test_users_see_what_they_see_with_ddp_with_optional_gradients(user: str, settings: dict[str, bool]) -> None:
+    assert train(user, **settings) == 0
 
 
 @pytest.mark.inductor
 @pytest.mark.long
 @pytest.mark.parametrize("user", ["PcGrad", "ClipsThroughData"])
-def test_users_see_what_they_see_with_ddp_under_inductor(user: str, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train, user, "inductor")) < 1e-5
+@on_ranks(2)
+def test_users_see_what_they_see_with_ddp_under_inductor(user: str) -> None:
+    assert train(user, backend="inductor") < 1e-5
 
 
-def zero_copy_of_ordinary_training() -> dict[str, Any]:
-    torch.manual_seed(3)
-    model: Any = ddp_compile(Mlp(17, 5), bucket_cap_mb=0.002, backend="aot_eager")
+@on_ranks(2)
+def test_gradients_stay_in_one_buffer_where_nobody_holds_them_and_are_saved_alone() -> None:
+    model: Any = ddp_compile(seeded(lambda: Mlp(17, 5)), bucket_cap_mb=0.002, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters())
-    addresses = []
+    addresses = set()
     for _ in range(4):
         for rows in (3, 4):
             loss_of(model(torch.randn(rows, 17))).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         flats = [bucket.flat for bucket in model._ddp_compile_state.reducer.buckets]
-        inside = [any(0 <= p.grad.data_ptr() - f.data_ptr() < f.nbytes for f in flats) for p in model.parameters()]
-        addresses.append([flat.data_ptr() for flat in flats])
+        for p in model.parameters():
+            assert any(0 <= p.grad.data_ptr() - flat.data_ptr() < flat.nbytes for flat in flats)
+            assert p.grad.stride() == p.stride()
+        addresses.add(tuple(flat.data_ptr() for flat in flats))
         optimizer.step()
         optimizer.zero_grad()
-    saved = io.BytesIO()
+    assert len(addresses) == 1
     loss_of(model(torch.randn(3, 17))).backward()
-    torch.save(model.layers[0].bias.grad, saved)
-    return {
-        "inside": all(inside),
-        "addresses": addresses,
-        "saved": len(saved.getvalue()),
-        "copied": copy.deepcopy(model.layers[0].bias.grad).untyped_storage().nbytes(),
-        "strides": all(p.grad.stride() == p.stride() for p in model.parameters()),
-    }
-
-
-def test_gradients_stay_in_one_buffer_where_nobody_holds_them_and_are_saved_alone(ranks: Ranks) -> None:
-    for result in ranks(2).run(zero_copy_of_ordinary_training):
-        assert result["inside"] and result["strides"]
-        assert all(addresses == result["addresses"][0] for addresses in result["addresses"])
-        assert result["copied"] == 17 * 4
-        assert result["saved"] < 2000
+    gradient, saved = model.layers[0].bias.grad, io.BytesIO()
+    torch.save(gradient, saved)
+    assert len(saved.getvalue()) < 2000
+    assert copy.deepcopy(gradient).untyped_storage().nbytes() == 17 * 4

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -25,8 +26,19 @@ Ranks = Callable[[int], RankPool]
 NUM_STEPS = 6
 
 
-def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
-    """How many messages each backward has sent."""
+@pytest.mark.parametrize(
+    ("settings", "messages"),
+    [
+        ({"split": "forward"}, [0] * NUM_STEPS),
+        pytest.param({"split": "backward"}, [1] * NUM_STEPS, marks=pytest.mark.long),
+        pytest.param({"split": "forward", "find_unused_parameters": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
+        ({"split": "backward", "find_unused_parameters": True}, [1] * NUM_STEPS),
+        ({"split": "forward", "static_graph": True}, [1] + [0] * (NUM_STEPS - 1)),
+        pytest.param({"split": "backward", "static_graph": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
+    ],
+)
+@on_ranks(2)
+def test_there_is_one_message_in_an_iteration_whatever_is_on(settings: dict[str, Any], messages: list[int]) -> None:
     started = 0
     send = IterationMessage.send
 
@@ -46,24 +58,7 @@ def messages_in_each_step(settings: dict[str, Any]) -> list[int]:
         finally:
             IterationMessage.send = send  # type: ignore[method-assign]
         numbers.append(started)
-    return numbers
-
-
-@pytest.mark.parametrize(
-    ("settings", "messages"),
-    [
-        ({"split": "forward"}, [0] * NUM_STEPS),
-        pytest.param({"split": "backward"}, [1] * NUM_STEPS, marks=pytest.mark.long),
-        pytest.param({"split": "forward", "find_unused_parameters": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
-        ({"split": "backward", "find_unused_parameters": True}, [1] * NUM_STEPS),
-        ({"split": "forward", "static_graph": True}, [1] + [0] * (NUM_STEPS - 1)),
-        pytest.param({"split": "backward", "static_graph": True}, [1] * NUM_STEPS, marks=pytest.mark.long),
-    ],
-)
-def test_there_is_one_message_in_an_iteration_whatever_is_on(
-    settings: dict[str, Any], messages: list[int], ranks: Ranks
-) -> None:
-    assert ranks(2).run(messages_in_each_step, settings) == [messages, messages]
+    assert numbers == messages
 
 
 #: What would make a host wait for a GPU, had it computed the gradients: their values asked for in Python.
@@ -125,20 +120,18 @@ def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str
         assert [name for name in waits[0] if name != "item"] == (["tolist"] if split == "backward" else [])
 
 
-def tell(lengths: list[int]) -> list[list[int]]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_flags_of_all_ranks_are_heard(world_size: int) -> None:
+    lengths = [3, 5]
     message = IterationMessage(dist.group.WORLD, torch.device("cpu"), is_needed=True)
     parts = [bytearray(length) for length in lengths]
     for part in parts:
         part[dist.get_rank()] = 1
     message.send(parts)
-    return [list(part) for part in message.wait()]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_flags_of_all_ranks_are_heard(world_size: int, ranks: Ranks) -> None:
-    for heard in ranks(world_size).run(tell, [3, 5]):
-        told = [int(rank < world_size) for rank in range(5)]
-        assert heard == [told[:3], told]
+    heard = [list(part) for part in message.wait()]
+    told = [int(rank < world_size) for rank in range(5)]
+    assert heard == [told[:3], told]
 
 
 @contextmanager
@@ -151,9 +144,8 @@ def without_a_gpu() -> Iterator[None]:
 
 
 def ranks_that_train_beside_a_gpu() -> list[list[int]]:
-    group, nothing = dist.group.WORLD, lambda _: None
-    assert group is not None
-    inputs = UnevenInputs(group, torch.device("cuda", 0), None, nothing, nothing)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0))
+    inputs = UnevenInputs(state)
     with without_a_gpu():
         return [inputs._ranks_that_train(dist.get_rank() in training) for training in ([0, 1], [1], [])]
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from halves import Built
 from in_ci import only
-from models import loss_of, relative_difference
-from rank_pool import RankPool
+from models import Mlp, loss_of, relative_difference
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
-from ddp_compile.algorithms import AlgorithmConfig, CommAlgorithm
+from ddp_compile import ReplicationError, ddp_compile
+from ddp_compile.algorithms import CommAlgorithm, Traits
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 33
@@ -135,26 +137,13 @@ def test_a_rank_may_have_no_input_at_all(counts: list[int], split: str, ranks: R
         assert max(differences) < 1e-6, differences
 
 
-class ManySteps(nn.Module):
-    """So that buckets are launched early by the time that a rank runs out of inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + x
-        return x
-
-
 def train_with_early_launches() -> tuple[float, list[int]]:
     """The difference to the mean done by hand, and how many buckets may be launched early in each step of rank 1.
 
     Rank 0 has two batches fewer. In the last step of rank 1 a contribution comes too late.
     """
     torch.manual_seed(0)
-    module = ManySteps()
+    module = Mlp(WIDTH, 4)
     reference = copy.deepcopy(module)
     model = ddp_compile(module, bucket_cap_mb=0.003, split="backward", backend="aot_eager")
     num_early = []
@@ -231,13 +220,10 @@ class CountsSteps(Joinable):
         return dist.group.WORLD
 
 
-def train_with_zero_both() -> float:
-    return worst_difference(train_with_zero(True), train_with_zero(False))
-
-
-def test_other_joinables_may_be_in_the_same_context(ranks: Ranks) -> None:
-    for difference in ranks(2).run(train_with_zero_both):
-        assert difference < 1e-6
+@on_ranks(2)
+def test_other_joinables_may_be_in_the_same_context() -> None:
+    difference = worst_difference(train_with_zero(True), train_with_zero(False))
+    assert difference < 1e-6
 
 
 class Branches(nn.Module):
@@ -250,9 +236,9 @@ class Branches(nn.Module):
         return self.branch(x) if takes_branch else x
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def shadow_with_something_unsent() -> list[float]:
-    """The differences to DistributedDataParallel, where a rank shadows before its own gradients are reduced."""
+def test_a_shadow_does_not_use_up_what_it_has_still_to_send() -> None:
     torch.manual_seed(0)
     module, x = Branches(), torch.ones(2, 5)
     reference = DistributedDataParallel(copy.deepcopy(module), find_unused_parameters=True)
@@ -267,12 +253,7 @@ def shadow_with_something_unsent() -> list[float]:
         each(x).sum().backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         differences.append(relative_difference(ours.grad, theirs.grad))
-    return differences
-
-
-def test_a_shadow_does_not_use_up_what_it_has_still_to_send(ranks: Ranks) -> None:
-    for differences in ranks(2).run(shadow_with_something_unsent):
-        assert max(differences) < 1e-6, differences
+    assert max(differences) < 1e-6, differences
 
 
 class CountsCalls(CommAlgorithm):
@@ -294,19 +275,159 @@ class CountsCalls(CommAlgorithm):
         return self.group.allreduce([bucket.flat])
 
 
-class CountsCallsConfig(AlgorithmConfig):
-    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        return CountsCalls(process_group)
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def count_calls() -> list[int]:
-    model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=CountsCallsConfig())
+def test_an_algorithm_is_told_the_same_on_every_rank() -> None:
+    model = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(CountsCalls))
     with model.join():
         for _ in range(1 + 2 * dist.get_rank()):
             model(torch.ones(1, 2)).sum().backward()
-    return model._ddp_compile_state.reducer.algorithm.calls
+    assert model._ddp_compile_state.reducer.algorithm.calls == [3, 3]
 
 
-def test_an_algorithm_is_told_the_same_on_every_rank(ranks: Ranks) -> None:
-    assert ranks(2).run(count_calls) == [[3, 3]] * 2
+# How a Join ends, what it refuses, and what it leaves behind.
+
+
+@torch.compiler.set_stance("force_eager")
+def stop_when_one_has_no_input() -> str:
+    model = ddp_compile(Model(), backend="eager")
+    with pytest.raises(RuntimeError) as raised, model.join(throw_on_early_termination=True):
+        for x in batches(2 + dist.get_rank(), 0):
+            loss_of(model(x)).backward()
+    return str(raised.value)
+
+
+def test_all_ranks_stop_as_soon_as_one_has_no_input_left(ranks: Ranks) -> None:
+    assert ranks(2).run(stop_when_one_has_no_input) == [
+        "Rank 0 exhausted all inputs.",
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    ]
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_nothing_is_left_of_a_context() -> None:
+    model: Any = ddp_compile(nn.Linear(2, 2), backend="eager")
+    assert isinstance(model, Joinable) and model.join_process_group is dist.group.WORLD
+    for enable in (False, True):
+        with model.join(enable=enable):
+            model(torch.ones(1, 2)).sum().backward()
+        assert not model._join_config.enable
+    before = set(vars(model))
+    plain = model.unwrap()
+    attributes, *has = [sorted(before), hasattr(plain, "join_hook"), hasattr(plain, "_join_config")]
+    assert "_join_config" not in attributes and has == [False, False]
+
+
+class SendsParameters(CommAlgorithm):
+    name = "parameter exchange"
+    traits = Traits(payload="parameters")
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_what_shadows_cannot_follow_is_refused_by_name() -> None:
+    said = []
+    one, other = (ddp_compile(nn.Linear(2, 2), backend="eager") for _ in range(2))
+    with pytest.raises(ReplicationError) as refused, one.join(), other.join():
+        pass
+    said.append(str(refused.value))
+    assert not other._join_config.enable
+    for context in (nullcontext, other.no_sync):
+        with pytest.raises(ReplicationError) as refused, other.join(divide_by_initial_world_size=False):
+            loss = other(torch.ones(1, 2)).sum()
+            with context():
+                other(torch.ones(1, 2))
+        loss.backward()
+    said.append(str(refused.value))
+    exchanges = ddp_compile(nn.Linear(2, 2), backend="eager", algorithm=Built(lambda group: SendsParameters()))
+    with pytest.raises(ReplicationError) as refused:
+        exchanges.join()
+    rank = dist.get_rank()
+    (two, second, algorithm) = [*said, str(refused.value)]
+    assert two.startswith(f"rank {rank}: Linear.join() cannot be used with Linear.join() around it")
+    assert "Join([first, second])" in two
+    assert "a second forward inside a Join before the backward of the first one" in second
+    assert "Join cannot be used with the parameter exchange" in algorithm
+
+
+@torch.compiler.set_stance("force_eager")
+def learn_without_input() -> None:
+    model = ddp_compile(nn.Linear(2, 2), backend="eager", static_graph=True)
+    with model.join():
+        for _ in range(dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
+    failures = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
+    assert (
+        "static_graph=True learns from the first iteration, in which this rank has had no input" in failures[0].message
+    )
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_nothing_is_left_of_a_context_that_an_error_has_ended() -> None:
+    """A gradient inside another context that is not enabled, and one outside of any, beside DistributedDataParallel."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(5, 5), torch.ones(2, 5) * (1 + dist.get_rank())
+    reference = DistributedDataParallel(copy.deepcopy(module))
+    model = ddp_compile(module, backend="eager")
+    gradients: list[list[Tensor]] = []
+    for each in (model, reference):
+        gradients.append([])
+        with (
+            pytest.raises(RuntimeError),
+            each.join(divide_by_initial_world_size=False, throw_on_early_termination=True),
+        ):
+            for _ in range(1 + dist.get_rank()):
+                with each.no_sync():
+                    each(x).sum().backward()
+        each.zero_grad()
+        with each.join(enable=False):
+            each(x).sum().backward()
+        gradients[-1].append(next(each.parameters()).grad.clone())
+    one, other = model(x), model(2 * x)  # nothing is left that would refuse a second forward
+    (one.sum() + other.sum()).backward()
+    assert not model._join_config.enable
+    differences = [relative_difference(ours, theirs) for ours, theirs in zip(*gradients, strict=True)]
+    assert max(differences) < 1e-6, differences
+
+
+@on_ranks(2)
+def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_on() -> None:
+    torch.manual_seed(0)
+    model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
+    model.register_comm_hook(None, allreduce_hook)
+    said = []
+    try:
+        with model.join():
+            for step in range(3 + 2 * dist.get_rank()):
+                loss = loss_of(model(torch.randn(5, WIDTH)))
+                if step == 4:
+                    loss = loss + model.layers[1].weight.square().sum()
+                loss.backward()
+    except RuntimeError as error:
+        said.append(str(error))
+    model.zero_grad()
+    loss_of(model(torch.randn(5, WIDTH))).backward()
+    (said,) = said
+    assert "layers.1.weight got another gradient" in said
+
+
+@torch.compiler.set_stance("force_eager")
+def raise_while_the_other_shadows() -> None:
+    model = ddp_compile(nn.Linear(2, 2), backend="eager")
+    with model.join():
+        for step in range(1 + 2 * dist.get_rank()):
+            loss = model(torch.ones(1, 2)).sum()
+            if step == 2:
+                raise ValueError("a bad batch")
+            loss.backward()
+
+
+def test_a_rank_that_raises_while_another_shadows_is_named(ranks: Ranks) -> None:
+    shadow, raising = ranks(2).run_expecting_failures(raise_while_the_other_shadows, timeout_s=2.0)
+    assert raising.message == "a bad batch"
+    assert "the all-reduce of bucket 0" in shadow.message and "training forward 3 has returned" in shadow.message

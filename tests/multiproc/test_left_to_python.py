@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from in_ci import only
 from models import largest, loss_of, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_regions import WAYS, launches_before
 from test_regions import train as train_regions
 from torch import Tensor, nn
@@ -251,7 +251,15 @@ def test_one_rank_may_compile_the_whole_and_another_one_blocks(make: type[Any], 
         assert of_rank.plan == trained[0].plan
 
 
-def train_broken(name: str) -> Any:
+#: Dynamo compiles `call` for one block, and does not guard on which one ``is`` the block at hand: plain torch.compile
+#: computes something else there as well (2.13).
+COMPARES_BLOCKS = "static_graph_without_one"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in WAYS if name != COMPARES_BLOCKS])
+@on_ranks(2)
+def test_blocks_are_trained_in_every_way(name: str) -> None:
     """One of the ways to train regions, without any asked for, in a loop that Dynamo gives up."""
     way: Any = WAYS[name]
 
@@ -261,27 +269,17 @@ def train_broken(name: str) -> Any:
 
     broken = type("Broken", (way.make,), {"call": call})
     settings = {**way.settings, "regions": None}
-    return train_regions(way._replace(make=broken, settings=settings), 0.004, "aot_eager")
-
-
-#: Dynamo compiles `call` for one block, and does not guard on which one ``is`` the block at hand: plain torch.compile
-#: computes something else there as well (2.13).
-COMPARES_BLOCKS = "static_graph_without_one"
+    trained = train_regions(way._replace(make=broken, settings=settings), 0.004, "aot_eager")
+    assert trained.to_ddp < 1e-5
+    assert trained.to_whole < 1e-5
+    assert 1 <= trained.num_graphs <= 3
+    if name != "no_sync":  # where the stem has a gradient before
+        assert trained.num_early > 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in WAYS if name != COMPARES_BLOCKS])
-def test_blocks_are_trained_in_every_way(name: str, ranks: Ranks) -> None:
-    for trained in ranks(2).run(train_broken, name):
-        assert trained.to_ddp < 1e-5
-        assert trained.to_whole < 1e-5
-        assert 1 <= trained.num_graphs <= 3
-        if name != "no_sync":  # where the stem has a gradient before
-            assert trained.num_early > 1
-
-
-def train_sharded() -> tuple[float, str]:
-    """Largest relative difference of a parameter to those of an optimizer that is not sharded; what is explained."""
+@on_ranks(2)
+def test_a_sharded_optimizer_steps_blocks() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -294,11 +292,7 @@ def train_sharded() -> tuple[float, str]:
             optimizer.step()
             optimizer.zero_grad()
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    return largest(relative_difference(p, q) for p, q in pairs), models[0].explain()
-
-
-@pytest.mark.long
-def test_a_sharded_optimizer_steps_blocks(ranks: Ranks) -> None:
-    for worst, says in ranks(2).run(train_sharded):
-        assert worst < 1e-5
-        assert "4 regions of Block (" in says
+    worst = largest(relative_difference(p, q) for p, q in pairs)
+    says = models[0].explain()
+    assert worst < 1e-5
+    assert "4 regions of Block (" in says

@@ -1,4 +1,4 @@
-"""``require_manual_backward_finalization``: what runs behind a backward has its last reductions behind it."""
+"""``require_manual_backward_finalization``: code after a backward runs before its last reductions are waited for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from backward_patterns import accumulate_in_no_sync, contributor_that_appears_on_one_rank, plain, two_forwards
+from beside import pair, train_beside
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
+from models import Mlp, largest, loss_of
+from rank_pool import RankPool, on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
@@ -24,37 +24,20 @@ STEPS = [plain, two_forwards, accumulate_in_no_sync, contributor_that_appears_on
 
 
 def mlp() -> nn.Module:
-    torch.manual_seed(0)
     return Mlp(width=33, num_layers=4)
 
 
 def train(step_of: Any, **settings: Any) -> float:
     """The largest relative difference of a gradient to DistributedDataParallel's."""
-    model = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager", **settings)
-    model.require_manual_backward_finalization = True
-    replica = DistributedDataParallel(mlp())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, replica)]
-    worst = 0.0
-    for step in range(NUM_STEPS):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(6, 33)
-        for each, optimizer in zip((model, replica), optimizers, strict=True):
-            optimizer.zero_grad()
-            step_of(each, x, step)
-            if each is model:
-                model.finalize_backward()
-            optimizer.step()
-        for ours, theirs in zip(model.parameters(), replica.parameters(), strict=True):
-            worst = max(worst, relative_difference(ours.grad, theirs.grad))
-    return worst
+    models = pair(mlp, bucket_cap_mb=0.003, **settings)
+    models[0].require_manual_backward_finalization = True
 
+    def finalized(model: Any, x: torch.Tensor, step: int) -> None:
+        step_of(model, x, step)
+        if model is models[0]:
+            model.finalize_backward()
 
-def train_in_ways(ways: list[str], split: str) -> dict[str, float]:
-    steps = {step.__name__: step for step in STEPS}
-    return {
-        way: train(steps[way], split=split) if way in steps else train(plain, split=split, **{way: True})
-        for way in ways
-    }
+    return largest(train_beside(models, finalized, NUM_STEPS, width=33, rows=6, lr=0.1))
 
 
 WAYS = [step.__name__ for step in STEPS] + ["find_unused_parameters", "static_graph", "lazy_bucket_allocation"]
@@ -62,13 +45,20 @@ WAYS_IN_CI = ["two_forwards", "contributor_that_appears_on_one_rank", "find_unus
 
 
 @pytest.mark.parametrize("ways", only([WAYS_IN_CI], [WAYS_IN_CI, WAYS]), ids=["some", "all"])
-def test_gradients_are_those_of_ddp(ways: list[str], split: str, ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_in_ways, ways, split):
-        assert max(worst.values()) < 1e-6, worst
+@on_ranks(2)
+def test_gradients_are_those_of_ddp(ways: list[str], split: str) -> None:
+    steps = {step.__name__: step for step in STEPS}
+    worst = {
+        way: train(steps[way], split=split) if way in steps else train(plain, split=split, **{way: True})
+        for way in ways
+    }
+    assert max(worst.values()) < 1e-6, worst
 
 
-def work_in_between(split: str, find_unused_parameters: bool) -> bool:
-    """The last rank begins its backward when the others' has returned."""
+@pytest.mark.parametrize("find_unused_parameters", only([True], [False, True]))
+@on_ranks(2)
+def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, split: str) -> None:
+    """The last rank begins its backward after those of the others have returned."""
     model = ddp_compile(
         mlp(), split=split, find_unused_parameters=find_unused_parameters, bucket_cap_mb=0.003, backend="aot_eager"
     )
@@ -84,16 +74,11 @@ def work_in_between(split: str, find_unused_parameters: bool) -> bool:
         loss.backward()
         store.set(key, "returned")
         model.finalize_backward()
-    return True
 
 
-@pytest.mark.parametrize("find_unused_parameters", only([True], [False, True]))
-def test_a_backward_does_not_wait_for_other_ranks(find_unused_parameters: bool, split: str, ranks: Ranks) -> None:
-    assert all(ranks(2).run(work_in_between, split, find_unused_parameters))
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def fail_at_the_end() -> list[str]:
+def test_what_fails_in_the_end_is_not_finalized_again() -> None:
     """The comm hook's future fails when it is waited for."""
 
     def fails_later(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -113,18 +98,15 @@ def fail_at_the_end() -> list[str]:
             act()
         except RuntimeError as error:
             messages.append(str(error))
-    return messages
+    failed, again, forward = messages
+    assert "no such peer" in failed
+    assert "the last backward, or its finalization, has raised" in again
+    assert "the last backward raised after its reduction had started" in forward
 
 
-def test_what_fails_in_the_end_is_not_finalized_again(ranks: Ranks) -> None:
-    for failed, again, forward in ranks(2).run(fail_at_the_end):
-        assert "no such peer" in failed
-        assert "the last backward, or its finalization, has raised" in again
-        assert "the last backward raised after its reduction had started" in forward
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def forget_on_every_rank() -> str:
+def test_forgotten_it_is_named_on_every_rank() -> None:
     model = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
     x = torch.randn(6, 33)
@@ -136,16 +118,13 @@ def forget_on_every_rank() -> str:
     model.finalize_backward()
     loss_of(model(x)).backward()  # nothing has been lost
     model.finalize_backward()
-    return message
+    rank = dist.get_rank()
+    assert f"rank {rank}: a forward before finalize_backward()" in message
 
 
-def test_forgotten_it_is_named_on_every_rank(ranks: Ranks) -> None:
-    for rank, message in enumerate(ranks(2).run(forget_on_every_rank)):
-        assert f"rank {rank}: a forward before finalize_backward()" in message
-
-
-def regularise_before_finalizing(split: str) -> tuple[str, str]:
-    """Another gradient of one parameter, when buckets are launched inside the backward where ``split`` lets them."""
+@on_ranks(2)
+def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
+    """Also if buckets are launched inside the backward."""
     model: Any = ddp_compile(mlp(), split=split, bucket_cap_mb=0.003, backend="aot_eager")
     model.require_manual_backward_finalization = True
     x = torch.randn(6, 33)
@@ -160,18 +139,15 @@ def regularise_before_finalizing(split: str) -> tuple[str, str]:
         except RuntimeError as error:
             messages.append(str(error))
     late, afterwards = messages
-    return late, afterwards
+    rank = dist.get_rank()
+    assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
+    assert "the last backward, or its finalization, has raised" in afterwards
 
 
-def test_a_gradient_that_comes_before_it_is_an_error(split: str, ranks: Ranks) -> None:
-    for rank, (late, afterwards) in enumerate(ranks(2).run(regularise_before_finalizing, split)):
-        assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
-        assert "the last backward, or its finalization, has raised" in afterwards
-
-
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def send_in_between() -> tuple[int, int, float]:
-    """The hook starts a second collective when its first one is over; another one is sent behind the backward."""
+def test_after_a_backward_anything_may_be_sent() -> None:
+    """The hook starts a second collective when its first one is over; another one is sent after the backward."""
     started = []
 
     def two_collectives(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -190,13 +166,9 @@ def send_in_between() -> tuple[int, int, float]:
     num_started, total = len(started), torch.ones(1)
     dist.all_reduce(total)
     model.finalize_backward()
-    return num_started, len(model.bucket_plan.buckets), total.item()
-
-
-def test_behind_a_backward_anything_may_be_sent(ranks: Ranks) -> None:
-    for num_started, num_buckets, total in ranks(2).run(send_in_between):
-        assert num_started == num_buckets
-        assert total == 2
+    num_buckets, total = len(model.bucket_plan.buckets), total.item()
+    assert num_started == num_buckets
+    assert total == 2
 
 
 @torch.compiler.set_stance("force_eager")
@@ -221,31 +193,22 @@ def test_forgotten_inside_join_nothing_has_been_sent(ranks: Ranks) -> None:
     assert [len(messages) for messages in ranks(2).run(forget_inside_join)] == [0, 1]
 
 
-def compiled_step(by_hand: bool) -> float:
-    """The whole step is compiled, with the backward in it: Dynamo sees the frames of our hooks."""
-    model, replica = ddp_compile(mlp(), bucket_cap_mb=0.003, backend="aot_eager"), DistributedDataParallel(mlp())
-    model.require_manual_backward_finalization = by_hand
-
-    @torch.compile(backend="eager")
-    def step(x: torch.Tensor) -> None:
-        model.zero_grad()
-        loss_of(model(x)).backward()
-        if by_hand:
-            model.finalize_backward()
-
-    worst = 0.0
-    for seed in range(4):
-        torch.manual_seed(10 * seed + dist.get_rank())
-        x = torch.randn(6, 33)
-        step(x)
-        replica.zero_grad()
-        loss_of(replica(x)).backward()
-        for ours, theirs in zip(model.parameters(), replica.parameters(), strict=True):
-            worst = max(worst, relative_difference(ours.grad, theirs.grad))
-    return worst
-
-
 # Not by hand it is one rank's `test_module` that says it in CI.
 @pytest.mark.parametrize("by_hand", only([True], [False, True]))
-def test_a_whole_step_may_be_compiled(by_hand: bool, ranks: Ranks) -> None:
-    assert max(ranks(2).run(compiled_step, by_hand)) < 1e-6
+@on_ranks(2)
+def test_a_whole_step_may_be_compiled(by_hand: bool) -> None:
+    """Including the backward: Dynamo sees the frames of our hooks."""
+    models = pair(mlp, bucket_cap_mb=0.003)
+    models[0].require_manual_backward_finalization = by_hand
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> None:
+        models[0].zero_grad()
+        loss_of(models[0](x)).backward()
+        if by_hand:
+            models[0].finalize_backward()
+
+    def step_of(model: Any, x: torch.Tensor, step: int) -> None:
+        compiled(x) if model is models[0] else plain(model, x, step)
+
+    assert largest(train_beside(models, step_of, 4, width=33, rows=6)) < 1e-6

@@ -13,7 +13,7 @@ import pytest
 import torch
 from in_ci import only
 from models import ROWS_PER_RANK, Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +53,10 @@ def peak_of(trained: nn.Module, set_to_none: bool = True) -> int:
     return peak_live_bytes(training, list(trained.parameters()))
 
 
-def peaks(backend: str | None) -> dict[str, int]:
+@pytest.mark.skipif(not BATCHED_GRAD_COPY, reason="this DistributedDataParallel copies no bucket as a whole")
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_ranks(2)
+def test_no_more_is_live_than_with_eager_ddp_or_compiled_ddp(backend: str | None) -> None:
     def with_ddp() -> nn.Module:
         replicated = DistributedDataParallel(
             model(), bucket_cap_mb_list=list(CAPS_MIB), gradient_as_bucket_view=True, batched_grad_copy=True
@@ -70,41 +73,31 @@ def peaks(backend: str | None) -> dict[str, int]:
         found[name] = peak_of(make())
         torch._dynamo.reset()
         gc.collect()  # the next census would count what is left of this one
-    return found
+    gradients = 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
+    assert found["ddp"] > 2 * gradients  # the figure is one of the whole step
+    assert found["ours"] <= 1.002 * found["ddp"], found  # 128 bytes of padding a gradient
 
 
-@pytest.mark.skipif(not BATCHED_GRAD_COPY, reason="this DistributedDataParallel copies no bucket as a whole")
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_no_more_is_live_than_with_eager_ddp_or_compiled_ddp(backend: str | None, ranks: Ranks) -> None:
-    for found in ranks(2).run(peaks, backend):
-        gradients = 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
-        assert found["ddp"] > 2 * gradients  # the figure is one of the whole step
-        assert found["ours"] <= 1.002 * found["ddp"], found  # 128 bytes of padding a gradient
-
-
-def peaks_of_static_graphs(backend: str) -> dict[bool, int]:
+@pytest.mark.inductor
+@on_ranks(2)
+def test_a_static_graph_lets_gradients_go_when_their_bucket_leaves() -> None:
     found = {}
     for static_graph in (False, True):
         trained = ddp_compile(
-            products(), bucket_cap_mb=0.25, split="backward", backend=backend, static_graph=static_graph
+            products(), bucket_cap_mb=0.25, split="backward", backend="inductor", static_graph=static_graph
         )
         found[static_graph] = peak_of(trained)
         assert trained._ddp_compile_state.compiler.failures == []
         del trained
         torch._dynamo.reset()
         gc.collect()
-    return found
+    gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
+    # Otherwise all of them live until the backward ends; so one or two buckets of an eighth each do.
+    assert found[True] < found[False] - gradients / 2, found
 
 
-@pytest.mark.inductor
-def test_a_static_graph_lets_gradients_go_when_their_bucket_leaves(ranks: Ranks) -> None:
-    for found in ranks(2).run(peaks_of_static_graphs, "inductor"):
-        gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
-        # Otherwise all of them live until the backward ends; so one or two buckets of an eighth each do.
-        assert found[True] < found[False] - gradients / 2, found
-
-
-def peaks_of_zeroed_gradients() -> dict[bool, int]:
+@on_ranks(2)
+def test_gradients_set_to_zero_cost_no_more_than_none() -> None:
     found = {}
     for set_to_none in (False, True):
         trained = ddp_compile(products(), bucket_cap_mb=0.25, split="backward", backend="aot_eager")
@@ -112,12 +105,7 @@ def peaks_of_zeroed_gradients() -> dict[bool, int]:
         del trained
         torch._dynamo.reset()
         gc.collect()
-    return found
-
-
-def test_gradients_set_to_zero_cost_no_more_than_none(ranks: Ranks) -> None:
-    for found in ranks(2).run(peaks_of_zeroed_gradients):
-        assert found[False] <= 1.002 * found[True], found
+    assert found[False] <= 1.002 * found[True], found
 
 
 def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
@@ -128,38 +116,27 @@ def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
     return live
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def bytes_live_behind_forwards(gradient_as_bucket_view: bool, lazy_bucket_allocation: bool) -> list[int]:
-    trained = ddp_compile(
-        products(),
-        bucket_cap_mb=0.5,
-        backend="eager",
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        lazy_bucket_allocation=lazy_bucket_allocation,
-    )
+def test_flat_buffers_stay_or_lazily_allocated_are_gone_when_gradients_are(as_view: bool, lazily: bool) -> None:
+    settings = {"gradient_as_bucket_view": as_view, "lazy_bucket_allocation": lazily}
+    trained = ddp_compile(products(), bucket_cap_mb=0.5, backend="eager", **settings)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     x = torch.randn(ROWS_PER_RANK, WIDTH)
     found: list[int] = []
     for _ in range(3):
         optimizer.zero_grad()
         loss = loss_of(trained(x))
-        expected = 1.01 * found[0] if found and lazy_bucket_allocation else math.inf
+        expected = 1.01 * found[0] if found and lazily else math.inf
         found.append(live_in_the_end(list(trained.parameters()), expected))
         loss.backward()
         optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize("gradient_as_bucket_view", only([True], [True, False]))
-def test_flat_buffers_are_made_in_the_first_backward_and_stay(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
     gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
-    for first, second, third in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, False):
+    first, second, third = found
+    if lazily:
+        assert max(second, third) - first <= 0.01 * first < 0.1 * gradients
+    else:  # they are made in the first backward
         assert 0.99 * gradients < second - first < 1.01 * gradients
         assert abs(third - second) < 0.01 * gradients  # what gloo's threads hold for a moment is less
-
-
-@pytest.mark.parametrize("gradient_as_bucket_view", only([True], [True, False]))
-def test_lazily_allocated_they_are_gone_when_gradients_are(gradient_as_bucket_view: bool, ranks: Ranks) -> None:
-    gradients = 4 * NUM_LAYERS * WIDTH * WIDTH
-    for first, *later in ranks(2).run(bytes_live_behind_forwards, gradient_as_bucket_view, True):
-        assert max(later) - first <= 0.01 * first < 0.1 * gradients

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
 from models import Mlp, loss_of
-from rank_pool import RankPool
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -20,28 +22,22 @@ from ddp_compile.algorithms import AlgorithmConfig, Decentralized, LocalSGD, Low
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.runtime.algorithms import low_precision_decentralized as ring
 
-Ranks = Callable[[int], RankPool]
 STEPS = 7
 
 
 class Simulation:
     """As many models as ranks, each with its optimizer, in one process."""
 
-    def __init__(self, module: nn.Module, size: int, make_optimizer: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.size = size
         self.models = [copy.deepcopy(module) for _ in range(size)]
-        self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
+        self.optimizers = [make_adamw(model.parameters()) for model in self.models]
 
-    @property
-    def size(self) -> int:
-        return len(self.models)
-
-    def flat(self, rank: int) -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self.models[rank].parameters()])
+    def flats(self) -> list[Tensor]:
+        return [flat_of(model) for model in self.models]
 
     def set(self, rank: int, flat: Tensor) -> None:
-        sizes = [p.numel() for p in self.models[rank].parameters()]
-        for parameter, values in zip(self.models[rank].parameters(), flat.split(sizes), strict=True):
-            parameter.data.copy_(values.view(parameter.shape))
+        nn.utils.vector_to_parameters(flat.clone(), self.models[rank].parameters())
 
     def compute_gradients(self, step: int) -> None:
         for rank, model in enumerate(self.models):
@@ -76,7 +72,7 @@ def peers(size: int, num_exchanges: int) -> list[int]:
 def decentralized(simulation: Simulation, config: Decentralized) -> Iterator[None]:
     num_exchanges = 0
     for step in range(STEPS):
-        flats = [simulation.flat(rank) for rank in range(simulation.size)]
+        flats = simulation.flats()
         simulation.compute_gradients(step)
         if step % config.communication_interval == 0:
             peer_of = peers(simulation.size, num_exchanges) if config.peer_selection == "shift_one" else []
@@ -90,16 +86,15 @@ def decentralized(simulation: Simulation, config: Decentralized) -> Iterator[Non
 
 def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> Iterator[None]:
     size = simulation.size
-    own = [simulation.flat(rank) for rank in range(size)]
-    left, right = [own[rank].clone() for rank in range(size)], [own[rank].clone() for rank in range(size)]
+    own, left, right = simulation.flats(), simulation.flats(), simulation.flats()
     for step in range(STEPS):
         simulation.compute_gradients(step)
         simulation.step()
         if step % config.communication_interval == 0 and size > 1:  # one rank alone sends nothing and loses nothing
             q = []
-            for rank in range(size):
+            for rank, flat in enumerate(simulation.flats()):
                 neighbours = [left[rank], right[rank]] if size > 2 else [left[rank]]
-                q.append(coded(simulation.flat(rank), own[rank], neighbours))
+                q.append(coded(flat, own[rank], neighbours))
             for rank in range(size):
                 left[rank] = left[rank] + q[(rank - 1) % size]
                 right[rank] = right[rank] + q[(rank + 1) % size]
@@ -132,7 +127,7 @@ def local_sgd(simulation: Simulation, config: LocalSGD) -> Iterator[None]:
                     parameter.grad = mean.clone()
         simulation.step()
         if step >= config.warmup_steps and (step - config.warmup_steps) % config.period == 0:
-            mean = torch.stack([simulation.flat(rank) for rank in range(simulation.size)]).sum(0) / simulation.size
+            mean = torch.stack(simulation.flats()).sum(0) / simulation.size
             for rank in range(simulation.size):
                 simulation.set(rank, mean)
         yield
@@ -158,31 +153,12 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def train_beside_simulation(name: str, backend: str) -> float:
-    """The largest difference of a parameter, after any step, relative to the largest parameter."""
-    with pytest.MonkeyPatch.context() as monkeypatch:  # several blocks, and several segments, of 1224 elements
-        monkeypatch.setattr(ring, "CHUNK_NUMEL", 100)
-        monkeypatch.setattr(ring, "BLOCK_NUMEL", 200)
-        monkeypatch.setattr(ring, "SEGMENT_NUMEL", 400)
-        return largest_difference(name, backend)
-
-
-def largest_difference(name: str, backend: str) -> float:
-    case = CASES[name]
+def make_model(algorithm: AlgorithmConfig, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    module = Mlp(17, 4)
-    simulation = Simulation(module, dist.get_world_size(), make_adamw)
-    model: Any = ddp_compile(copy.deepcopy(module), algorithm=case.config, backend=backend, bucket_cap_mb=0.001)
-    optimizer = make_adamw(model.parameters())
-    rank, worst = dist.get_rank(), 0.0
-    for step, _ in enumerate(case.simulate(simulation, case.config)):
-        train_step(model, optimizer, step)
-        with torch.no_grad():
-            model(batch(rank, step, 0))  # an evaluation moves nothing
-        ours, expected = flat_of(model), simulation.flat(rank)
-        worst = max(worst, ((ours - expected).abs().max() / expected.abs().max()).item())
-        check_invariants(model.comm_algorithm)
-    return worst
+    model: Any = ddp_compile(
+        Mlp(17, 4), algorithm=algorithm, **{"bucket_cap_mb": 0.001, "backend": "eager", **settings}
+    )
+    return model, make_adamw(model.parameters())
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -192,10 +168,6 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         with nullcontext() if is_last else model.no_sync():
             loss_of(model(batch(dist.get_rank(), step, micro_step))).backward()
     optimizer.step()
-
-
-def flat_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def check_invariants(algorithm: Any) -> None:
@@ -210,19 +182,98 @@ def check_invariants(algorithm: Any) -> None:
             assert torch.equal(kept, own)
 
 
-def sizes_of(name: str) -> list[int]:
-    return [2, 4] if "shift_one" in name else [1, 2, 3, 4, 5]
-
-
-EVERYWHERE = [(name, size) for name in CASES for size in sizes_of(name)]
-IN_CI = [
-    ("shift_one in intervals", 4),
-    ("low precision in intervals", 4),
-    ("local SGD", 3),
-]
+EVERYWHERE = [(name, size) for name in CASES for size in ([2, 4] if "shift_one" in name else [1, 2, 3, 4, 5])]
+IN_CI = [("shift_one in intervals", 4), ("low precision in intervals", 4), ("local SGD", 3)]
 
 
 @pytest.mark.parametrize(("name", "world_size"), only(IN_CI, EVERYWHERE))
-def test_every_step_is_that_of_the_simulation(name: str, world_size: int, ranks: Ranks) -> None:
-    for worst in ranks(world_size).run(train_beside_simulation, name, "eager"):
-        assert worst < 1e-6
+@on_ranks()
+def test_every_step_is_that_of_the_simulation(name: str, world_size: int) -> None:
+    config, simulate = CASES[name]
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as monkeypatch:  # several blocks, and several segments, of 1224 elements
+        monkeypatch.setattr(ring, "CHUNK_NUMEL", 100)
+        monkeypatch.setattr(ring, "BLOCK_NUMEL", 200)
+        monkeypatch.setattr(ring, "SEGMENT_NUMEL", 400)
+        model, optimizer = make_model(config)
+        simulation = Simulation(copy.deepcopy(model), world_size)
+        for step, _ in enumerate(simulate(simulation, config)):
+            train_step(model, optimizer, step)
+            with torch.no_grad():
+                model(batch(rank, step, 0))  # an evaluation moves nothing
+            expected = flat_of(simulation.models[rank])
+            assert (flat_of(model) - expected).abs().max() < 1e-6 * expected.abs().max(), step
+            check_invariants(model.comm_algorithm)
+
+
+# The ring's messages are under way while the ranks train on, and no rank is left waiting for them.
+
+ONE_BY_ONE = LowPrecisionDecentralized()
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_step_does_not_wait_for_the_neighbours() -> None:
+    """Rank 1 begins its step after rank 0 has told it that its own is done, and its next forward and backward too."""
+    model, optimizer = make_model(ONE_BY_ONE, broadcast_buffers=False)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    loss_of(model(batch(rank, 0, 0))).backward()
+    if rank == 1:
+        store.wait(["rank 0 is done"], timedelta(seconds=30))
+    before = flat_of(model)
+    optimizer.step()
+    assert not torch.equal(before, flat_of(model))
+    if rank == 0:
+        store.set("rank 0 is done", "")
+    for step in range(1, 4):
+        train_step(model, optimizer, step)
+    check_invariants(model.comm_algorithm)
+
+
+@pytest.mark.parametrize("how", ["unwrap", "set_comm_algorithm"])
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_messages_under_way_do_not_outlive_the_algorithm(how: str) -> None:
+    """Parameters become the mean of those of the ranks, though messages are under way then."""
+    model, optimizer = make_model(ONE_BY_ONE)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    first, second = of_all_ranks(flat_of(model))
+    model.unwrap() if how == "unwrap" else model.set_comm_algorithm(ONE_BY_ONE)
+    assert not torch.equal(first, second) and is_same_everywhere(flat_of(model))
+    assert (flat_of(model) - (first + second) / 2).abs().max() < 1e-6
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_what_is_loaded_is_not_rounded() -> None:
+    model, _ = make_model(ONE_BY_ONE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_step(model, optimizer, 0)
+    torch.manual_seed(1)
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for step in range(1, 3):
+        train_step(model, optimizer, step)
+    check_invariants(model.comm_algorithm)
+    for name, value in model.state_dict().items():
+        assert (value - loaded[name]).abs().max() < 1e-6  # eight bits of such a change would be 0.01
+
+
+@torch.compiler.set_stance("force_eager")
+def load_or_raise_alone(raises: bool) -> None:
+    model, optimizer = make_model(ONE_BY_ONE)
+    for step in range(4):
+        if step == 2 and raises and dist.get_rank() == 1:
+            raise KeyError("a bad batch")
+        if step == 2 and dist.get_rank() == 0:
+            model.load_state_dict(model.state_dict())
+        train_step(model, optimizer, step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_neighbour_that_is_gone_or_did_not_load_is_an_error_of_the_next_exchange(raises: bool, ranks: Any) -> None:
+    first, second = ranks(2).run_expecting_failures(load_or_raise_alone, raises, timeout_s=2.0)
+    assert "low-precision decentralized average" in first.message
+    assert "a bad batch" in second.message if raises else "low-precision decentralized average" in second.message

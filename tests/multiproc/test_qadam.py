@@ -5,22 +5,23 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import own_batch, seeded
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
-from rank_pool import RankPool
-from test_gradient_compression import SentBytes, byte_grad_of
+from models import Mlp, largest, loss_of, relative_difference
+from rank_pool import RankPool, on_ranks
+from test_gradient_compression import Branches, SentBytes, byte_grad_of, fit
+from test_parameter_averages import batch, micro_steps_of, train_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
-from ddp_compile.algorithms import GradientAllReduce
+from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.optim import QAdam
 
 Ranks = Callable[[int], RankPool]
@@ -40,23 +41,6 @@ def make(module: nn.Module, **settings: Any) -> tuple[Any, QAdam]:
     optimizer = QAdam(groups_of(module), lr=0.01, warmup_steps=WARMUP_STEPS)
     settings = {"bucket_cap_mb": 0.001, "backend": "eager", **settings}
     return ddp_compile(module, algorithm=optimizer.algorithm(), **settings), optimizer
-
-
-def batch(rank: int, step: int, micro_step: int) -> Tensor:
-    torch.manual_seed(10_000 * rank + 10 * step + micro_step)
-    return torch.randn(5, 17)
-
-
-def micro_steps_of(step: int) -> int:
-    return 2 if step % 3 == 2 else 1
-
-
-def train_step(model: Any, optimizer: QAdam, step: int) -> None:
-    optimizer.zero_grad()
-    for micro_step in range(micro_steps_of(step)):
-        with nullcontext() if micro_step == micro_steps_of(step) - 1 else model.no_sync():
-            loss_of(model(batch(dist.get_rank(), step, micro_step))).backward()
-    optimizer.step()
 
 
 class Before(NamedTuple):
@@ -145,34 +129,19 @@ def digest(ours: Before) -> str:
     return hashlib.sha256(everything.numpy().tobytes()).hexdigest()
 
 
-class Trained(NamedTuple):
-    """What one rank has seen.
-
-    Args:
-        worst: Largest differences of values, momenta, variances.
-        digests: Of all of these, in each step.
-        is_frozen: Whether the variance is the same in every bit after warm-up.
-        sent_bytes: In each step, but by what all-reduces.
-        bucket_numels: Elements of each bucket of the plan.
-    """
-
-    worst: list[float]
-    digests: list[str]
-    is_frozen: bool
-    sent_bytes: list[int]
-    bucket_numels: list[int]
-
-
-def train_beside_reference(split: str) -> Trained:
+@pytest.mark.parametrize(
+    ("world_size", "split"), only([(3, "backward")], itertools.product((1, 2, 3, 4), ("forward", "backward")))
+)
+@on_ranks()
+def test_every_step_is_that_of_the_reference(world_size: int, split: str) -> None:
     torch.manual_seed(0)
     module = Mlp(17, 3)
     plain = copy.deepcopy(module)
     model, optimizer = make(module, backend="aot_eager", split=split)
     # Before it needs one: in warm-up there is one collective for a bucket.
-    assert dist.get_world_size() == 1 or model.comm_algorithm.process_group is not dist.group.WORLD
-    worst, digests, sent_bytes = [0.0] * 3, [], []
+    assert world_size == 1 or model.comm_algorithm.process_group is not dist.group.WORLD
+    digests, sent_bytes = [], []
     variances: dict[str, Tensor] = {}
-    is_frozen = True
     with pytest.MonkeyPatch.context() as monkeypatch:
         sent = SentBytes(monkeypatch)
         for step in range(STEPS):
@@ -181,38 +150,25 @@ def train_beside_reference(split: str) -> Trained:
             train_step(model, optimizer, step)
             sent_bytes.append(sent.count)
             ours = Before.of(model, optimizer)
-            expected = expected_after(plain, model.bucket_plan, before, step)
-            worst = [max(pair) for pair in zip(worst, differences(ours, expected), strict=True)]
+            worst = differences(ours, expected_after(plain, model.bucket_plan, before, step))
+            assert max(worst) < 2e-6, (step, worst)
             digests.append(digest(ours))
-            if step == WARMUP_STEPS - 1:
+            if step < WARMUP_STEPS:
                 variances = ours.variances
-            elif step >= WARMUP_STEPS:
-                is_frozen &= all(torch.equal(ours.variances[name], kept) for name, kept in variances.items())
+            else:
+                assert all(torch.equal(ours.variances[name], kept) for name, kept in variances.items())
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, digests)
+    assert everyone == [digests] * world_size
+    assert len(set(digests)) == STEPS
     numels = [sum(gradient.numel for gradient in bucket.gradients) for bucket in model.bucket_plan.buckets]
-    return Trained(worst, digests, is_frozen, sent_bytes, numels)
+    assert len(numels) > 1
+    byte_grads = sum(2 * (world_size - 1) * 16 * -(-(8 + -(-numel // world_size)) // 16) for numel in numels)
+    assert sent_bytes == [0] * WARMUP_STEPS + [byte_grads] * (STEPS - WARMUP_STEPS)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "split"),
-    only(
-        [(3, "backward")],
-        [(world_size, split) for world_size in (1, 2, 3, 4) for split in ("forward", "backward")],
-    ),
-)
-def test_every_step_is_that_of_the_reference(world_size: int, split: str, ranks: Ranks) -> None:
-    results = ranks(world_size).run(train_beside_reference, split)
-    for result in results:
-        assert max(result.worst) < 2e-6, result.worst
-        assert result.digests == results[0].digests
-        assert len(set(result.digests)) == STEPS
-        assert result.is_frozen and len(result.bucket_numels) > 1
-        chunks = [-(-numel // world_size) for numel in result.bucket_numels]
-        byte_grads = sum(2 * (world_size - 1) * 16 * -(-(8 + chunk) // 16) for chunk in chunks)
-        assert result.sent_bytes == [0] * WARMUP_STEPS + [byte_grads] * (STEPS - WARMUP_STEPS)
-
-
-def resume() -> list[bool]:
-    """Whether what goes on from a checkpoint is the same in every bit: in warm-up, at its end, and behind it."""
+@on_ranks(2)
+def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
     torch.manual_seed(0)
     module = Mlp(17, 2)
     checkpoints = {}
@@ -223,7 +179,6 @@ def resume() -> list[bool]:
         checkpoints[step] = buffer
         train_step(model, optimizer, step)
     expected = Before.of(model, optimizer)
-    same = []
     for begin in (1, WARMUP_STEPS, 5):
         checkpoints[begin].seek(0)
         weights, state = torch.load(checkpoints[begin])
@@ -233,91 +188,193 @@ def resume() -> list[bool]:
         for step in range(begin, STEPS):
             train_step(resumed, resumed_optimizer, step)
         found = Before.of(resumed, resumed_optimizer)
-        same.append(digest(found) == digest(expected) and resumed_optimizer.num_steps == STEPS)
-    return same
+        assert digest(found) == digest(expected) and resumed_optimizer.num_steps == STEPS, begin
 
 
-def test_it_goes_on_from_a_checkpoint_bit_for_bit(ranks: Ranks) -> None:
-    assert ranks(2).run(resume) == [[True] * 3] * 2
+# The ways in which people train, beside Adam with DistributedDataParallel, and bad input.
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+def both(make: Callable[[], nn.Module], warmup_steps: int, **settings: Any) -> list[tuple[Any, Any]]:
+    """Two models with their optimizers: QAdam, and Adam with an all-reduce."""
+    module, plain = seeded(make), seeded(make)
+    optimizer = QAdam(module.parameters(), lr=1e-4, warmup_steps=warmup_steps)
+    unused = {key: value for key, value in settings.items() if key == "find_unused_parameters"}
+    settings = {"bucket_cap_mb": 0.001, "backend": "eager", **settings}
+    model = ddp_compile(module, algorithm=optimizer.algorithm(), **settings)
+    reference = DistributedDataParallel(plain, **unused)
+    return [(model, optimizer), (reference, torch.optim.Adam(plain.parameters(), lr=1e-4))]
 
-    def forward(self, x: Tensor, branch: int) -> Tensor:
-        return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
 
-
-def train_branches(set_to_none: bool) -> tuple[list[float], bool, bool]:
-    """Beside Adam with an all-reduce: differences of momenta, whether what nobody uses is as it was, and has no state.
-
-    Ranks take other branches, in some steps all of them the same one, and nobody the last one.
-    """
-    torch.manual_seed(3)
-    plain = Branches()
-    module = copy.deepcopy(plain)
-    optimizer = QAdam(module.parameters(), lr=1e-4, warmup_steps=4)
-    settings: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005, "backend": "eager"}
-    model: Any = ddp_compile(module, algorithm=optimizer.algorithm(), **settings)
-    reference = DistributedDataParallel(plain, find_unused_parameters=True)
-    adam = torch.optim.Adam(reference.parameters(), lr=1e-4)
-    for step in range(8):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x, branch = torch.randn(6, 9), 0 if step % 3 == 1 else (step + dist.get_rank()) % 2
-        for each, its in ((model, optimizer), (reference, adam)):
-            its.zero_grad(set_to_none=set_to_none)
-            loss_of(each(x, branch)).backward()
-            its.step()
-    worst = [
+def difference_of_momenta(pairs: list[tuple[Any, Any]]) -> float:
+    """The largest of a parameter that Adam has stepped."""
+    (model, optimizer), (reference, adam) = pairs
+    return largest(
         relative_difference(optimizer.state[p]["exp_avg"], adam.state[q]["exp_avg"])
         for p, q in zip(model.parameters(), reference.parameters(), strict=True)
         if q in adam.state
-    ]
-    unused = model.layers[3].weight
-    return worst, torch.equal(unused, plain.layers[3].weight), unused not in optimizer.state
+    )
 
 
 @pytest.mark.parametrize("set_to_none", only([True], [True, False]))
-def test_parameters_may_be_unused(set_to_none: bool, ranks: Ranks) -> None:
-    for worst, stays, has_no_state in ranks(2).run(train_branches, set_to_none):
-        assert len(worst) == 6 and max(worst) < 0.05, worst
-        assert stays and has_no_state
-
-
-def fit(compresses: bool, seed: int) -> float:
-    """The loss on what was not trained with, of a task with noise.
-
-    Without any, gradients shrink to the end, and a variance that is frozen before makes steps too small, compressed or
-    not.
-    """
-    torch.manual_seed(seed)
-    teacher, module = Mlp(9, 2), Mlp(9, 3)
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    algorithm: Any = GradientAllReduce()
-    if compresses:
-        optimizer = ours = QAdam(module.parameters(), lr=0.01, warmup_steps=60)
-        algorithm = ours.algorithm()
-    model = ddp_compile(module, algorithm=algorithm, backend="eager", split="none")
-    torch.manual_seed(100 * seed + dist.get_rank())
-    for _ in range(300):
-        x = torch.randn(16, 9)
-        optimizer.zero_grad()
-        noise = 0.3 * torch.randn(16, 9)
-        (model(x) - teacher(x).detach() - noise).square().mean().backward()
-        optimizer.step()
-    torch.manual_seed(seed)
-    x = torch.randn(500, 9)
-    return (model(x) - teacher(x)).square().mean().item()
-
-
-def fit_both(seed: int) -> tuple[float, float]:
-    return fit(True, seed), fit(False, seed)
+@on_ranks(2)
+def test_parameters_may_be_unused(set_to_none: bool) -> None:
+    """Ranks take different branches, or in some steps the same one, and no rank the last one."""
+    pairs = both(Branches, 4, find_unused_parameters=True)
+    for step in range(8):
+        x, branch = own_batch(step, 33, 6), 0 if step % 3 == 1 else (step + dist.get_rank()) % 2
+        for each, its in pairs:
+            its.zero_grad(set_to_none=set_to_none)
+            loss_of(each(x, branch)).backward()
+            its.step()
+    assert difference_of_momenta(pairs) < 0.05
+    (model, optimizer), (reference, adam) = pairs
+    assert len(adam.state) == 6
+    assert torch.equal(model.layers[3].weight, reference.module.layers[3].weight)
+    assert model.layers[3].weight not in optimizer.state
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_loss_is_that_of_adam_with_an_all_reduce(seed: int, ranks: Ranks) -> None:
-    for ours, adams in ranks(2).run(fit_both, seed):
-        assert ours < 1.05 * adams, (ours, adams)
+@on_ranks(2)
+def test_the_loss_is_that_of_adam_with_an_all_reduce(seed: int) -> None:
+    """Without noise, gradients shrink to the end, and a variance frozen before that makes steps too small."""
+    ours = fit(lambda parameters: QAdam(parameters, lr=0.01, warmup_steps=60), seed, 300, noise=0.3)
+    adams = fit(lambda parameters: torch.optim.Adam(parameters, lr=0.01), seed, 300, noise=0.3)
+    assert ours < 1.05 * adams, (ours, adams)
+
+
+def reduced_twice(model: Any, optimizer: Any, x: Tensor) -> None:
+    """Two backwards, each of which is reduced."""
+    for part in x.chunk(2):
+        loss_of(model(part)).backward()
+    optimizer.step()
+
+
+def regularised(model: Any, optimizer: Any, x: Tensor) -> None:
+    loss_of(model(x)).backward()
+    (0.1 * next(model.parameters()).square().sum()).backward()
+    optimizer.step()
+
+
+def closure(model: Any, optimizer: Any, x: Tensor) -> None:
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward()
+        return loss
+
+    assert optimizer.step(compute).item() > 0
+
+
+def scaled(model: Any, optimizer: Any, x: Tensor) -> None:
+    """With an overflow on rank 1 at first, by which no rank steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    num_steps = getattr(optimizer, "num_steps", None)
+    for factor in (float("inf") if dist.get_rank() == 1 else 1.0, 1.0):
+        assert getattr(optimizer, "num_steps", None) == num_steps
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(x)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor) -> None:
+    (1024 * loss_of(model(x))).backward()
+    for parameter in model.parameters():
+        parameter.grad.div_(1024)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+WAYS = [reduced_twice, regularised, closure, scaled, scaled_and_clipped]
+
+
+@on_ranks(2)
+def test_gradients_keep_their_meaning_after_warm_up() -> None:
+    worst = {}
+    for way in WAYS:
+        # A bucket of the regularised model is launched early, and again when the regulariser has come.
+        settings = {"backend": "aot_eager", "split": "backward"} if way is regularised else {}
+        pairs = both(lambda: Mlp(17, 2), 2, **settings)
+        for step in range(4):
+            for model, optimizer in pairs:
+                optimizer.zero_grad()
+                way(model, optimizer, own_batch(step, 17, 6))
+        worst[way.__name__] = difference_of_momenta(pairs)
+    assert all(each < 0.05 for each in worst.values()), worst  # what is forgotten, or counted twice, is off by more
+
+
+@on_ranks(2)
+def test_inputs_may_be_uneven() -> None:
+    """Rank 1 has more batches; rank 0 then gives its momentum, and no gradient."""
+    pairs = both(lambda: Mlp(17, 2), 2)
+    for model, optimizer in pairs:
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(3 + dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(model(own_batch(step, 17, 6))).backward()
+                optimizer.step()
+    assert dist.get_rank() == 0 or difference_of_momenta(pairs) < 0.05
+
+
+def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as raised:
+        function()
+    return str(raised.value)
+
+
+@on_ranks(2)
+def test_bad_input_is_refused_on_every_rank() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    both = QAdam([*first.parameters(), *second.parameters()])
+    one = QAdam([first.weight])
+    named = QAdam([*first.named_parameters(), ("other", second.weight)])
+    frozen = nn.Linear(3, 3)
+    said = {
+        "optimizer has more": message_of(ReplicationError, lambda: ddp_compile(first, algorithm=both.algorithm())),
+        "with a name": message_of(ReplicationError, lambda: ddp_compile(first, algorithm=named.algorithm())),
+        "model has more": message_of(ReplicationError, lambda: ddp_compile(first, algorithm=one.algorithm())),
+    }
+    mine = QAdam(first.parameters(), warmup_steps=1)
+    ddp_compile(first, algorithm=mine.algorithm(), backend="eager")
+    said["two models"] = message_of(ReplicationError, lambda: ddp_compile(second, algorithm=mine.algorithm()))
+    said["set later"] = message_of(ReplicationError, lambda: first.set_comm_algorithm(both.algorithm()))  # type: ignore[operator]
+    differs = QAdam(second.parameters() if dist.get_rank() == 0 else [second.weight])
+    said["one rank"] = message_of(RanksDifferError, lambda: ddp_compile(second, algorithm=differs.algorithm()))
+    warmups = QAdam(second.parameters(), warmup_steps=1 + dist.get_rank())
+    said["warm-ups"] = message_of(RanksDifferError, lambda: ddp_compile(second, algorithm=warmups.algorithm()))
+
+    def step(model: Any, optimizer: QAdam) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    step(first, mine)
+    step(first, mine)  # after warm-up
+    first.unwrap()  # type: ignore[operator]
+    said["unwrapped"] = message_of(RuntimeError, lambda: step(first, mine))
+    frozen.bias.requires_grad_(False)
+    beside = QAdam(frozen.parameters())
+    ddp_compile(frozen, algorithm=beside.algorithm(), backend="eager")  # frozen parameters are no matter
+    again = QAdam(first.parameters(), warmup_steps=1)
+    model = ddp_compile(first, algorithm=again.algorithm(), backend="eager")
+    if dist.get_rank() == 1:
+        for group in again.param_groups:  # as of another checkpoint
+            group["num_steps"] = 1
+    said["another step"] = message_of(RanksDifferError, lambda: step(model, again))
+    rank = dist.get_rank()
+    more = f"rank {rank}: QAdam has parameters that the model does not reduce: "
+    assert said["optimizer has more"].startswith(
+        f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
+    )
+    assert said["with a name"].startswith(f"{more}other. ")
+    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, and these of the model are not"
+    assert said["model has more"].startswith(f"{missing} among them: bias. ")
+    assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
+    assert said["set later"].startswith(more)
+    assert "against the parameters=nothing on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
+    assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
+    assert said["unwrapped"].startswith(
+        f"rank {rank}: step 3 of QAdam(warmup_steps=1): of 2 ranks none exchanges the momentum"
+    )
+    assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import difference_to_mean, pair, train_beside
 from differing_ranks import (
     WIDTH,
     evaluate,
@@ -20,11 +21,10 @@ from differing_ranks import (
     with_batch_norm,
 )
 from in_ci import only
-from models import loss_of, relative_difference
-from rank_pool import RankPool
+from models import largest, loss_of
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce
@@ -36,60 +36,59 @@ Ranks = Callable[[int], RankPool]
 # Ranks that get out of step without anybody waiting in vain
 
 
-@torch.compiler.set_stance("force_eager")
-def leave_a_backward_out(culprit: int) -> None:
+def leave_a_backward_out(is_culprit: bool) -> None:
     model = make_model()
     for step in range(4):
         loss = loss_of(model(some_rows()))
-        if (dist.get_rank(), step) != (culprit, 1):
+        if not (is_culprit and step == 1):
             loss.backward()
 
 
-@torch.compiler.set_stance("force_eager")
-def forward_once_more(culprit: int) -> None:
+def forward_once_more(is_culprit: bool) -> None:
     model = make_model()
     for step in range(4):
-        if (dist.get_rank(), step) == (culprit, 1):
+        if is_culprit and step == 1:
             model(some_rows())
-        loss_of(model(some_rows())).backward()
+        forward_and_backward(model)
 
 
-@torch.compiler.set_stance("force_eager")
-def call_backward_twice(culprit: int) -> None:
+def call_backward_twice(is_culprit: bool) -> None:
     model = make_model()
     for step in range(5):
         loss = loss_of(model(some_rows()))
         loss.backward(retain_graph=True)
-        if (dist.get_rank(), step) == (culprit, 1):
+        if is_culprit and step == 1:
             loss.backward()
 
 
+WITHOUT_BACKWARD = "training forwards without a backward"
+
+
 @pytest.mark.parametrize(
-    ("scenario", "difference", "iteration_number"),
+    ("scenario", "difference", "iteration_number", "world_size"),
     [
-        (leave_a_backward_out, "training forwards without a backward", 2),
-        (forward_once_more, "training forwards without a backward", 2),
-        (call_backward_twice, "backwards without a forward before them", 4),
+        (leave_a_backward_out, f"{WITHOUT_BACKWARD}: 0 on rank 0, 1 on rank 1.", 2, 2),
+        (leave_a_backward_out, f"{WITHOUT_BACKWARD}: 1 on rank 1, 0 on ranks 0, 2.", 2, 3),
+        (forward_once_more, f"{WITHOUT_BACKWARD}: 0 on rank 0, 1 on rank 1.", 2, 2),
+        (call_backward_twice, "backwards without a forward before them: 0 on rank 0, 1 on rank 1.", 4, 2),
     ],
 )
-def test_every_rank_raises_at_the_next_agreement_point(
-    scenario: Callable[[int], None], difference: str, iteration_number: int, ranks: Ranks
-) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(scenario, 1)):
-        assert failure.kind == "RanksDifferError"
-        assert failure.message.startswith(f"rank {rank}: at the end of iteration {iteration_number} ")
-        assert f"{difference}: 0 on rank 0, 1 on rank 1." in failure.message
-
-
-def test_one_rank_of_three_is_named(ranks: Ranks) -> None:
-    for failure in ranks(3).run_expecting_failures(leave_a_backward_out, 1):
-        assert failure.kind == "RanksDifferError"
-        assert "training forwards without a backward: 1 on rank 1, 0 on ranks 0, 2." in failure.message
-        assert "torch.no_grad()" in failure.message
-
-
+@on_ranks()
 @torch.compiler.set_stance("force_eager")
-def go_on_after_the_error() -> str:
+def test_every_rank_raises_at_the_next_agreement_point(
+    scenario: Callable[[bool], None], difference: str, iteration_number: int, world_size: int
+) -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        scenario(dist.get_rank() == 1)
+    message = str(raised.value)
+    assert message.startswith(f"rank {dist.get_rank()}: at the end of iteration {iteration_number} ")
+    assert difference in message
+    assert scenario is call_backward_twice or "torch.no_grad()" in message
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_no_rank_goes_on_after_the_error() -> None:
     with pytest.raises(RuntimeError, match="out of step"):
         model = make_model()
         loss_of(model(some_rows())).backward()
@@ -98,12 +97,9 @@ def go_on_after_the_error() -> str:
         loss_of(model(some_rows())).backward()
     with pytest.raises(RuntimeError) as refused:
         model(some_rows())
-    return str(refused.value)
-
-
-def test_no_rank_goes_on_after_the_error(ranks: Ranks) -> None:
-    for rank, refusal in enumerate(ranks(2).run(go_on_after_the_error)):
-        assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
+    rank = dist.get_rank()
+    refusal = str(refused.value)
+    assert refusal.startswith(f"rank {rank}: ") and "Start again from a checkpoint" in refusal
 
 
 # Two models in one process group
@@ -171,17 +167,14 @@ def test_another_models_bucket_plan_is_refused_by_name(ranks: Ranks) -> None:
     assert said.startswith("rank 1: the bucket plan that rank 0 has sent is not that of model 2 (Linear): it has Gr")
 
 
-def shares_process_group() -> list[bool]:
+@on_ranks(2)
+def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves() -> None:
     models = [
         ddp_compile(nn.Linear(4, 4), backend="eager", algorithm=algorithm)
         for algorithm in (GradientAllReduce(), ByteGrad(), GradientAllReduce())
     ]
     shard_optimizer(torch.optim.SGD(models[2].parameters(), lr=0.1), models[2])
-    return [model.comm_algorithm.shares_process_group for model in models]
-
-
-def test_algorithms_with_process_groups_of_their_own_are_compared_by_themselves(ranks: Ranks) -> None:
-    assert ranks(2).run(shares_process_group) == [[True, False, False]] * 2
+    assert [model.comm_algorithm.shares_process_group for model in models] == [True, False, False]
 
 
 def replicate_in(group: dist.ProcessGroup, width: int = 4, **settings: Any) -> Any:
@@ -260,30 +253,6 @@ def recompile(model: nn.Module) -> Tensor:
     return loss_of(model(torch.randn(num_rows, WIDTH)))
 
 
-def difference_to_the_mean_of(plain: nn.Module, model: nn.Module) -> float:
-    """Largest relative difference of any gradient to the mean over the ranks of the plain module's."""
-    worst = 0.0
-    for parameter, alone in zip(model.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(alone.grad)
-        worst = max(worst, relative_difference(parameter.grad, alone.grad / dist.get_world_size()))
-    return worst
-
-
-def train_beside(only_rank_1: Callable[[nn.Module], Tensor | None]) -> float:
-    """The largest difference to the mean in five iterations."""
-    model = make_model(dynamic=False, backend="aot_eager")
-    worst = 0.0
-    for iteration_number in range(5):
-        model.zero_grad()
-        plain = copy.deepcopy(model)
-        for each in (plain, model):
-            torch.manual_seed(10 * iteration_number + dist.get_rank())
-            loss = only_rank_1(each) if dist.get_rank() == 1 else None
-            (loss_of(each(some_rows())) if loss is None else loss).backward()
-        worst = max(worst, difference_to_the_mean_of(plain, model))
-    return worst
-
-
 @pytest.mark.parametrize(
     "only_rank_1",
     only(
@@ -291,87 +260,39 @@ def train_beside(only_rank_1: Callable[[nn.Module], Tensor | None]) -> float:
         [evaluate, evaluate_with_gradients, forward_in_no_sync, two_forwards_for_one_backward, recompile],
     ),
 )
-def test_what_one_rank_may_do_alone(
-    only_rank_1: Callable[[nn.Module], Tensor | None], each_split: str, ranks: Ranks
-) -> None:
-    assert max(ranks(2).run(train_beside, only_rank_1)) < 1e-6
+@on_ranks(2)
+def test_what_one_rank_may_do_alone(only_rank_1: Callable[[nn.Module], Tensor | None], each_split: str) -> None:
+    model = make_model(dynamic=False, backend="aot_eager")
+    for iteration_number in range(5):
+        model.zero_grad()
+        plain = copy.deepcopy(model)
+        for each in (plain, model):
+            torch.manual_seed(10 * iteration_number + dist.get_rank())
+            loss = only_rank_1(each) if dist.get_rank() == 1 else None
+            (loss_of(each(some_rows())) if loss is None else loss).backward()
+        assert difference_to_mean(model, plain) < 1e-6
 
 
-def one_rank_in_evaluation_mode() -> float:
-    """The largest difference to DistributedDataParallel; rank 1 fine-tunes with fixed statistics every other step."""
-    models = [ddp_compile(with_batch_norm(), backend="aot_eager"), DistributedDataParallel(with_batch_norm())]
-    worst = 0.0
-    for number in range(4):
-        for model in models:
-            torch.manual_seed(10 * number + dist.get_rank())
-            model.train(not (dist.get_rank() == 1 and number % 2))
-            model.zero_grad()
-            forward_and_backward(model)
-        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-            worst = max(worst, relative_difference(ours.grad, theirs.grad))
-    return worst
+@on_ranks(2)
+def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp() -> None:
+    """Rank 1 fine-tunes with fixed statistics every other step."""
 
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        model.train(not (dist.get_rank() == 1 and step % 2))
+        loss_of(model(x)).backward()
 
-def test_one_rank_in_evaluation_mode_is_averaged_as_by_ddp(ranks: Ranks) -> None:
     # A bias before BatchNorm has a gradient of zero but for rounding; in evaluation mode it has another one.
-    assert max(ranks(2).run(one_rank_in_evaluation_mode)) < 1e-5
+    assert largest(train_beside(pair(with_batch_norm), step_of, 4, width=WIDTH)) < 1e-5
 
 
-def parameters_that_one_rank_shares() -> None:
-    head = nn.Linear(WIDTH, WIDTH)
-    kept = ddp_compile(nn.Sequential(head), backend="eager")
-    if dist.get_rank() == 0:
-        kept.unwrap()
-    ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), head), backend="eager")
-
-
-def test_parameters_that_one_rank_shares_are_refused_on_every_rank(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(parameters_that_one_rank_shares):
-        assert failure.kind == "RanksDifferError"
-        assert "another replicated module reduces=none on rank 0" in failure.message
-        assert "1.weight is 0.weight of a Sequential" in failure.message
-
-
-# Comm hooks
-
-
-@torch.compiler.set_stance("force_eager")
-def register_different_hooks(iterations_before: int) -> None:
-    model = make_model()
-    for _ in range(iterations_before):
-        loss_of(model(some_rows())).backward()
-    hook = default_hooks.fp16_compress_hook if dist.get_rank() else default_hooks.allreduce_hook
-    model.register_comm_hook(None, hook)
-    loss_of(model(some_rows())).backward()
-
-
-@pytest.mark.parametrize("iterations_before", [0, 1])
-def test_different_comm_hooks_are_refused_on_every_rank(iterations_before: int, ranks: Ranks) -> None:
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(register_different_hooks, iterations_before)):
-        assert failure.kind == "RanksDifferError"
-        assert failure.message.startswith(f"rank {rank}: ")
-        assert "comm hook allreduce_hook on rank 0, comm hook fp16_compress_hook on rank 1" in failure.message
-
-
-class HookObject:
-    def __call__(self, state: Any, bucket: Any) -> Any:
-        return default_hooks.allreduce_hook(None, bucket)
-
-
-@torch.compiler.set_stance("force_eager")
-def register_hook_objects(iterations_before: int) -> float:
-    model = make_model()
-    for _ in range(iterations_before):
-        loss_of(model(some_rows())).backward()
-    padding = [object() for _ in range(1000 * dist.get_rank())]  # so that the ranks' objects have other addresses
-    model.register_comm_hook(padding, HookObject())
-    model.zero_grad()
-    plain, x = copy.deepcopy(model), some_rows()
-    for each in (plain, model):
-        loss_of(each(x)).backward()
-    return difference_to_the_mean_of(plain, model)
-
-
-@pytest.mark.parametrize("iterations_before", [0, 1])
-def test_hooks_that_are_objects_of_one_class_are_equal(iterations_before: int, ranks: Ranks) -> None:
-    assert max(ranks(2).run(register_hook_objects, iterations_before)) < 1e-6
+@on_ranks(2)
+def test_parameters_that_one_rank_shares_are_refused_on_every_rank() -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        head = nn.Linear(WIDTH, WIDTH)
+        kept = ddp_compile(nn.Sequential(head), backend="eager")
+        if dist.get_rank() == 0:
+            kept.unwrap()
+        ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), head), backend="eager")
+    message = str(raised.value)
+    assert "another replicated module reduces=none on rank 0" in message
+    assert "1.weight is 0.weight of a Sequential" in message

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of
 from models import Mlp, loss_of
 from process_copies import run_in_copy
-from rank_pool import RankPool
-from test_parameter_averages import batch, flat_of
+from rank_pool import on_ranks
+from test_parameter_averages import batch
 from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
@@ -115,7 +116,8 @@ def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
         assert script.returncode == 0, errors
 
 
-def read_behind_ctrl_c() -> tuple[float, bool]:
+@on_ranks(2, timeout_s=10.0)
+def test_ctrl_c_while_parameters_are_waited_for_leaves_them_readable() -> None:
     """Rank 0 is interrupted while it waits for what rank 1 steps late; how long reading takes then, and is it right."""
     torch.manual_seed(0)
     model = ddp_compile(Mlp(17, 2), backend="eager")
@@ -135,12 +137,8 @@ def read_behind_ctrl_c() -> tuple[float, bool]:
     took_s = time.monotonic() - started
     everyone = [torch.empty_like(values) for _ in range(2)]
     dist.all_gather(everyone, values)
-    return took_s, torch.equal(*everyone)
-
-
-def test_ctrl_c_while_parameters_are_waited_for_leaves_them_readable(ranks: Callable[[int], RankPool]) -> None:
-    for took_s, is_equal in ranks(2).run(read_behind_ctrl_c, timeout_s=10.0):
-        assert took_s < 5 and is_equal
+    is_equal = torch.equal(*everyone)
+    assert took_s < 5 and is_equal
 
 
 class Message:

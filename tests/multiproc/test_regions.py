@@ -12,7 +12,7 @@ import torch.distributed as dist
 from backward_patterns import PATTERNS
 from in_ci import only
 from models import GptBlock, global_batch, largest, loss_of, make_model, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from test_split_backward import train as train_pattern
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ddp_compile, shard_optimizer
+from ddp_compile import RanksDifferError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, Decentralized
 
 Ranks = Callable[[int], RankPool]
@@ -238,10 +238,12 @@ def test_buckets_begin_and_end_where_regions_do(cap_mb: float, regions_of_bucket
         assert trained.num_early == len(trained.buckets) - 1
 
 
-def train_gpt(backend: str) -> float:
-    """Largest relative difference of a gradient to DistributedDataParallel's; the head's weight is tied, outside."""
+@pytest.mark.inductor
+@pytest.mark.long
+@on_ranks(2)
+def test_gradients_equal_ddps_under_inductor() -> None:
     models = [make_model("gpt") for _ in range(2)]
-    model = ddp_compile(models[0], bucket_cap_mb=0.05, regions=[GptBlock], backend=backend)
+    model = ddp_compile(models[0], bucket_cap_mb=0.05, regions=[GptBlock], backend="inductor")
     with_ddp = DistributedDataParallel(models[1])
     worst = []
     for step in range(2):
@@ -251,18 +253,12 @@ def train_gpt(backend: str) -> float:
             loss_of(each(tokens)).backward()
         pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
         worst += [relative_difference(p.grad, q.grad) for p, q in pairs]
-    return largest(worst)
+    worst = largest(worst)
+    assert worst < 1e-4
 
 
-@pytest.mark.inductor
-@pytest.mark.long
-def test_gradients_equal_ddps_under_inductor(ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_gpt, "inductor"):
-        assert worst < 1e-4
-
-
-def train_sharded() -> tuple[float, int]:
-    """Largest relative difference of a parameter to those of an optimizer that is not sharded; graphs."""
+@on_ranks(2)
+def test_a_sharded_optimizer_steps_regions() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     models = []
     for settings in ({"regions": "auto", "backend": counter}, {"backend": "eager"}):
@@ -281,16 +277,15 @@ def train_sharded() -> tuple[float, int]:
             by_itself = [model.blocks[0](x) for model in models]
         assert relative_difference(*by_itself) < 1e-5
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    return largest(relative_difference(p, q) for p, q in pairs), counter.frame_count
+    worst = largest(relative_difference(p, q) for p, q in pairs)
+    num_graphs = counter.frame_count
+    assert worst < 1e-5
+    assert num_graphs == 2  # for training, and for the region by itself
 
 
-def test_a_sharded_optimizer_steps_regions(ranks: Ranks) -> None:
-    for worst, num_graphs in ranks(2).run(train_sharded):
-        assert worst < 1e-5
-        assert num_graphs == 2  # for training, and for the region by itself
-
-
-def train_otherwise() -> list[tuple[str, float]]:
+@pytest.mark.long
+@on_ranks(2)
+def test_other_algorithms_reduce_the_buckets_of_regions() -> None:
     """With other algorithms: the largest relative difference of a parameter to the model compiled as a whole."""
     found = []
     for algorithm in (ByteGrad(), Decentralized()):
@@ -307,28 +302,20 @@ def train_otherwise() -> list[tuple[str, float]]:
                         parameter -= 0.1 * parameter.grad
         pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
         found.append((algorithm.__class__.__name__, largest(relative_difference(p, q) for p, q in pairs)))
-    return found
+    assert dict(found)["Decentralized"] < 1e-5
+    assert dict(found)["ByteGrad"] < 0.05  # eight bits, rounded in buckets of another order
+
+
+@on_ranks(2)
+def test_ranks_that_were_given_other_regions_are_told_so() -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        ddp_compile(Blocks(), backend="eager", regions=[Block] if dist.get_rank() else None)
+    assert "modules that are compiled by themselves=" in str(raised.value)
 
 
 @pytest.mark.long
-def test_other_algorithms_reduce_the_buckets_of_regions(ranks: Ranks) -> None:
-    for found in ranks(2).run(train_otherwise):
-        assert dict(found)["Decentralized"] < 1e-5
-        assert dict(found)["ByteGrad"] < 0.05  # eight bits, rounded in buckets of another order
-
-
-def replicate_otherwise_on_rank_1() -> None:
-    ddp_compile(Blocks(), backend="eager", regions=[Block] if dist.get_rank() else None)
-
-
-def test_ranks_that_were_given_other_regions_are_told_so(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(replicate_otherwise_on_rank_1):
-        assert failure.kind == "RanksDifferError"
-        assert "modules that are compiled by themselves=" in failure.message
-
-
-def train_sharded_blocks() -> tuple[float, int]:
-    """Largest relative difference of a gradient to the mean over the ranks; graphs."""
+@on_ranks(2)
+def test_regions_that_fully_shard_has_sharded_share_a_graph() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -347,14 +334,9 @@ def train_sharded_blocks() -> tuple[float, int]:
             dist.all_reduce(q.grad)
             ours = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             worst.append(relative_difference(ours, q.grad / dist.get_world_size()))
-    return largest(worst), counter.frame_count
-
-
-@pytest.mark.long
-def test_regions_that_fully_shard_has_sharded_share_a_graph(ranks: Ranks) -> None:
-    for worst, num_graphs in ranks(2).run(train_sharded_blocks):
-        assert worst < 1e-5
-        assert num_graphs == 1
+    worst, num_graphs = largest(worst), counter.frame_count
+    assert worst < 1e-5
+    assert num_graphs == 1
 
 
 #: What is left out: a model without submodules; gradients of a part of the model, which a backward of regions brings as

@@ -154,7 +154,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_by_name(seen: list[See
         assert said["the whole"].startswith(f"rank {rank}: the module is an FSDPModule")
         assert said["all there is"].startswith("fully_shard has taken every parameter that requires a gradient")
         assert said["a hook"].startswith(f"rank {rank}: submodule second has an all-reduce hook already")
-        assert said["join"].startswith(f"rank {rank}: join() with submodules of fully_shard (second)")
+        assert said["join"].startswith(f"rank {rank}: Join cannot be used with submodules of fully_shard (second)")
 
 
 class Seen(NamedTuple):

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import Step, one_backward, own_batch, pair, train_beside
 from in_ci import only
-from models import relative_difference
-from rank_pool import RankPool
+from models import largest, loss_of, relative_difference
+from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ddp_compile
+from ddp_compile import GradientArrivalError, MissingGradientError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 13
 
 
 class SharedUnderCheckpoints(nn.Module):
-    """One layer under several checkpoints, a layer of its own, and one that nobody uses."""
+    """One layer under several checkpoints, a layer of its own, and one that is not used."""
 
     def __init__(self, use_reentrant: bool, times: int = 3) -> None:
         super().__init__()
@@ -47,81 +45,35 @@ class SharedUnderCheckpoints(nn.Module):
         return x
 
 
-def pair(use_reentrant: bool, as_view: bool = True, **options: object) -> tuple[nn.Module, nn.Module]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        models.append(SharedUnderCheckpoints(use_reentrant))
-    ours = ddp_compile(
-        models[0],
-        bucket_cap_mb=0.0005,
-        backend="aot_eager",
-        static_graph=True,
-        gradient_as_bucket_view=as_view,
-        **options,
-    )
-    theirs = DistributedDataParallel(
-        models[1], bucket_cap_mb=0.0005, static_graph=True, gradient_as_bucket_view=as_view
-    )
-    return ours, theirs
-
-
-def train(use_reentrant: bool, as_view: bool, num_backwards: int) -> tuple[float, list[bool], list[int]]:
-    ours, theirs = pair(use_reentrant, as_view)
-    torch.manual_seed(100 + dist.get_rank())
-    worst = 0.0
-    arrivals = []
-    ours.shared.weight.register_post_accumulate_grad_hook(lambda _: arrivals.append(1))
-    for _ in range(4):
-        x = torch.randn(4, WIDTH)
-        for model in (ours, theirs):
-            for _ in range(num_backwards):
-                model(x).square().sum().backward()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            if q.grad is not None and q.grad.count_nonzero():
-                worst = max(worst, relative_difference(p.grad, q.grad))
-        for model in (ours, theirs):
-            model.zero_grad(set_to_none=True)
-    return worst, [p.grad is None for p in ours.spare.parameters()], arrivals
+def models(use_reentrant: bool, as_view: bool = True) -> tuple[Any, Any]:
+    both = {"bucket_cap_mb": 0.0005, "static_graph": True, "gradient_as_bucket_view": as_view}
+    return pair(lambda: SharedUnderCheckpoints(use_reentrant), both)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("as_view", only([True], [True, False]))
-def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(
-    ranks: Ranks, use_reentrant: bool, as_view: bool
-) -> None:
-    for worst, unused, arrivals in ranks(2).run(train, use_reentrant, as_view, 1):
-        assert worst < 1e-6
-        assert unused == [True, True]
-        # The case is there: a reentrant checkpoint brings the weight's gradient once for each of its uses.
-        assert len(arrivals) == 4 * (3 if use_reentrant else 1)
-
-
-def train_in_one_checkpoint(use_reentrant: bool) -> float:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        models.append(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
-    ours = ddp_compile(models[0], bucket_cap_mb=0.0005, backend="aot_eager", static_graph=True)
-    theirs = DistributedDataParallel(models[1], static_graph=True)
-    torch.manual_seed(100 + dist.get_rank())
-    worst = 0.0
-    for _ in range(4):
-        x = torch.randn(4, WIDTH, requires_grad=True)
+@on_ranks(2)
+def test_checkpoints_over_one_weight_and_parameters_that_nobody_uses(use_reentrant: bool, as_view: bool) -> None:
+    ours, theirs = models(use_reentrant, as_view)
+    arrivals = []
+    ours.shared.weight.register_post_accumulate_grad_hook(lambda _: arrivals.append(1))
+    for step in range(4):
         for model in (ours, theirs):
             model.zero_grad()
-            checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        worst = max(worst, *(relative_difference(p.grad, q.grad) for p, q in pairs))
-    return worst
+            one_backward(model, own_batch(step, WIDTH))
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert name.startswith("spare") or relative_difference(p.grad, q.grad) < 1e-6, name
+    assert all(p.grad is None for p in ours.spare.parameters())
+    # The case is there: a reentrant checkpoint brings the weight's gradient once for each of its uses.
+    assert len(arrivals) == 4 * (3 if use_reentrant else 1)
 
 
-@pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
-def test_a_checkpoint_around_the_whole_module(use_reentrant: bool, ranks: Ranks) -> None:
-    assert max(ranks(2).run(train_in_one_checkpoint, use_reentrant)) < 1e-6
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-class Checkpoints(nn.Sequential):
+class Checkpoints(Layers):
     """Nothing but reentrant checkpoints: the pass in which the output is differentiated brings no gradient itself."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,68 +83,58 @@ class Checkpoints(nn.Sequential):
         return x
 
 
-def train_in_checkpoints_only() -> list[float]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        models.append(Checkpoints(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
-    ours = ddp_compile(models[0], bucket_cap_mb=0.0005, backend="aot_eager", static_graph=True)
-    theirs = DistributedDataParallel(models[1], static_graph=True)
-    torch.manual_seed(100 + dist.get_rank())
-    worst = []
-    for _ in range(3):
-        x = torch.randn(4, WIDTH, requires_grad=True)
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(x).square().sum().backward()
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        worst.append(max(relative_difference(p.grad, q.grad) for p, q in pairs))
-    return worst
+def train_static(make: type[nn.Module], step_of: Step) -> float:
+    models = pair(make, {"static_graph": True}, bucket_cap_mb=0.0005)
+    return largest(train_beside(models, step_of, 4, width=WIDTH))
 
 
-def test_nothing_but_reentrant_checkpoints(ranks: Ranks) -> None:
-    for worst in ranks(2).run(train_in_checkpoints_only):
-        assert max(worst) < 1e-6, worst
+@pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
+@on_ranks(2)
+def test_a_checkpoint_around_the_whole_module(use_reentrant: bool) -> None:
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)).backward()
+
+    assert train_static(Layers, step_of) < 1e-6
 
 
-def used_elsewhere() -> float:
+@on_ranks(2)
+def test_nothing_but_reentrant_checkpoints() -> None:
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        one_backward(model, x.requires_grad_())
+
+    assert train_static(Checkpoints, step_of) < 1e-6
+
+
+@on_ranks(2)
+def test_a_parameter_that_only_the_loss_uses() -> None:
     """A parameter that the forward does not use, but the loss does, in every iteration."""
-    ours, _ = pair(use_reentrant=False)
-    worst = 0.0
+    ours, _ = models(use_reentrant=False)
     for _ in range(3):
-        ours.zero_grad(set_to_none=True)
+        ours.zero_grad()
         x = torch.full((4, WIDTH), 1.0 + dist.get_rank())
         (ours(x).sum() + (1 + dist.get_rank()) * ours.spare.weight.square().sum()).backward()
-        worst = max(worst, relative_difference(ours.spare.weight.grad, 3 * ours.spare.weight.detach()))
-    return worst
-
-
-def test_a_parameter_that_only_the_loss_uses(ranks: Ranks) -> None:
-    assert max(ranks(2).run(used_elsewhere)) < 1e-6
-
-
-def broken_promise(first: bool, second: bool) -> None:
-    ours, _ = pair(use_reentrant=False)
-    x = torch.ones(4, WIDTH)
-    for uses_spare in (first, second):
-        ours.uses_spare = uses_spare
-        ours(x).sum().backward()
-    ours(x)
+        assert relative_difference(ours.spare.weight.grad, 3 * ours.spare.weight.detach()) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "kind", "message"),
+    ("first", "second", "error", "message"),
     [
-        (False, True, "GradientArrivalError", "spare.* got a gradient after .*static_graph=True promises that this"),
-        (True, False, "MissingGradientError", "2 of 6 parameters got no gradient .*spare.*static_graph=True the param"),
+        (False, True, GradientArrivalError, "spare.* got a gradient after .*static_graph=True promises that this"),
+        (True, False, MissingGradientError, "2 of 6 parameters got no gradient .*spare.*static_graph=True the param"),
     ],
 )
-def test_a_broken_promise_is_named(ranks: Ranks, first: bool, second: bool, kind: str, message: str) -> None:
-    for failure in ranks(2).run_expecting_failures(broken_promise, first, second):
-        assert failure.kind == kind
-        assert re.search(message, failure.message)
+@on_ranks(2)
+def test_a_broken_promise_is_named(first: bool, second: bool, error: type[Exception], message: str) -> None:
+    ours, _ = models(use_reentrant=False)
+    x = torch.ones(4, WIDTH)
+    ours.uses_spare = first
+    ours(x).sum().backward()
+    ours.uses_spare = second
+    with pytest.raises(error, match=message):
+        ours(x).sum().backward()
+        ours(x)
 
 
 def test_it_makes_find_unused_parameters_pointless(single_rank_group: None) -> None:
-    with pytest.warns(UserWarning, match="find_unused_parameters=True has no effect beside static_graph=True"):
+    with pytest.warns(UserWarning, match="find_unused_parameters=True has no effect with static_graph=True"):
         ddp_compile(nn.Linear(2, 2), static_graph=True, find_unused_parameters=True, backend="eager")

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from ends_in_backward import train_until_it_raises
 from models import Mlp, loss_of
 from process_copies import context_of_copies, run_in_copy
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 
 from ddp_compile import ddp_compile
 
@@ -37,8 +37,9 @@ def in_group_with_tcp_store() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def train_on_a_tcp_store() -> tuple[int, list[str]]:
+def test_agreement_points_leave_one_counter_behind() -> None:
     in_group_with_tcp_store()
     model = ddp_compile(Mlp(width=8, num_layers=2), bucket_cap_mb=4e-4, backend="eager")
     for _ in range(20):
@@ -47,13 +48,9 @@ def train_on_a_tcp_store() -> tuple[int, list[str]]:
     dist.barrier()
     counters = monitor._store._store._underlying_non_prefix_store.list_keys()
     dist.barrier()
-    return monitor._points.iteration_number, [key for key in counters if "/agreement/" in key]
-
-
-def test_agreement_points_leave_one_counter_behind(ranks: Ranks) -> None:
-    for iteration_number, counters in ranks(2).run(train_on_a_tcp_store):
-        assert iteration_number == 21
-        assert len(counters) == 1
+    iteration_number, counters = monitor._points.iteration_number, [key for key in counters if "/agreement/" in key]
+    assert iteration_number == 21
+    assert len(counters) == 1
 
 
 @torch.compiler.set_stance("force_eager")

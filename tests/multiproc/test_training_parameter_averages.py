@@ -1,31 +1,35 @@
-"""What holds for every algorithm that averages parameters: nodes, checkpoints, all ways to train, bytes."""
+"""What holds for every algorithm that averages parameters: nodes, checkpoints, ways to train, bytes, bad input."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
 from models import Mlp, loss_of
-from rank_pool import RankPool
-from test_hierarchical import tell_nodes
-from test_parameter_averages import batch, flat_of, make_adamw, train_step
+from rank_pool import on_ranks
+from test_gradient_compression import tell_nodes
+from test_parameter_averages import batch, make_model, train_step
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import (
     AlgorithmConfig,
+    AsyncModelAverage,
+    ByteGrad,
     Decentralized,
+    GradientAllReduce,
     LocalSGD,
     LowPrecisionDecentralized,
 )
-from ddp_compile.errors import ReductionError, ReplicationError
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError
 
-Ranks = Callable[[int], RankPool]
 PAIRS = Decentralized(peer_selection="shift_one", communication_interval=2)
 RING = LowPrecisionDecentralized(communication_interval=2)
 ALGORITHMS: dict[str, AlgorithmConfig] = {
@@ -36,108 +40,74 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 }
 
 
-def make_model(algorithm: AlgorithmConfig, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model: Any = ddp_compile(Mlp(17, 4), algorithm=algorithm, bucket_cap_mb=0.001, **settings)
-    return model, make_adamw(model.parameters())
-
-
 # Nodes.
 
 
-@torch.compiler.set_stance("force_eager")
-def averaged_over_nodes(sizes: Sequence[int], config: Decentralized) -> tuple[float, float]:
-    """How far the first two averages are from those computed of all ranks' parameters."""
+def make_model_on_nodes(sizes: Sequence[int], algorithm: AlgorithmConfig) -> tuple[Any, torch.optim.Optimizer]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        tell_nodes(monkeypatch, list(sizes))
-        model, _ = make_model(config, backend="eager")
-    first = [sum(sizes[:node]) for node in range(len(sizes))]
-    nodes = [list(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
-    off = []
-    for step in range(2):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter += dist.get_rank() ** 2 + step
-        before = of_all_ranks(flat_of(model))
-        loss_of(model(batch(0, step, 0))).backward()
-        expected = before.mean(0)  # of two nodes, a pair is all of them
-        assert len(nodes) <= 2
-        off.append((flat_of(model) - expected).abs().max().item())
-    return off[0], off[1]
-
-
-def of_all_ranks(tensor: Tensor) -> Tensor:
-    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensors, tensor)
-    return torch.stack(tensors)
+        tell_nodes(monkeypatch, sizes)
+        return make_model(algorithm)
 
 
 @pytest.mark.parametrize(
     ("sizes", "peers"),
-    only(
-        [((2, 2), "shift_one"), ((1, 3), "all")],
-        [(sizes, peers) for sizes in ((2, 2), (1, 3), (4,)) for peers in ("all", "shift_one")],
-    ),
+    only([((2, 2), "shift_one"), ((1, 3), "all")], itertools.product([(2, 2), (1, 3), (4,)], ["all", "shift_one"])),
 )
-def test_nodes_of_any_size_count_by_their_ranks(sizes: tuple[int, ...], peers: Any, ranks: Ranks) -> None:
-    config = Decentralized(peer_selection=peers, hierarchical=True)
-    for off in ranks(4).run(averaged_over_nodes, sizes, config):
-        assert max(off) < 1e-5
-
-
+@on_ranks(4)
 @torch.compiler.set_stance("force_eager")
-def ring_over_nodes(sizes: Sequence[int]) -> tuple[bool, bool, float]:
-    """Whether each node is alike, whether the nodes are, and how far these are apart."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        tell_nodes(monkeypatch, list(sizes))
-        model, optimizer = make_model(LowPrecisionDecentralized(hierarchical=True), backend="eager")
+def test_nodes_of_any_size_count_by_their_ranks(sizes: tuple[int, ...], peers: Any) -> None:
+    model, _ = make_model_on_nodes(sizes, Decentralized(peer_selection=peers, hierarchical=True))
+    for step in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += dist.get_rank() ** 2 + step
+        expected = of_all_ranks(flat_of(model)).mean(0)  # of two nodes, a pair is all of them
+        loss_of(model(batch(0, step, 0))).backward()
+        assert (flat_of(model) - expected).abs().max() < 1e-5
+
+
+@on_ranks(4)
+@torch.compiler.set_stance("force_eager")
+def test_a_ring_of_nodes() -> None:
+    model, optimizer = make_model_on_nodes((2, 2), LowPrecisionDecentralized(hierarchical=True))
     for step in range(3):
         train_step(model, optimizer, step)
     everyone = of_all_ranks(flat_of(model))
-    alike = all(torch.equal(everyone[i], everyone[i + 1]) for i in (0, 2))
-    return alike, torch.equal(everyone[0], everyone[2]), (everyone[0] - everyone[2]).abs().max().item()
-
-
-def test_a_ring_of_nodes(ranks: Ranks) -> None:
-    for alike_inside, alike_between, apart in ranks(4).run(ring_over_nodes, (2, 2)):
-        assert alike_inside and not alike_between
-        assert apart < 0.1
+    assert all(torch.equal(everyone[i], everyone[i + 1]) for i in (0, 2))
+    assert 0 < (everyone[0] - everyone[2]).abs().max() < 0.1
 
 
 # Checkpoints.
 
 
+@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def resumes(name: str) -> bool:
-    """Whether 8 steps are 5 steps, a checkpoint in mid-cycle, and 3 steps, in every bit."""
+def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str) -> None:
     config = ALGORITHMS[name]
-    whole, optimizer = make_model(config, backend="eager")
+    whole, optimizer = make_model(config)
     for step in range(8):
         train_step(whole, optimizer, step)
         if step == 4:
             states = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), whole.comm_algorithm.state_dict()))
-    again, optimizer = make_model(config, backend="eager")
+    again, optimizer = make_model(config)
     for part, state in zip((again, optimizer, again.comm_algorithm), states, strict=True):
         part.load_state_dict(state)
     for step in range(5, 8):
         train_step(again, optimizer, step)
-    return torch.equal(flat_of(whole), flat_of(again))
-
-
-@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
-def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str, ranks: Ranks) -> None:
-    assert ranks(2).run(resumes, name) == [True, True]
+    assert torch.equal(flat_of(whole), flat_of(again))
 
 
 # A forward between a backward and its step.
 
 
+@pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def forwards_before_the_step(config: AlgorithmConfig) -> tuple[bool, list[str]]:
-    """Whether forwards that send nothing change a step, and what is said of those that would have sent too early."""
+def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: AlgorithmConfig) -> None:
     ends = []
     for looks_on in (False, True):
-        model, optimizer = make_model(config, backend="eager")
+        model, optimizer = make_model(config)
         for step in range(2):
             loss_of(model(batch(dist.get_rank(), step, 0))).backward()
             if looks_on:
@@ -158,23 +128,24 @@ def forwards_before_the_step(config: AlgorithmConfig) -> tuple[bool, list[str]]:
         assert torch.equal(flat_of(model), before)
         said.append(str(refused.value))
     loss_of(model(batch(dist.get_rank(), 3, 0))).backward()
+    optimizer.zero_grad()  # the step is skipped, and so is the next backward
+    model(batch(0, 0, 0))
+    optimizer.step()  # without gradients, which changes nothing
+    loss_of(model(batch(dist.get_rank(), 4, 0))).backward()
     optimizer.step()
-    return torch.equal(*ends), said
-
-
-@pytest.mark.parametrize("config", [LocalSGD(period=1), LowPrecisionDecentralized()])
-def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: AlgorithmConfig, ranks: Ranks) -> None:
-    for rank, (is_equal, said) in enumerate(ranks(2).run(forwards_before_the_step, config)):
-        assert is_equal
-        assert len(said) == 2
-        assert all(text.startswith(f"rank {rank}: an optimizer is about to step after the l") for text in said)
+    rank = dist.get_rank()
+    is_equal = torch.equal(*ends)
+    assert is_equal
+    assert len(said) == 2
+    assert all(text.startswith(f"rank {rank}: an optimizer is about to step after the l") for text in said)
 
 
 # Ways to train.
 
 
-def train_in_all_ways(name: str, split: str) -> float:
-    """Whether all goes well, and how far it is from the same on the eager model."""
+@pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
+@on_ranks(2)
+def test_a_skipped_step_a_raising_forward_and_clipping_keep_the_ranks_together(name: str, split: str) -> None:
     ends = []
     for backend in ("eager", "aot_eager"):
         model, optimizer = make_model(ALGORITHMS[name], backend=backend, split=split, find_unused_parameters=True)
@@ -197,20 +168,13 @@ def train_in_all_ways(name: str, split: str) -> float:
         ends.append(flat_of(model))
         assert torch.isfinite(ends[-1]).all()
         model.unwrap()
-        everyone = of_all_ranks(flat_of(model))
-        assert (everyone == everyone[0]).all()
-    return ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+        assert is_same_everywhere(flat_of(model))
+    off = ((ends[0] - ends[1]).abs().max() / ends[0].abs().max()).item()
+    assert off < (0.02 if name == "low precision" else 1e-5)
 
 
-@pytest.mark.parametrize("name", only(["low precision"], ALGORITHMS))
-def test_a_skipped_step_a_raising_forward_and_clipping_keep_the_ranks_together(
-    name: str, split: str, ranks: Ranks
-) -> None:
-    for off in ranks(2).run(train_in_all_ways, name, split):
-        assert off < (0.02 if name == "low precision" else 1e-5)
-
-
-def compiled_and_fused_optimizers() -> list[float]:
+@on_ranks(2)
+def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard() -> None:
     off = []
     for settings in ({"fused": True}, {"foreach": True}):
         torch.manual_seed(0)
@@ -225,16 +189,10 @@ def compiled_and_fused_optimizers() -> list[float]:
                 optimizer.zero_grad()
                 loss_of(model(batch(dist.get_rank(), step, 0))).backward()
                 step_function()
-            everyone = of_all_ranks(flat_of(model))
-            assert (everyone == everyone[0]).all()  # behind the step, not at the next forward
+            assert is_same_everywhere(flat_of(model))  # after the step, not at the next forward
             expected = flat_of(model) if expected is None else expected
             off.append((flat_of(model) - expected).abs().max().item())
-    return off
-
-
-def test_steps_of_compiled_fused_and_foreach_optimizers_are_heard(ranks: Ranks) -> None:
-    for off in ranks(2).run(compiled_and_fused_optimizers):
-        assert max(off) < 1e-4
+    assert max(off) < 1e-4
 
 
 class Many:
@@ -253,9 +211,9 @@ class Many:
             optimizer.step()
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def steps_of_all_kinds() -> list[bool]:
-    """Whether the ranks are alike behind each step: of a closure, of many optimizers, after one that was skipped."""
+def test_parameters_are_averaged_after_steps_of_all_kinds_and_in_place() -> None:
     alike = []
     for make in (lambda p: torch.optim.SGD(p, lr=0.1), Many):
         torch.manual_seed(0)
@@ -277,21 +235,17 @@ def steps_of_all_kinds() -> list[bool]:
                 optimizer.step(closure)
             optimizer.zero_grad()
             if step != 4:  # there the other rank waits in its step until this one comes
-                everyone = of_all_ranks(flat_of(model))
-                alike.append(bool((everyone == everyone[0]).all()))
+                alike.append(is_same_everywhere(flat_of(model)))
         assert strides == [parameter.stride() for parameter in model.parameters()]
         assert storages == [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
-    return alike
+    assert all(alike) and len(alike) == 10
 
 
-def test_parameters_are_averaged_behind_steps_of_all_kinds_and_in_place(ranks: Ranks) -> None:
-    for alike in ranks(2).run(steps_of_all_kinds):
-        assert all(alike) and len(alike) == 10
-
-
+@pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def closures_called_again(config: AlgorithmConfig) -> str:
-    model, _ = make_model(config, backend="eager")
+def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> None:
+    model, _ = make_model(config)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
     def closure() -> Tensor:
@@ -302,23 +256,39 @@ def closures_called_again(config: AlgorithmConfig) -> str:
 
     with pytest.raises(ReplicationError) as refused:
         optimizer.step(closure)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("config", [Decentralized(), LowPrecisionDecentralized()], ids=["all", "low precision"])
-def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig, ranks: Ranks) -> None:
-    for said in ranks(2).run(closures_called_again, config):
-        assert said.startswith("a step of LBFGS calls its closure again, which with the")
+    said = str(refused.value)
+    assert said.startswith("a step of LBFGS calls its closure again, which with the")
 
 
 # Bytes on the wire.
 
 
+def four_bytes(numel: int) -> int:
+    return 4 * numel
+
+
+def row(numel: int) -> int:
+    return -(-(8 + numel) // 16) * 16  # one chunk: minimum, maximum, codes, up to 16 bytes
+
+
+def two_rows(numel: int) -> int:
+    return 2 * row(numel)
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "expected"),
+    [
+        (PAIRS, 4, four_bytes),
+        (RING, 4, two_rows),
+        (RING, 2, row),  # both neighbours are one rank
+    ],
+    ids=["pairs", "ring", "ring of two"],
+)
+@on_ranks()
 @torch.compiler.set_stance("force_eager")
-def bytes_of_an_exchange(config: AlgorithmConfig) -> tuple[int, int]:
-    """Sent by this rank to others, and bytes of the parameters."""
-    model, optimizer = make_model(config, backend="eager")
-    sent = []
+def test_bytes_sent_are_those_of_the_formula(config: Any, world_size: int, expected: Any) -> None:
+    model, optimizer = make_model(config)
+    sent: list[int] = []
     batch_isend_irecv = dist.batch_isend_irecv
 
     def count(operations: Any) -> Any:
@@ -328,14 +298,152 @@ def bytes_of_an_exchange(config: AlgorithmConfig) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dist, "batch_isend_irecv", count)
         train_step(model, optimizer, 0)
-    return sum(sent), 4 * flat_of(model).numel()
+    assert sum(sent) == expected(flat_of(model).numel())
 
 
-def test_bytes_sent_are_those_of_the_formula(ranks: Ranks) -> None:
-    for sent, num_bytes in ranks(4).run(bytes_of_an_exchange, PAIRS):
-        assert sent == num_bytes
-    for sent, num_bytes in ranks(4).run(bytes_of_an_exchange, RING):
-        numel = num_bytes // 4
-        assert sent == 2 * (-(-(8 + numel) // 16) * 16)  # one chunk: minimum, maximum, codes, up to 16 bytes
-    for sent, _ in ranks(2).run(bytes_of_an_exchange, RING):  # both neighbours are one rank
-        assert sent == -(-(8 + numel) // 16) * 16
+# What is refused, what goes wrong, and one algorithm in the place of another.
+
+
+@on_ranks(2)
+def test_what_goes_wrong_is_named() -> None:
+    said = []
+    model, _ = make_model(Decentralized())
+    loss = loss_of(model(batch(0, 0, 0)))
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    with pytest.raises((ReductionError, RuntimeError)) as refused:
+        loss.backward()
+    said.append(str(refused.value))
+    model, _ = make_model(RING)
+    for attempt in (
+        lambda: model.register_comm_hook(None, lambda state, bucket: None),
+        lambda: model.join_hook(),
+        lambda: model.comm_algorithm.load_state_dict({"algorithm": "another"}),
+        lambda: ddp_compile(nn.Linear(2, 2).to(torch.complex64), algorithm=Decentralized()),
+        lambda: model.set_comm_algorithm("all-reduce"),
+    ):
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as wrong:
+            attempt()
+        said.append(str(wrong.value))
+    rank = dist.get_rank()
+    written, hook, join, state, dtype, no_config = said
+    assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
+    assert "cannot be used with the low-precision decentralized average (every 2): a hook can only replace" in hook
+    assert "Join cannot be used with the low-precision decentralized average" in join
+    assert "was given the state of another, and has that of" in state
+    assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
+    assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (Decentralized, {"communication_interval": 0}),
+        (Decentralized, {"peer_selection": "ring"}),
+        (LowPrecisionDecentralized, {"communication_interval": 1.5}),
+        (LocalSGD, {"period": 0}),
+        (LocalSGD, {"period": 2, "warmup_steps": -1}),
+    ],
+)
+def test_settings_out_of_range_are_refused(config: Any, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{config.__name__}\({list(setting)[-1]}="):
+        config(**setting)
+
+
+@on_ranks(3)
+def test_odd_numbers_of_ranks_and_unknown_nodes_are_refused() -> None:
+    said = []
+    for config in (
+        Decentralized(peer_selection="shift_one"),
+        Decentralized(hierarchical=True),
+        LowPrecisionDecentralized(hierarchical=True),
+    ):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.delenv("LOCAL_RANK", raising=False)
+            with pytest.raises(ValueError) as refused:
+                ddp_compile(nn.Linear(2, 2), algorithm=config)
+        said.append(str(refused.value))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tell_nodes(monkeypatch, [1, 2])
+        model, optimizer = make_model(Decentralized())
+        with pytest.raises(ValueError) as refused:
+            model.set_comm_algorithm(LowPrecisionDecentralized(hierarchical=True))
+        train_step(model, optimizer, 0)  # by the one before
+    rank = dist.get_rank()
+    odd, unknown, ring, sizes = [*said, str(refused.value)]
+    assert odd.startswith("Decentralized(peer_selection='shift_one') pairs all ranks, and there are 3;")
+    assert unknown.startswith(f"rank {rank}: the decentralized average (all, every 1, hierarchical) has to know which")
+    assert "LOCAL_RANK is no number on ranks 0-2" in ring
+    assert "takes nodes of one size" in sizes and "1, 2 ranks" in sizes
+
+
+@on_ranks(2)
+def test_the_state_of_another_rank_is_refused() -> None:
+    model, _ = make_model(RING)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, model.comm_algorithm.state_dict())
+    with pytest.raises(ValueError) as refused:
+        model.comm_algorithm.load_state_dict(states[1 - dist.get_rank()])
+    rank = dist.get_rank()
+    said = str(refused.value)
+    assert said.startswith(f"rank {rank} of 2: the low-precision decentralized average (every 2) was given the state")
+    assert f"of rank {1 - rank} of 2, whose neighbours are others" in said
+
+
+@on_ranks(2)
+def test_every_algorithm_may_follow_every_other() -> None:
+    chain = [GradientAllReduce(), Decentralized(), RING, ByteGrad(), LocalSGD(period=3), PAIRS, AsyncModelAverage()]
+    model, optimizer = make_model(chain[0], backend="aot_eager")
+    for number, config in enumerate([*chain[1:], GradientAllReduce()]):
+        for step in range(3):
+            train_step(model, optimizer, 10 * number + step)
+        if isinstance(config, ByteGrad):
+            with pytest.raises(ReplicationError, match="the ranks' optimizers have come to different states"):
+                model.set_comm_algorithm(config)
+        model.set_comm_algorithm(config, [optimizer])
+        assert is_same_everywhere(flat_of(model)), config
+
+
+@on_ranks(2)
+def test_optimizers_whose_counts_differ_are_made_alike() -> None:
+    """Adam's counts of steps become alike as well; and what cannot be made alike changes nothing."""
+    model, optimizer = make_model(LocalSGD(period=2))
+    for step in range(4):
+        train_step(model, optimizer, step)
+    for state in optimizer.state.values():
+        state["step"] += dist.get_rank()
+    with pytest.raises(TypeError, match="pass a list of"):
+        model.set_comm_algorithm(GradientAllReduce(), optimizers=optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    with pytest.raises(RanksDifferError, match="other states or settings on ranks 1"):
+        model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+    optimizer.param_groups[0]["lr"] = 0.01
+    train_step(model, optimizer, 4)
+    assert model.comm_algorithm.name.startswith("local SGD")
+    model.set_comm_algorithm(GradientAllReduce(), optimizers=[optimizer])
+    for step in range(5, 9):
+        train_step(model, optimizer, step)
+    assert is_same_everywhere(flat_of(model))
+
+
+@on_ranks(2)
+def test_a_last_forward_on_one_rank_does_not_hold_up_the_end() -> None:
+    model, optimizer = make_model(Decentralized(peer_selection="shift_one"))
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 0:
+        model(batch(0, 1, 0))  # which has sent, and no other rank has
+    model.unwrap()
+    assert is_same_everywhere(flat_of(model))
+
+
+@on_ranks(2)
+def test_ranks_that_get_out_of_step_are_told() -> None:
+    """One rank leaves out a backward."""
+    model, optimizer = make_model(LowPrecisionDecentralized())
+    train_step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        loss_of(model(batch(0, 0, 0)))
+    with pytest.raises(RanksDifferError, match="training forwards without a backward: ") as raised:
+        for step in range(1, 5):
+            train_step(model, optimizer, step)
+    assert str(raised.value).startswith(f"rank {dist.get_rank()}: at the end of iteration")

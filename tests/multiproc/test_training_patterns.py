@@ -8,23 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import Step, beside_plain, one_backward, own_batch, pair, train_beside
 from in_ci import only
-from models import Mlp, loss_of, needs_ddp_to_keep_buffers, relative_difference
-from rank_pool import RankPool
+from models import Mlp, largest, loss_of, needs_ddp_to_keep_buffers, relative_difference
+from rank_pool import on_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_compile import ParametersChangedError, ddp_compile
+from ddp_compile import GradientArrivalError, ParametersChangedError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
-
-Ranks = Callable[[int], RankPool]
-Step = Callable[[nn.Module, Tensor, int], None]
-
-
-def one_backward(model: nn.Module, x: Tensor, step: int) -> None:
-    loss_of(model(x)).backward()
 
 
 def regulariser_by_itself(model: nn.Module, x: Tensor, step: int) -> None:
@@ -128,13 +121,8 @@ class UsedTwice(Mlp):
         return super().forward(torch.relu(super().forward(x)))
 
 
-class WithBatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(33, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(33, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 3))
 
 
 def small_mlp() -> nn.Module:
@@ -146,7 +134,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "regulariser_first": (small_mlp, regulariser_first),
     "watched_inside_no_sync": (small_mlp, watched_inside_no_sync),
     "user_hook_after": (small_mlp, user_hook_after),
-    "two_forwards_with_batch_norm": (WithBatchNorm, two_forwards),
+    "two_forwards_with_batch_norm": (with_batch_norm, two_forwards),
     "gradients_detached_in_between": (small_mlp, gradients_detached_in_between),
     "gradients_replaced_in_between": (small_mlp, gradients_replaced_in_between),
     "gradients_freed_in_between": (small_mlp, gradients_freed_in_between),
@@ -160,26 +148,10 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
-def train(pattern: str) -> float:
+def train(pattern: str, **settings: Any) -> float:
     make, step_of = PATTERNS[pattern]
-    torch.manual_seed(3)
-    reference = make()
-    torch.manual_seed(3)
-    model = ddp_compile(make(), bucket_cap_mb=0.005, backend="aot_eager")
-    with_ddp = DistributedDataParallel(reference)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, with_ddp)]
-    worst = 0.0
-    for step in range(4):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(6, 33)
-        for each, optimizer in zip((model, with_ddp), optimizers, strict=True):
-            optimizer.zero_grad()
-            step_of(each, x, step)
-        for p, q in zip(model.parameters(), with_ddp.parameters(), strict=True):
-            worst = max(worst, relative_difference(p.grad, q.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-    return worst
+    models = pair(make, bucket_cap_mb=0.005, **settings)
+    return largest(train_beside(models, step_of, 4, width=33, rows=6, lr=0.1, momentum=0.9))
 
 
 # `test_algorithms` trains in the second and the third one, checkpoints are in `test_regions`, and the others are as the
@@ -199,28 +171,40 @@ def marks_of(pattern: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("pattern", [pytest.param(name, marks=marks_of(name)) for name in PATTERNS])
-def test_gradients_equal_ddps(pattern: str, ranks: Ranks) -> None:
+@on_ranks(2)
+def test_gradients_equal_ddps(pattern: str) -> None:
     # A bias before BatchNorm has a gradient of zero but for rounding, which regrouping changes.
-    tolerance = 0.0 if pattern != "two_forwards_with_batch_norm" else 1e-5
-    assert max(ranks(2).run(train, pattern)) <= tolerance
+    assert train(pattern) <= (0.0 if pattern != "two_forwards_with_batch_norm" else 1e-5)
 
 
-class TwoBranches(nn.Module):
+@pytest.mark.parametrize("pattern", only(["gradients_freed_in_between"], PATTERNS))
+@on_ranks(2)
+def test_gradients_equal_ddps_with_lazy_buckets(pattern: str) -> None:
+    assert train(pattern, lazy_bucket_allocation=True) < 1e-5
+
+
+class TwoHeads(nn.Module):
+    """Two outputs, each of a graph of its own."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.uses_trunk = True
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        left = self.left(x)
+        h = self.trunk(x) if self.uses_trunk else x
         torch._dynamo.graph_break()
-        return left, self.right(x)
+        left = self.left(h)
+        torch._dynamo.graph_break()
+        return left, self.right(h)
 
 
-def backward_branch_by_branch() -> list[float]:
-    torch.manual_seed(dist.get_rank())
-    model = ddp_compile(TwoBranches(), backend="aot_eager", bucket_cap_mb=1e-4)
-    x = torch.randn(3, 4)
-    differences = []
+@on_ranks(2)
+def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_brings_the_rest() -> None:
+    heads = TwoHeads()
+    heads.trunk, heads.uses_trunk = nn.Identity(), False
+    model = ddp_compile(heads, backend="aot_eager", bucket_cap_mb=1e-4)
+    x = own_batch(0, 4)
     for _ in range(2):
         model.zero_grad()
         left, right = model(x)
@@ -229,65 +213,47 @@ def backward_branch_by_branch() -> list[float]:
             dist.all_reduce(mean)
             loss.backward()
             # Each branch is averaged when its own backward returns, though the first one does not end the iteration.
-            differences.append(relative_difference(layer.weight.grad, mean / dist.get_world_size()))
-    return differences
+            assert relative_difference(layer.weight.grad, mean / dist.get_world_size()) < 1e-6
 
 
-def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_brings_the_rest(ranks: Ranks) -> None:
-    for differences in ranks(2).run(backward_branch_by_branch):
-        assert len(differences) == 4 and max(differences) < 1e-6
-
-
-def functional_sparse_embedding() -> float:
-    torch.manual_seed(dist.get_rank())
-
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(20, 4))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return nn.functional.embedding(tokens, self.table, sparse=True)
-
-    model = ddp_compile(Lookup(), backend="aot_eager")
-    tokens = torch.randint(0, 20, (6,))
-    loss_of(model(tokens)).backward()
-    ours = model.table.grad.clone()
-    plain = model.unwrap()
-    plain.zero_grad()
-    loss_of(plain(tokens)).backward()
-    theirs = plain.table.grad.to_dense()
-    dist.all_reduce(theirs)
-    return relative_difference(ours, theirs / dist.get_world_size())
-
-
-def test_a_sparse_gradient_that_no_module_announced_is_averaged(ranks: Ranks) -> None:
-    assert max(ranks(2).run(functional_sparse_embedding)) < 1e-6
-
-
-def losses_of_two_heads() -> Any:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.trunk(x)
-            torch._dynamo.graph_break()
-            left = self.left(h)
-            torch._dynamo.graph_break()
-            return left, self.right(h)
-
+@on_ranks(2)
+def test_a_gradient_that_arrives_twice_is_named_with_both_causes() -> None:
     model = ddp_compile(TwoHeads(), backend="aot_eager", bucket_cap_mb=1e-5)
     left, right = model(torch.randn(2, 4))
-    loss_of(left).backward(retain_graph=True)
-    loss_of(right).backward()
+    with pytest.raises(GradientArrivalError, match=r"(?s)trunk\.weight arrived twice.*add the losses up"):
+        loss_of(left).backward(retain_graph=True)
+        loss_of(right).backward()
 
 
-def test_a_gradient_that_arrives_twice_is_named_with_both_causes(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(losses_of_two_heads):
-        assert failure.kind == "GradientArrivalError"
-        assert "trunk.weight arrived twice" in failure.message and "add the losses up" in failure.message
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.table, sparse=True)
+
+
+class WithSparseLayer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("make", [Lookup, WithSparseLayer])
+@on_ranks(2)
+def test_sparse_gradients_are_averaged(make: type[nn.Module]) -> None:
+    """Also one that no module announced, which is dense then."""
+    model, plain = beside_plain(make)
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(0, 20, (6,))
+    for each in (model, plain):
+        loss_of(each(tokens)).backward()
+    first, expected = (next(each.parameters()).grad for each in (model, plain))
+    assert first.is_sparse == (make is WithSparseLayer) and expected.is_sparse
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        mean = q.grad.to_dense() if q.grad.is_sparse else q.grad
+        dist.all_reduce(mean)
+        assert relative_difference(p.grad.to_dense() if p.grad.is_sparse else p.grad, mean / 2) < 1e-6
 
 
 class NotCompiled(Mlp):
@@ -300,38 +266,16 @@ class NotCompiled(Mlp):
         return x
 
 
-def convert_between_two_looks_at_the_parameters(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", only([torch.float64], [torch.float64, torch.bfloat16]))
+@on_ranks(2)
+def test_a_dtype_that_has_changed_is_named_where_the_bucket_is_filled(dtype: torch.dtype) -> None:
     model = ddp_compile(NotCompiled(width=8, num_layers=3), backend="eager")
-    for _ in range(4):  # the next look is before the eighth forward
+    for _ in range(4):  # the next look at the parameters is before the eighth forward
         loss_of(model(torch.randn(2, 8))).backward()
     model.to(dtype)
     output = model(torch.randn(2, 8, dtype=dtype))
-    try:
+    with pytest.raises(ParametersChangedError) as raised:
         loss_of(output).backward()
-    except ParametersChangedError as error:
-        raise RuntimeError(f"in the backward: {error}") from error
-
-
-@pytest.mark.parametrize("dtype", only([torch.float64], [torch.float64, torch.bfloat16]))
-def test_a_dtype_that_has_changed_is_named_where_the_bucket_is_filled(dtype: torch.dtype, ranks: Ranks) -> None:
     name = str(dtype).removeprefix("torch.")
-    for rank, failure in enumerate(ranks(2).run_expecting_failures(convert_between_two_looks_at_the_parameters, dtype)):
-        assert failure.message.startswith(f"in the backward: rank {rank}: ")
-        assert f"float32[64] before and {name}[64] now: layers.0.weight" in failure.message
-
-
-def optimizer_in_backward() -> None:
-    model = ddp_compile(Mlp(width=8, num_layers=3), backend="aot_eager")
-
-    def step(parameter: nn.Parameter) -> None:
-        parameter.grad = None
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    loss_of(model(torch.randn(2, 8))).backward()
-
-
-def test_a_hook_that_clears_gradients_is_named(ranks: Ranks) -> None:
-    for failure in ranks(2).run_expecting_failures(optimizer_in_backward):
-        assert failure.kind == "GradientArrivalError"
-        assert "was set to None before it was averaged" in failure.message
+    assert str(raised.value).startswith(f"rank {dist.get_rank()}: ")
+    assert f"float32[64] before and {name}[64] now: layers.0.weight" in str(raised.value)

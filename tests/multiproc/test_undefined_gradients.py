@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import difference, own_batch, pair
 from in_ci import only
-from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 from ddp_compile.errors import GradientArrivalError
@@ -72,42 +71,29 @@ WHEN: dict[str, Callable[[int, int], bool]] = {
 }
 
 
+def look_at(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return module
+
+
 def differences(
     make: Callable[[], nn.Module], when: str, through_compile: bool, zeroed: bool, hooked: bool, **options: Any
 ) -> list[float]:
-    """For each step the largest relative difference of two gradients; infinite where only one model has one."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        models.append(make())
-        if hooked:
-            for parameter in models[-1].parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: None)
+    """For each of four steps the largest difference of two gradients, as with DistributedDataParallel."""
     torch._dynamo.reset()
-    ours = ddp_compile(models[0], bucket_cap_mb=2e-4, backend="aot_eager", **options)
-    theirs: Any = DistributedDataParallel(models[1], **options)
+    models = pair(lambda: look_at(make()) if hooked else make(), options, bucket_cap_mb=2e-4)
     if through_compile:
-        theirs = torch.compile(theirs, backend="aot_eager")
+        models = models[0], torch.compile(models[1], backend="aot_eager")
     worst = []
     for step in range(4):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, WIDTH)
-        for model in (ours, theirs):
+        for model in models:
             model.zero_grad(set_to_none=not zeroed)
-            model(x, WHEN[when](dist.get_rank(), step)).square().sum().backward()
-        pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
-        assert any(gradient is None or not gradient.any() for gradient, _ in pairs) or when != "always"
-        worst.append(max(_difference(*pair) for pair in pairs))
+            model(own_batch(step, WIDTH), WHEN[when](dist.get_rank(), step)).square().sum().backward()
+        gradients = [p.grad for p in models[0].parameters()]
+        assert any(gradient is None or not gradient.any() for gradient in gradients) or when != "always"
+        worst.append(difference(*models))
     return worst
-
-
-def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else float("inf")
-    return relative_difference(ours, theirs) if theirs.any() else float(ours.any())
-
-
-FLAGS: list[dict[str, bool]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 
 Case = tuple[str, dict[str, bool], bool, bool]
@@ -130,43 +116,32 @@ STOPPED_IN_CI = [STOPPED[4], STOPPED[5], STOPPED[7]]
 OTHERS_STOPPED = [case for case in STOPPED if case not in STOPPED_IN_CI]
 
 
-def stopped(cases: list[Case]) -> list[list[float]]:
-    return [differences(Stopped, when, False, zeroed, hooked, **flags) for when, flags, zeroed, hooked in cases]
-
-
 @pytest.mark.parametrize("cases", only([STOPPED_IN_CI], [STOPPED_IN_CI, OTHERS_STOPPED]), ids=["some", "others"])
-def test_a_function_that_returns_no_gradient(cases: list[Case], ranks: Ranks) -> None:
-    for found in ranks(2).run(stopped, cases):
-        assert max(map(max, found)) < 1e-6, found
+@on_ranks(2)
+def test_a_function_that_returns_no_gradient(cases: list[Case]) -> None:
+    found = [differences(Stopped, when, False, zeroed, hooked, **flags) for when, flags, zeroed, hooked in cases]
+    assert max(map(max, found)) < 1e-6, found
 
 
 def in_micro_batches(hooked: bool, program: str) -> list[float]:
-    """What is there after a few backwards, beside DistributedDataParallel.
+    """The differences after each of a few backwards.
 
     Args:
-        hooked: Whether somebody looks at the gradients.
+        hooked: Whether there are hooks that look at the gradients.
         program: For each backward whether its gradient is "d"efined or "u"ndefined; reduced if it is a capital letter.
     """
-    worst = []
-    models = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        models.append(Stopped())
     torch._dynamo.reset()
-    trained: list[Any] = [ddp_compile(models[0], bucket_cap_mb=2e-4, backend="aot_eager")]
-    trained.append(DistributedDataParallel(models[1]))
+    models = pair(Stopped, bucket_cap_mb=2e-4)
     if hooked:
-        for parameter in (p for model in models for p in model.parameters()):
-            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        for model in models:
+            look_at(model)
+    worst = []
     for step, letter in enumerate(program):
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, WIDTH)
-        for model in trained:
+        for model in models:
             model.zero_grad()
             with contextlib.nullcontext() if letter.isupper() else model.no_sync():
-                model(x, letter.lower() == "u").square().sum().backward()
-        pairs = zip(*(model.parameters() for model in models), strict=True)
-        worst.append(max(_difference(p.grad, q.grad) for p, q in pairs))
+                model(own_batch(step, WIDTH), letter.lower() == "u").square().sum().backward()
+        worst.append(difference(*models))
     return worst
 
 
@@ -177,28 +152,22 @@ MICRO_BATCHES_IN_CI = [(False, "dU"), (True, "DdUuDU")]
 OTHER_MICRO_BATCHES = [case for case in MICRO_BATCHES if case not in MICRO_BATCHES_IN_CI]
 
 
-def micro_batches(cases: list[tuple[bool, str]]) -> list[list[float]]:
-    return [in_micro_batches(hooked, program) for hooked, program in cases]
-
-
 @pytest.mark.parametrize(
     "cases", only([MICRO_BATCHES_IN_CI], [MICRO_BATCHES_IN_CI, OTHER_MICRO_BATCHES]), ids=["some", "others"]
 )
-def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, str]], ranks: Ranks) -> None:
-    for found in ranks(2).run(micro_batches, cases):
-        assert max(map(max, found)) < 1e-6, found
-
-
-def read() -> list[list[float]]:
-    # Eager DistributedDataParallel awaits what nothing leads to, unless it is told not to.
-    every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
-    return [differences(Read, "always", not flags, False, False, **flags) for flags in every]
+@on_ranks(2)
+def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, str]]) -> None:
+    found = [in_micro_batches(hooked, program) for hooked, program in cases]
+    assert max(map(max, found)) < 1e-6, found
 
 
 @pytest.mark.parametrize("world_size", only([2], [1, 2]))
-def test_a_parameter_that_a_graph_reads_without_a_gradient(ranks: Ranks, world_size: int) -> None:
-    for found in ranks(world_size).run(read):
-        assert max(map(max, found)) < 1e-6, found
+@on_ranks()
+def test_a_parameter_that_a_graph_reads_without_a_gradient(world_size: int) -> None:
+    # Eager DistributedDataParallel awaits what nothing leads to, unless it is told not to.
+    every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
+    found = [differences(Read, "always", not flags, False, False, **flags) for flags in every]
+    assert max(map(max, found)) < 1e-6, found
 
 
 def test_on_one_rank_the_mean_is_zero(single_rank_group: None) -> None:

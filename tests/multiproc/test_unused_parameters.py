@@ -1,27 +1,26 @@
-"""``find_unused_parameters`` against eager DistributedDataParallel: who used what, on which rank, and when."""
+"""Parameters that a forward does not use: with ``find_unused_parameters`` all is as with DistributedDataParallel."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import difference, difference_to_mean, own_batch, pair
 from in_ci import only
 from models import assert_buckets_launched_early, relative_difference
-from rank_pool import RankPool
+from rank_pool import RankFailure, RankPool, on_ranks
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
+from ddp_compile import GradientArrivalError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 17
+NUM_STEPS = 4
 
 
 @dataclass
@@ -35,46 +34,30 @@ class Branches(nn.Module):
 
     def __init__(self, returns: str = "tensor") -> None:
         super().__init__()
-        self.trunk = nn.Linear(WIDTH, WIDTH)
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.branch = 0
         self.returns = returns
 
     def forward(self, x: Tensor) -> Any:
-        x = self.trunk(x)
-        x = self.branches[self.branch](x)
+        x = torch.tanh(self.branches[self.branch](self.trunk(x)))
         y = self.head(x)
         if self.returns == "dict":
             return {"unused": None, "losses": [y, (x,)]}
-        if self.returns == "dataclass":
-            return Outputs(x, {"y": [y]})
-        return y
+        return Outputs(x, {"y": [y]}) if self.returns == "dataclass" else y
 
 
-def result_of(outputs: Any) -> Tensor:
+def backward(model: Any, x: Tensor) -> None:
+    outputs = model(x)
     if isinstance(outputs, dict):
-        return outputs["losses"][0]
-    return outputs.more["y"][0] if isinstance(outputs, Outputs) else outputs
+        outputs = outputs["losses"][0]
+    (outputs.more["y"][0] if isinstance(outputs, Outputs) else outputs).square().sum().backward()
 
 
-def pair(returns: str = "tensor", as_view: bool = True, backend: str = "aot_eager") -> tuple[nn.Module, nn.Module]:
-    """Ours and DistributedDataParallel's, with equal parameters and several buckets."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        models.append(Branches(returns))
-    ours = ddp_compile(
-        models[0],
-        bucket_cap_mb=0.001,
-        backend=backend,
-        find_unused_parameters=True,
-        gradient_as_bucket_view=as_view,
-    )
-    theirs = DistributedDataParallel(
-        models[1], bucket_cap_mb=0.001, find_unused_parameters=True, gradient_as_bucket_view=as_view
-    )
-    return ours, theirs
+def branches(returns: str = "tensor", both: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, Any]:
+    """Ours and DistributedDataParallel's, with several buckets."""
+    both = {"bucket_cap_mb": 0.001, "find_unused_parameters": True, **(both or {})}
+    return pair(lambda: Branches(returns), both, **settings)
 
 
 def choose(branch: int, *models: nn.Module) -> None:
@@ -82,165 +65,117 @@ def choose(branch: int, *models: nn.Module) -> None:
         getattr(model, "module", model).branch = branch
 
 
-def difference(ours: nn.Module, theirs: nn.Module) -> float:
-    """Largest relative difference of two gradients; infinite where only one model has one."""
-    worst = 0.0
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        if (p.grad is None) != (q.grad is None):
-            return float("inf")
-        if p.grad is not None and q.grad is not None:
-            worst = max(worst, relative_difference(p.grad, q.grad))
-    return worst
-
-
-def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, backend: str) -> tuple[float, list[bool]]:
+def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, **ours: Any) -> tuple[float, list[bool]]:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
-    ours, theirs = pair(returns, as_view, backend)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
-    torch.manual_seed(100 + dist.get_rank())
-    worst = 0.0
-    for step in range(6):
-        rank = dist.get_rank()
-        choose([rank % 2, 0, 1, 2 if rank == 0 else 1, 1 - rank % 2, 0][step], ours, theirs)
-        x = torch.randn(4, WIDTH)
-        for model in (ours, theirs):
-            result_of(model(x)).square().sum().backward()
-        worst = max(worst, difference(ours, theirs))
+    models = branches(returns, {"gradient_as_bucket_view": as_view}, **ours)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    rank, worst = dist.get_rank(), 0.0
+    for step, branch in enumerate([rank % 2, 0, 1, 2 if rank == 0 else 1, 1 - rank % 2, 0]):
+        choose(branch, *models)
+        for model in models:
+            backward(model, own_batch(step, WIDTH))
+        worst = max(worst, difference(*models))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
-    assert_buckets_launched_early(ours)
-    return worst, [p.grad is None for p in ours.branches[3].parameters()]
+    assert_buckets_launched_early(models[0])
+    return worst, [p.grad is None for p in models[0].branches[3].parameters()]
 
 
-@pytest.mark.parametrize(
-    ("set_to_none", "as_view"),
-    [
-        (False, False),
-        pytest.param(True, True, marks=pytest.mark.long),  # as on three ranks
-        pytest.param(False, True, marks=pytest.mark.long),
-        pytest.param(True, False, marks=pytest.mark.long),
-    ],
-)
-def test_ranks_that_use_different_branches(ranks: Ranks, as_view: bool, set_to_none: bool) -> None:
-    arguments = "tensor", as_view, set_to_none, "aot_eager"
-    for worst, never_used in ranks(2).run(branch_by_rank_and_step, *arguments):
-        assert worst < 1e-6
-        assert never_used == [True, True]
+WAYS = [(False, False, 2), (True, True, 2), (False, True, 2), (True, False, 2), (True, True, 3)]
 
 
-@pytest.mark.long
-def test_three_ranks(ranks: Ranks) -> None:
-    for worst, never_used in ranks(3).run(branch_by_rank_and_step, "tensor", True, True, "aot_eager"):
-        assert worst < 1e-6
-        assert never_used == [True, True]
+@pytest.mark.parametrize(("set_to_none", "as_view", "world_size"), only(WAYS[:1], WAYS))
+@on_ranks()
+def test_ranks_that_use_different_branches(set_to_none: bool, as_view: bool, world_size: int) -> None:
+    worst, never_used = branch_by_rank_and_step("tensor", as_view, set_to_none)
+    assert worst < 1e-6
+    assert never_used == [True, True]
+
+
+@pytest.mark.parametrize("as_view", only([True], [True, False]))
+@on_ranks(2)
+def test_lazy_buckets_keep_what_unused_parameters_hold(as_view: bool) -> None:
+    assert branch_by_rank_and_step("tensor", as_view, not as_view, lazy_bucket_allocation=True)[0] < 1e-6
 
 
 @pytest.mark.parametrize("returns", only(["dataclass"], ["dict", "dataclass"]))
-def test_outputs_in_containers(ranks: Ranks, returns: str) -> None:
-    for worst, _ in ranks(2).run(branch_by_rank_and_step, returns, True, True, "aot_eager"):
-        assert worst < 1e-6
+@on_ranks(2)
+def test_outputs_in_containers(returns: str) -> None:
+    assert branch_by_rank_and_step(returns, True, True)[0] < 1e-6
 
 
 @pytest.mark.long
 @pytest.mark.inductor
-def test_with_inductor(ranks: Ranks) -> None:
-    for worst, never_used in ranks(2).run(branch_by_rank_and_step, "tensor", True, True, "inductor"):
-        assert worst < 1e-5
-        assert never_used == [True, True]
-
-
-def gradients_from_before(as_view: bool) -> list[tuple[bool, float]]:
-    """A branch that is used once, and then by nobody: what it holds is not touched, in its memory or out of it."""
-    ours, _ = pair(as_view=as_view)
-    torch.manual_seed(100 + dist.get_rank())
-    choose(1, ours)
-    ours(torch.randn(4, WIDTH)).square().sum().backward()
-    kept = [p.grad for p in ours.branches[1].parameters()]
-    values = [gradient.clone() for gradient in kept]
-    choose(0, ours)
-    for _ in range(3):
-        ours(torch.randn(4, WIDTH)).square().sum().backward()
-    return [
-        (p.grad is old, (p.grad - value).abs().max().item())
-        for p, old, value in zip(ours.branches[1].parameters(), kept, values, strict=True)
-    ]
+@on_ranks(2)
+def test_with_inductor() -> None:
+    worst, never_used = branch_by_rank_and_step("tensor", True, True, backend="inductor")
+    assert worst < 1e-5
+    assert never_used == [True, True]
 
 
 @pytest.mark.parametrize("as_view", only([True], [True, False]))
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_a_gradient_that_nobody_adds_to_keeps_every_bit(ranks: Ranks, world_size: int, as_view: bool) -> None:
-    assert ranks(world_size).run(gradients_from_before, as_view) == [[(True, 0.0)] * 2] * world_size
+@on_ranks()
+def test_a_gradient_that_nobody_adds_to_keeps_every_bit(world_size: int, as_view: bool) -> None:
+    """The gradient of a branch that no rank uses any more stays as it is, in its memory."""
+    ours, _ = branches(both={"gradient_as_bucket_view": as_view})
+    choose(1, ours)
+    backward(ours, own_batch(0, WIDTH))
+    kept = [p.grad for p in ours.branches[1].parameters()]
+    values = [gradient.clone() for gradient in kept]
+    choose(0, ours)
+    for step in range(3):
+        backward(ours, own_batch(1 + step, WIDTH))
+    for parameter, old, value in zip(ours.branches[1].parameters(), kept, values, strict=True):
+        assert parameter.grad is old and torch.equal(old, value)
 
 
-def used_in_no_sync_only() -> float:
-    """Used by one rank, in a micro-batch that is not reduced: the iteration after it has to send it all the same."""
-    ours, theirs = pair()
-    worst = 0.0
-    torch.manual_seed(100 + dist.get_rank())
-    for _ in range(3):
+@on_ranks(2)
+def test_what_was_used_inside_no_sync_is_reduced() -> None:
+    """One rank uses a branch in a micro-batch that is not reduced: the iteration after it still has to send it."""
+    models = branches()
+    for step in range(3):
         for micro_batch in range(3):
-            choose(2 if micro_batch == 0 and dist.get_rank() == 0 else 0, ours, theirs)
-            x = torch.randn(4, WIDTH)
-            for model in (ours, theirs):
+            choose(2 if micro_batch == 0 and dist.get_rank() == 0 else 0, *models)
+            for model in models:
                 with model.no_sync() if micro_batch < 2 else contextlib.nullcontext():
-                    model(x).square().sum().backward()
-        worst = max(worst, difference(ours, theirs))
-        for model in (ours, theirs):
-            model.zero_grad(set_to_none=True)
-    return worst
+                    backward(model, own_batch(3 * step + micro_batch, WIDTH))
+        assert difference(*models) < 1e-6
+        for model in models:
+            model.zero_grad()
 
 
-def test_what_was_used_inside_no_sync_is_reduced(ranks: Ranks) -> None:
-    assert max(ranks(2).run(used_in_no_sync_only)) < 1e-6
-
-
-def ignored_outputs() -> tuple[float, float]:
+@on_ranks(2)
+def test_outputs_that_are_ignored_and_two_forwards_before_one_backward() -> None:
     """A forward whose outputs are thrown away marks nothing; of two forwards before a backward both count."""
-    ours, theirs = pair()
-    torch.manual_seed(100 + dist.get_rank())
-    x = torch.randn(4, WIDTH)
+    ours, theirs = branches()
+    x = own_batch(0, WIDTH)
     choose(1, ours)
     ours(x)
     choose(0, ours, theirs)
     for model in (ours, theirs):
-        model(x).square().sum().backward()
-    ignored = difference(ours, theirs)
-    for model in (ours, theirs):
-        model.zero_grad(set_to_none=True)
+        backward(model, x)
+    assert difference(ours, theirs) < 1e-6
     whole = theirs.module
-    losses = []
-    for branch in (1, 2):
-        choose(branch, ours, whole)
-        losses.append((ours(x).square().sum(), whole(x).square().sum()))
-    (losses[0][0] + losses[1][0]).backward()
-    (losses[0][1] + losses[1][1]).backward()
-    for parameter in whole.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-    return ignored, difference(ours, whole)
+    for model in (ours, whole):
+        model.zero_grad()
+        losses = []
+        for branch in (1, 2):
+            choose(branch, model)
+            losses.append(model(x).square().sum())
+        sum(losses).backward()
+    assert difference_to_mean(ours, whole) < 1e-6
 
 
-def test_outputs_that_are_ignored_and_two_forwards_before_one_backward(ranks: Ranks) -> None:
-    for ignored, both in ranks(2).run(ignored_outputs):
-        assert ignored < 1e-6 and both < 1e-6
-
-
-def unused_output() -> list[bool]:
-    """An output that takes no part in the loss: its parameters were reached, and get nothing.
-
-    Run eagerly: a compiled graph returns zeros for them.
-    """
-    ours, _ = pair("dict", backend="eager")
+@on_ranks(2)
+def test_an_output_outside_of_the_loss_is_no_error() -> None:
+    """Its parameters were reached and get nothing. Run eagerly: a compiled graph returns zeros for them."""
+    ours, _ = branches("dict", backend="eager")
     outputs = ours(torch.randn(4, WIDTH))
     outputs["losses"][1][0].sum().backward()
     ours(torch.randn(4, WIDTH))
-    return [p.grad is None for p in ours.head.parameters()] + [ours.trunk.weight.grad is None]
-
-
-def test_an_output_outside_of_the_loss_is_no_error(ranks: Ranks) -> None:
-    assert ranks(2).run(unused_output) == [[True, True, False]] * 2
+    assert all(p.grad is None for p in ours.head.parameters()) and ours.trunk.weight.grad is not None
 
 
 class SparseBranch(nn.Module):
@@ -255,40 +190,132 @@ class SparseBranch(nn.Module):
         return y + self.embedding(torch.arange(4)) if self.embeds else y
 
 
-def sparse_on_one_rank() -> tuple[bool, Tensor, bool]:
-    torch.manual_seed(3)
+@on_ranks(2)
+def test_a_sparse_gradient_of_one_rank() -> None:
     model = ddp_compile(SparseBranch(), backend="aot_eager", find_unused_parameters=True)
     model.embeds = dist.get_rank() == 0
     model(torch.ones(4, WIDTH)).sum().backward()
-    gradient = model.embedding.weight.grad
-    first = (gradient.is_sparse, gradient.to_dense())
-    model.zero_grad(set_to_none=True)
-    model.embeds = False
-    model(torch.ones(4, WIDTH)).sum().backward()
-    return *first, model.embedding.weight.grad is None
-
-
-def test_a_sparse_gradient_of_one_rank(ranks: Ranks) -> None:
     expected = torch.zeros(11, WIDTH)
     expected[:4] = 0.5
-    for is_sparse, gradient, is_none in ranks(2).run(sparse_on_one_rank):
-        assert is_sparse and torch.equal(gradient, expected) and is_none
+    assert model.embedding.weight.grad.is_sparse and torch.equal(model.embedding.weight.grad.to_dense(), expected)
+    model.zero_grad()
+    model.embeds = False
+    model(torch.ones(4, WIDTH)).sum().backward()
+    assert model.embedding.weight.grad is None
 
 
 def regulariser_on_what_is_not_reached() -> float:
     """A gradient from outside of the module, for a parameter that its outputs do not lead to."""
-    ours, _ = pair()
-    weight = ours.branches[3][0].weight
+    ours, _ = branches()
+    weight = ours.branches[3].weight
     x = torch.full((4, WIDTH), 1.0 + dist.get_rank())
     (ours(x).square().sum() + weight.square().sum() * (1 + dist.get_rank())).backward()
     return relative_difference(weight.grad, 3 * weight.detach())
 
 
-def test_a_gradient_from_outside_is_exact_or_named(ranks: Ranks) -> None:
-    results = ranks(2).run_expecting_failures(regulariser_on_what_is_not_reached)
-    for result in results:
-        if isinstance(result, float):
-            assert result < 1e-6
-        else:
+def test_a_gradient_from_outside_is_exact_or_named(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    for result in pool.run_expecting_failures(regulariser_on_what_is_not_reached):
+        if isinstance(result, RankFailure):
             assert result.kind == "GradientArrivalError"
-            assert "branches.3.0.weight got a gradient after its bucket had been launched without one" in result.message
+            assert "branches.3.weight got a gradient after its bucket had been launched without one" in result.message
+        else:
+            assert result < 1e-6
+
+
+# skip_all_reduce_unused_params: buckets that no rank uses are not sent, and all else is as without it.
+
+SKIPS = {"skip_all_reduce_unused_params": True}
+
+
+def count_launches(model: Any) -> list[str]:
+    """A list to which the names of the parameters of each bucket are added when it is sent."""
+    algorithm = model._ddp_compile_state.reducer.algorithm
+    launched, launch = [], algorithm.launch
+
+    def counted(bucket: Any, is_last: bool) -> Any:
+        launched.extend(gradient.fqn for gradient in bucket.spec.gradients)
+        return launch(bucket, is_last)
+
+    algorithm.launch = counted
+    return launched
+
+
+@pytest.mark.parametrize("promise", only(["find_unused_parameters"], ["find_unused_parameters", "static_graph"]))
+@pytest.mark.parametrize("set_to_none", only([True], [False, True]))
+@on_ranks(2)
+def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool) -> None:
+    models = branches(both={**SKIPS, "bucket_cap_mb": 0.0005, "find_unused_parameters": False, promise: True})
+    choose(1, *models)
+    launched = count_launches(models[0])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    for step in range(NUM_STEPS):
+        x = own_batch(step, WIDTH)
+        launched.clear()
+        for each in models:
+            if promise == "find_unused_parameters":  # else DistributedDataParallel fails an assertion of its own
+                with each.no_sync():
+                    backward(each, 2 * x)
+            backward(each, x)
+        assert difference(*models) < 1e-6
+        sent = sorted(name for name in launched if name.startswith("branches"))
+        if step == 0:
+            assert len(sent) == 8  # no rank has heard of the others yet
+        else:
+            assert sent == ["branches.1.bias", "branches.1.weight"]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@on_ranks(2)
+def test_what_one_rank_uses_is_sent() -> None:
+    """DistributedDataParallel's ranks would wait for each other for ever: the reference sends everything."""
+    models = branches(both={"bucket_cap_mb": 0.0005}, **SKIPS)
+    choose(dist.get_rank(), *models)
+    launched = count_launches(models[0])
+    for step in range(NUM_STEPS):
+        launched.clear()
+        for each in models:
+            each.zero_grad()
+            backward(each, own_batch(step, WIDTH))
+        assert difference(*models) < 1e-6
+    assert len(launched) == 2 * (2 + 2)
+
+
+@on_ranks(2)
+def test_what_is_used_after_all_is_named_on_every_rank() -> None:
+    """In the third step one rank takes a branch that no rank has used."""
+    rank = dist.get_rank()
+    ours, theirs = branches(both={**SKIPS, "bucket_cap_mb": 0.0005})
+    choose(1, ours, theirs)
+    for step in range(4):
+        choose(3 if step == 2 and rank == 1 else 1, ours)
+        ours.zero_grad()
+        with pytest.raises(GradientArrivalError) if step == 2 else contextlib.nullcontext() as raised:
+            backward(ours, own_batch(step, WIDTH))
+        if step == 2:
+            message = str(raised.value)
+    assert message.startswith(f"rank {rank}: branches.3.weight, branches.3.bias got a gradient, on this rank or")
+    assert "replicate the module again without it" in message
+    for each in (ours, theirs):  # the ranks are in step
+        each.zero_grad()
+        backward(each, own_batch(4, WIDTH))
+    assert difference(ours, theirs) < 1e-6
+
+
+@on_ranks(2)
+def test_what_shares_a_bucket_that_is_sent_may_be_used_later() -> None:
+    """The branches that rank 0 does not take are one bucket, of which the second step uses more than the first did."""
+    models = branches(both={"bucket_cap_mb": 0.0025}, **SKIPS)
+    for step in range(4):
+        choose(1 + 2 * (step % 2) if dist.get_rank() else 0, *models)
+        for each in models:
+            each.zero_grad()
+            backward(each, own_batch(step, WIDTH))
+        assert difference(*models) < 1e-6
+
+
+def test_without_anything_unused_it_is_said_to_have_no_effect(single_rank_group: None) -> None:
+    with pytest.warns(UserWarning, match="skip_all_reduce_unused_params=True has no effect without find_unused"):
+        ddp_compile(nn.Linear(2, 2), skip_all_reduce_unused_params=True, backend="eager")

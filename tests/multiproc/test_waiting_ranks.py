@@ -222,6 +222,8 @@ def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
     rows = waiting[waiting.index("Where each rank was heard last") :].splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["0", "1"]
     assert "failed" in rows[0] and culprit_stood in rows[1]
+    if scenario is raise_in_forward:
+        assert "bucket 0" in waiting and "layers.1.bias" in waiting
 
 
 def test_a_broadcast_of_buffers_that_fails_says_where_rank_0_stands(

@@ -82,7 +82,7 @@ def installed(wheel: Path, folder: Path) -> Path:
 
 
 def status_of_kernels(site: Path) -> dict[str, str]:
-    """What `kernels.status()` says on a CPU of the package in a folder, where nothing else of ours may be found."""
+    """`kernels.status()` on a CPU for the package in a folder; no other copy may be found."""
     sys.path.insert(0, str(site))
     import ddp_compile
     from ddp_compile import kernels

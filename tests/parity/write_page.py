@@ -40,8 +40,11 @@ HEAD = """\
 Every argument, public method and documented behaviour of DistributedDataParallel, of torch {oldest} to {newest}, and
 what it is here: the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. What came
 after torch {oldest} says since when. The last column is the number of tests that hold the line; most compare gradients
-with DistributedDataParallel's own, on two or three ranks with gloo. How arguments are written here:
-[arguments.md](arguments.md).
+with DistributedDataParallel's own, on two or three ranks with gloo.
+
+Every argument but the module is given by name. An argument that is refused may still be given with the value that
+changes nothing: `None`, `dim=0`, and `False` except for `forward_sync_buffers`. An argument that only a newer torch has
+is refused as such. A name that nobody has is a TypeError that suggests the nearest one, and an error to type checkers.
 
 `make parity` runs these tests and writes this page from `tests/parity/*.toml`; do not edit it.
 """
@@ -74,6 +77,11 @@ def load_rows() -> list[Row]:
             tests = tuple(f"tests/{test}" for test in entry.get("tests", ()))
             rows.append(Row(section, name, entry["verdict"], entry["says"], tests, entry.get("since", "")))
     return rows
+
+
+def own_arguments() -> dict[str, str]:
+    """What each argument of ddp_compile does that DistributedDataParallel does not have; several names share a row."""
+    return tomllib.loads((Path(__file__).parent / "own_arguments.toml").read_text())
 
 
 def differences(section: str, rows: Sequence[Row], names: Set[str], torch_version: str) -> list[str]:
@@ -144,7 +152,11 @@ def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
                 name += f" (since {row.since})" if row.since else ""
                 lines.append(f"| {name} | {row.verdict} | {row.says} | {len(cases_of(row, cases)) or ''} |")
         lines.append("")
-    return "\n".join(lines)
+    lines += ["## Arguments of ddp_compile alone", "", "| argument | what it does |", "|---|---|"]
+    lines += [
+        f"| {', '.join(f'`{name}`' for name in names.split())} | {says} |" for names, says in own_arguments().items()
+    ]
+    return "\n".join([*lines, ""])
 
 
 class _Recorder:

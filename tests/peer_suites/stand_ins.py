@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
@@ -21,8 +21,11 @@ backend = "aot_eager"
 #: As the tests put modules onto the CPU that they mean for GPUs.
 _OF_GPUS = ("device_ids", "output_device")
 
-#: Attributes that the tests read, and that are the replicated module's here.
-_READ_OFF = ("bucket_bytes_cap_list", "device_mesh", "process_group")
+#: Attributes and methods that the tests ask for, and that are the replicated module's here.
+_READ_OFF = (
+    *("bucket_bytes_cap_list", "device_mesh", "process_group", "no_sync", "register_comm_hook", "join"),
+    *("_register_buffer_comm_hook", "_register_fused_optim"),
+)
 
 
 def _without_gpus(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +45,7 @@ class Replicated(nn.Module, Joinable):
     """``ddp_compile(module)`` with DistributedDataParallel's spelling: see docs/ddp_parity.md.
 
     There, the module is wrapped, so that names begin with "module."; here, it stays the user's own. Nothing of what
-    DistributedDataParallel has inside is imitated: a test that looks there fails for want of an attribute.
+    DistributedDataParallel has inside is imitated: a test that looks there fails with an AttributeError.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
@@ -87,9 +90,6 @@ class Replicated(nn.Module, Joinable):
     def _remove_autograd_hooks(self) -> None:
         self.module.unwrap()
 
-    def no_sync(self) -> Any:
-        return self.module.no_sync()
-
     @property
     def require_backward_grad_sync(self) -> bool:
         return self.module.require_backward_grad_sync
@@ -98,20 +98,8 @@ class Replicated(nn.Module, Joinable):
     def require_backward_grad_sync(self, value: bool) -> None:
         self.module.require_backward_grad_sync = value
 
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        self.module.register_comm_hook(state, hook)
-
     def _register_builtin_comm_hook(self, hook: Any) -> None:
         self.module.register_comm_hook(None, hook)
-
-    def _register_buffer_comm_hook(self, *args: Any, **kwargs: Any) -> None:
-        self.module._register_buffer_comm_hook(*args, **kwargs)
-
-    def _register_fused_optim(self, *args: Any, **kwargs: Any) -> None:
-        self.module._register_fused_optim(*args, **kwargs)
-
-    def join(self, *args: Any, **kwargs: Any) -> Join:
-        return self.module.join(*args, **kwargs)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return self.module.join_hook(**kwargs)

@@ -1,7 +1,7 @@
 """torch's own tests of DistributedDataParallel, as its wheel ships them, made to run on a machine without a GPU.
 
 Most of them ask for GPUs, yet test nothing of one. So the sources are changed before they are compiled: devices of any
-kind become the CPU, and what skips a test for want of a GPU is left out.
+kind become the CPU, and decorators that skip a test without a GPU are dropped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PeerTest:
 
 
 def find_tests() -> list[PeerTest]:
-    """Every test in the wheel that comes to make a DistributedDataParallel, by the names in its source."""
+    """Every test in the wheel whose source names DistributedDataParallel, itself or through a helper."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE="2", MASTER_ADDR="localhost", PYTORCH_PRINT_REPRO_ON_FAILURE="0")
     return [*_tests_of_ddp(), *_tests_with_rpc()]
 

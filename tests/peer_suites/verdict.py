@@ -1,4 +1,4 @@
-"""What the end of a test comes to, with regard to the list of those that do not apply."""
+"""The verdict on a test that has ended, given the list of those that do not apply."""
 
 from __future__ import annotations
 
@@ -40,11 +40,7 @@ def read_list(file: Path = LIST) -> dict[str, Listed]:
 def judge(passed: bool, error: str, listed: Listed | None, passes_eagerly: Callable[[], bool]) -> tuple[str, str]:
     """The row of the table that a test counts for, and what to say about it.
 
-    Args:
-        passed: Whether it passed with ddp_compile.
-        error: What it failed with, otherwise.
-        listed: Its line in the list, if it has one.
-        passes_eagerly: Whether it passes with graphs that are run as they are; asked where the list says so.
+    ``passes_eagerly`` is asked if the list says that compiled graphs fail the test.
     """
     if listed is None:
         return (PASSED, "") if passed else (FAILED, error)

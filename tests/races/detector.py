@@ -37,7 +37,7 @@ _DEPTH = 40
 
 @dataclass(frozen=True)
 class Stack:
-    """Where something was called from, innermost call first."""
+    """A call stack, innermost call first."""
 
     frames: tuple[tuple[CodeType, int], ...]
 
@@ -109,7 +109,7 @@ class _Block:
 
 
 class RaceDetector:
-    """What the streams of one process have done so far."""
+    """The accesses and waits of the streams of one process."""
 
     def __init__(self) -> None:
         self.races: list[Race | str] = []
@@ -148,7 +148,7 @@ class RaceDetector:
             self.wait(stream, self.record(other))
 
     def host_waits(self, stream: int) -> None:
-        """The host waits: whatever it starts from now on comes after what the stream has done."""
+        """The host waits: all that it starts later comes after the stream's work so far."""
         with self._lock:
             self._clocks.all_streams_wait_for_stream(stream)
 
@@ -192,14 +192,7 @@ class RaceDetector:
             self._block_of(tensor).used_by.add(stream)
 
     def operator(self, name: str, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """An operator has been started on a stream.
-
-        Args:
-            name: For reports.
-            stream: The stream.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes; it has allocated those that are new.
-        """
+        """An operator has been started on a stream; it has allocated those that it writes and are new."""
         with self._lock:
             self._number += 1
             self._clocks.update_seq_num(stream, self._number)

@@ -99,7 +99,7 @@ def note_host_wait(streams: SimulatedStreams, name: str) -> None:
 @contextmanager
 def observing(streams: SimulatedStreams) -> Iterator[None]:
     """Inside, the detector of the streams sees all that this thread and the averaging threads do."""
-    tolist, frombuffer = Tensor.tolist, torch.frombuffer
+    tolist, frombuffer, wait_all = Tensor.tolist, torch.frombuffer, torch.futures.wait_all
 
     def observed_tolist(tensor: Tensor) -> Any:
         if not isinstance(tensor, FakeTensor) and not streams.detector.is_host_memory(tensor):
@@ -115,11 +115,14 @@ def observing(streams: SimulatedStreams) -> Iterator[None]:
     streams.on_thread = lambda: Observer(streams)
     # These read and make tensors without an operator.
     Tensor.tolist, torch.frombuffer = observed_tolist, observed_frombuffer  # type: ignore[method-assign]
+    # Through C++, futures would come back as those of torch, which know no streams.
+    torch.futures.wait_all = lambda futures: [future.wait() for future in futures]
     try:
         with Observer(streams):
             yield
     finally:
         Tensor.tolist, torch.frombuffer = tolist, frombuffer  # type: ignore[method-assign]
+        torch.futures.wait_all = wait_all
 
 
 def _listed(result: Any) -> list[Any]:

@@ -129,6 +129,20 @@ def with_comm_hook(stage: Stage, name: str) -> None:
     stage.end(model)
 
 
+def with_buffer_hook(stage: Stage) -> None:
+    """A hook sums buffers up after the forward, over a group of its own; the end of the backward waits for it."""
+
+    def add_up(group: dist.ProcessGroup, buffers: dict[str, Tensor]) -> list[Any]:
+        works: list[Any] = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers.values()]
+        return [work.get_future() for work in works]
+
+    model = replicated(stage, Layers(normed=True))
+    group = dist.new_group(backend=dist.get_backend(stage.group))
+    model._register_buffer_comm_hook(group, add_up, "POST_FORWARD")
+    stage.train(model, adam(model), plain_batches(4, WIDTH), times=2)
+    stage.end(model)
+
+
 def accumulating(stage: Stage) -> None:
     """Two micro-batches, of which the second is reduced; and gradients that stay and are zeroed in place."""
     model = replicated(stage)
@@ -231,10 +245,15 @@ def asynchronous(stage: Stage) -> None:
     for roles in stage.steps(4):
         with stage.on(roles.caller):
             optimizer.zero_grad()
+            # No backward follows this one, and the next one finds the trainer inside already.
+            stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
             stage.backward(stage.forward(model, batch(), roles), roles)
+            for other in ("other", "another"):
+                stage.wait_for(other)  # which may still read what is stepped
             optimizer.step()
             with torch.no_grad():
-                stage.forward(model, batch(), Roles("other", "", roles.caller))
+                for other in ("other", "another"):
+                    stage.forward(model, batch(), Roles(other, "", roles.caller), is_looked_at=False)
             stage.use_memory()
             stage.let_threads_come()
     with stage.on("default"):
@@ -270,6 +289,8 @@ def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False
                 if number % times == 0:
                     stage.forward(model, batch(), Roles("other", "", roles.caller), is_looked_at=False)
                 elif number % times == 1:
+                    with stage.on("other"):
+                        torch._foreach_norm(list(model.parameters()))  # the first reader waits for all others
                     torch._foreach_lerp_(averaged, list(model.parameters()), 0.5)
             optimizer.zero_grad()
             stage.use_memory()
@@ -298,6 +319,7 @@ _ON_NCCL: dict[str, Program] = {
     "eager end": partial(train, make=partial(Layers, "eager"), find_unused_parameters=True),
     "regions": partial(train, make=lambda: nn.Sequential(*(Block() for _ in range(3))), regions=[Block]),
     "buffers": partial(train, make=partial(Layers, normed=True)),
+    "buffer hook": with_buffer_hook,
     "gradients of their own": partial(train, gradient_as_bucket_view=False),
     "lazy buckets": partial(train, lazy_bucket_allocation=True, gradient_as_bucket_view=False),
     "finite check": partial(train, check_finite_gradients=True),

@@ -31,12 +31,10 @@ class Launch(NamedTuple):
 
 
 class Device:
-    """What the groups of one process share.
+    """State that the groups of one process share.
 
-    Args:
-        streams: The streams.
-        delay: Called before each launch and each wait, to let ranks and threads come in another order.
-        blocks_host: Whether ``Work.wait()`` returns when a transfer is over.
+    ``delay`` is called before each launch and wait, so that ranks and threads come in another order; with
+    ``blocks_host``, ``Work.wait()`` returns when a transfer is over.
     """
 
     def __init__(self, streams: SimulatedStreams, delay: Callable[[], None], blocks_host: bool) -> None:
@@ -248,7 +246,7 @@ class _Work(dist.Work):
         return True
 
     def bring(self) -> None:
-        """Let the outputs be what the ranks have sent."""
+        """Put what the ranks have sent into the outputs."""
         with self._lock, _disable_current_modes():
             work, self._work = self._work, None
             if work is not None:

@@ -23,14 +23,14 @@ _PASSED_THROUGH = {path.name for path in Path(__file__).parent.glob("*.py")} - {
 class Site(NamedTuple):
     """A place in the sources that keeps streams in order."""
 
-    what: str  #: "wait", "record", "used_by" or "wait for work"
+    what: str  #: "wait", "record", "used_by", "synchronize" or "wait for work"
     path: str
     line: int
 
 
 @dataclass
 class _Backward:
-    """What the engine does in one thread; None of it is code of ours."""
+    """The engine's state in one thread."""
 
     forward: int
     accumulate: Callable[[Parameter], int]
@@ -49,9 +49,7 @@ class SimulatedStreams:
     AccumulateGrad's. (``InputBuffer::add`` and ``GraphTask::exec_post_processing`` of torch 2.13, csrc/autograd. The
     former also tells the allocator which stream reads a gradient, see `Stage.watch`.)
 
-    Args:
-        detector: Gets every access and wait.
-        ignored: A place in the sources whose waits, or records, do nothing, so that a race has to be found.
+    The waits, or records, of the place ``ignored`` do nothing, so that a race has to be found.
     """
 
     def __init__(self, detector: RaceDetector, ignored: Site | None = None) -> None:
@@ -111,8 +109,9 @@ class SimulatedStreams:
             self.detector.wait(self.current(device), event)
 
     def synchronize(self, device: torch.device) -> None:
-        self.host_waits.append(("synchronize", Stack.here()))
-        self.detector.host_waits(self.current(device))
+        if not self.is_ignored("synchronize"):
+            self.host_waits.append(("synchronize", Stack.here()))
+            self.detector.host_waits(self.current(device))
 
     def used_by(self, tensor: Tensor, stream: int) -> None:
         if not self.is_ignored("used_by"):
@@ -128,14 +127,10 @@ class SimulatedStreams:
 
     @contextmanager
     def backward(self, forward: int, accumulate: Callable[[Parameter], int]) -> Iterator[Callable[[], None]]:
-        """Inside, a backward runs in this thread.
+        """Inside, a backward runs in this thread, whose forward ran on ``forward``.
 
-        Args:
-            forward: The stream that its forward ran on.
-            accumulate: The stream that the AccumulateGrad node of a parameter was made on.
-
-        Yields:
-            A function to call after the engine has run all nodes, and before its final callbacks.
+        ``accumulate`` returns the stream that a parameter's AccumulateGrad node was made on. Yields a function to call
+        after the engine has run all nodes and before its final callbacks.
         """
         caller = self.current()
         self._threads.backward = backward = _Backward(forward, accumulate, caller, len(self._stack()), set())

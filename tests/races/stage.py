@@ -48,7 +48,7 @@ def all_roles(accumulate: str) -> list[Roles]:
 
 @dataclass
 class Outcome:
-    """What one rank has seen."""
+    """Observations of one rank."""
 
     races: list[str] = field(default_factory=list)
     sites: dict[Site, int] = field(default_factory=dict)
@@ -59,13 +59,7 @@ class Outcome:
 
 
 class Stage:
-    """One rank's streams, and a process group on them.
-
-    Args:
-        streams: The streams.
-        group: The ranks.
-        roles: For each step in turn.
-    """
+    """One rank's streams and a process group on them; ``roles`` has the streams of each step in turn."""
 
     def __init__(self, streams: SimulatedStreams, group: dist.ProcessGroup, roles: list[Roles]) -> None:
         self.group = group
@@ -127,7 +121,7 @@ class Stage:
         return loss
 
     def watch(self, module: nn.Module) -> None:
-        """Let the allocator know, as the engine does, that AccumulateGrad's stream reads what comes to it."""
+        """Tell the allocator, as the engine does, that AccumulateGrad's stream reads the gradients."""
         for place, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
             self._places[id(parameter)] = place
             node = torch_internals.accumulator_of(parameter)
@@ -217,11 +211,7 @@ def perform_without_streams(program: Program, roles: list[Roles]) -> Outcome:
 def perform(program: Program, roles: list[Roles], ignored: Site | None = None, delays: int | None = None) -> Outcome:
     """Run a program on this rank of the default group, with streams.
 
-    Args:
-        program: Trains on a `Stage`.
-        roles: For its steps.
-        ignored: A place in the sources that does nothing.
-        delays: Seed of random pauses before launches and waits; none if None.
+    The waits and records at the place ``ignored`` do nothing. ``delays`` seeds random pauses before launches and waits.
     """
     detector = RaceDetector()
     streams = SimulatedStreams(detector, ignored)

@@ -6,16 +6,12 @@ start them in different orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from in_ci import only
 from programs import PROGRAMS
-from rank_pool import RankPool
+from rank_pool import Ranks
 from simulated_group import Launch
 from stage import DISTINCT, perform
-
-Ranks = Callable[[int], RankPool]
 
 SEEDS = (1, 2, 3)
 
@@ -26,8 +22,7 @@ def launches_with_pauses(name: str, seed: int) -> list[Launch]:
 
 @pytest.mark.parametrize("seed", only([1], SEEDS))
 @pytest.mark.parametrize(
-    "name",
-    only(["backward split", "ByteGrad", "hierarchical, two nodes", "asynchronous average", "sharded"], PROGRAMS),
+    "name", only(["backward split", "ByteGrad", "hierarchical, two nodes", "asynchronous average", "sharded"], PROGRAMS)
 )
 def test_collectives_are_started_in_one_order_on_all_ranks(ranks: Ranks, name: str, seed: int) -> None:
     first, second = ranks(2).run(launches_with_pauses, name, seed)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from in_ci import only
 from programs import PROGRAMS, STEADY_PROGRAMS
-from rank_pool import RankPool
+from rank_pool import Ranks
 from stage import DISTINCT, Outcome, all_roles, perform, perform_without_streams
-
-Ranks = Callable[[int], RankPool]
 
 ROLES = {"distinct": DISTINCT, "default": all_roles("default"), "side": all_roles("side")}
 

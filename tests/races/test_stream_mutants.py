@@ -6,18 +6,16 @@ A run takes minutes, so it is in ``make test-long``. In CI, `test_races` fails i
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from programs import PROGRAMS
-from rank_pool import RankPool
+from rank_pool import Ranks
 from simulated_streams import ROOT, Site
 from stage import DISTINCT, perform
 
-Ranks = Callable[[int], RankPool]
-
 #: What `ddp_compile.runtime.comm.streams` offers to keep streams in order.
-ORDERING = {"record", "record_on", "used_here", "after_current"}
+ORDERING = {"record", "record_on", "used_here", "after_current", "synchronize"}
 
 
 def sites_of(program: str) -> set[Site]:

@@ -109,31 +109,21 @@ OPERATIONS = {**VIEWS, **OTHERS}
 
 
 class Step(NamedTuple):
-    """One thing that is done between two layers.
+    """One thing that is done between two layers."""
 
-    Args:
-        kind: ``make`` another value, ``make_no_grad``, or ``use`` one.
-        operation: Name in `OPERATIONS`; unused for ``use``.
-        source: Position of a value among those there are.
-    """
-
-    kind: str
-    operation: str
-    source: int
+    kind: str  # "make" another value, "make_no_grad", or "use" one
+    operation: str  # in `OPERATIONS`; empty for "use"
+    source: int  # position of a value among those there are
 
 
 class Recipe(NamedTuple):
     """What a model computes.
 
-    Args:
-        steps: What follows each layer; values are the input, the parameter, the buffer, then all made in order, the
-            layer's own result first.
-        returned: Positions of the values that are returned beside the last layer's result.
-        input_requires_grad: Whether the input does.
+    Values are the input, the parameter, the buffer, then all that are made, in order, a layer's own result first.
     """
 
-    steps: tuple[tuple[Step, ...], ...]
-    returned: tuple[int, ...]
+    steps: tuple[tuple[Step, ...], ...]  # after each layer
+    returned: tuple[int, ...]  # positions of values, beside the last layer's result
     input_requires_grad: bool
 
 
@@ -171,7 +161,7 @@ SOURCES = {"input": 0, "parameter": 1, "buffer": 2, "layer": 3, "view": 4, "deta
 
 
 def all_views(source: str, kind: str, operations: Sequence[str], returned: bool) -> Recipe:
-    """Views of one value made behind the first of three layers, all used behind the second and the third."""
+    """Views of one value are made after the first of three layers and used after the second and the third."""
     prepared = (Step("make", "transpose", 3), Step("make", "detach", 4))
     made = tuple(Step(kind, operation, SOURCES[source]) for operation in operations)
     first = 3 + 1 + len(prepared)
@@ -181,7 +171,7 @@ def all_views(source: str, kind: str, operations: Sequence[str], returned: bool)
 
 
 def random_recipe(seed: int) -> Recipe:
-    """Up to three things made and two used behind each of four layers, and up to four values returned."""
+    """Four layers; after each, up to three values are made and two used; up to four are returned."""
     rng = random.Random(seed)
     num_values = 3
     layers = []

@@ -1,8 +1,6 @@
-"""Models whose graphs are hard to cut: values that cross, regions, checkpoints, breaks, shapes."""
+"""Models whose graphs are hard to cut: values that cross, regions, checkpoints, shapes, writes into tensors."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,26 +33,6 @@ class KeywordAndListParameters(Layers):
         return x
 
 
-class CastAtTheTop(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        weights = [layer.weight.double().t() for layer in self.layers]
-        x = x.double()
-        for weight, layer in zip(weights, self.layers, strict=True):
-            x = torch.tanh(x @ weight + layer.bias)
-        return x
-
-
-class VaryingFloat(Layers):
-    def forward(self, x: Tensor, factor: float) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if i == 1:
-                x = x * factor
-            if i == 2:
-                x = x + factor
-        return x
-
-
 class AutocastInside(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -62,17 +40,6 @@ class AutocastInside(Layers):
                 x = torch.tanh(layer(x))
             with torch.autocast("cpu", enabled=False):
                 x = self.layers[3](x.float())
-        return x
-
-
-class NoGradInside(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            y = torch.tanh(layer(x))
-            with torch.no_grad():
-                scale = y.abs().mean()
-                scale = scale + layer.weight.abs().mean()
-            x = y / (1 + scale)
         return x
 
 
@@ -91,23 +58,9 @@ class CheckpointedBlocks(Layers):
         return x
 
 
-class CheckpointedWhole(Layers):
-    def body(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
+class CheckpointedWhole(Plain):
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)
-
-
-class NestedOutput(Layers):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        outputs = []
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            outputs.append(x.transpose(0, 1))
-        return {"views": outputs, "nothing": None, "rows": x.shape[0], "last": (x, x[1:])}
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class SharedLayer(Layers):
@@ -117,32 +70,10 @@ class SharedLayer(Layers):
         return x
 
 
-class TiedWeights(Layers):
+class TiedWeights(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.layers[3].weight = self.layers[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-class SplitAndCat(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.layers[0](x).chunk(2, dim=1)
-        x = self.layers[1](torch.cat([right, left], dim=1))
-        parts = x.split([3, 5], dim=1)
-        y = self.layers[2](x)
-        y = y[:, :3] * parts[0]
-        return self.layers[3](torch.cat([y, parts[1]], dim=1))
-
-
-class UnusedParameter(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.linear(x, layer.weight) + layer.bias.detach().sum()
-        return x
 
 
 class DataDependentShape(Layers):
@@ -164,46 +95,11 @@ class ScalarFromTensor(Layers):
         return self.layers[3](x)
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * grad * x  # not the true derivative, so that a lost custom backward shows
-
-
-class CustomFunction(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = Square.apply(torch.tanh(layer(x)))
-        return x
-
-
-class GraphBreaks(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
-        torch._dynamo.graph_break()
-        return torch.tanh(self.layers[3](torch.tanh(self.layers[2](x))))
-
-
 class Conditional(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.cond(x.sum() > 0, lambda y: torch.tanh(y), lambda y: torch.sin(y), (layer(x),))
         return x
-
-
-class PartialOutput(Layers):
-    """The last layer's output is not part of the loss."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers[:3]:
-            x = torch.tanh(layer(x))
-        return x, self.layers[3](x).detach()
 
 
 class ConvNet(nn.Module):
@@ -253,3 +149,101 @@ class SizesAcrossLayers(Layers):
         for layer in self.layers:
             x = torch.tanh(layer(x)).reshape(rows * columns).view(rows, columns)
         return x[:half] * half
+
+
+class InplaceSlices(Layers):
+    """Every write goes into a part of one tensor that stays in use, so no cut is possible."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for layer in self.layers:
+            x[:2] += torch.tanh(layer(x.clone()))[:2]
+        return x
+
+
+class InplaceUnderOtherNames(Layers):
+    """In-place sums that must stay in place: a view looks on, the history is kept, or the dtype is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        seen = h.view(-1)
+        h += torch.ones_like(h)
+        y = self.layers[1](torch.tanh(seen).view_as(h))
+        with torch.no_grad():
+            y *= 2.0
+        z = self.layers[2](y).to(torch.bfloat16)
+        z += y.detach()
+        return self.layers[3](z.float())
+
+
+class ConjugatedView(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.layers[0](x), self.layers[1](x))
+        conjugated = z.conj()
+        z += 1.0
+        y = (conjugated * z).real
+        return self.layers[3](self.layers[2](torch.tanh(y)))
+
+
+class BufferWrites(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("ring", torch.zeros(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            self.count.add_(1)
+            self.ring[i].copy_(x.detach()[0])
+        return x + self.count + self.ring.sum()
+
+
+class BufferReadThenWritten(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x)) + self.scale
+        x = torch.tanh(self.layers[1](x)) + self.scale
+        x = torch.tanh(self.layers[2](x))
+        self.scale.mul_(1.5)
+        return self.layers[3](x) * self.scale
+
+
+class InputWritten(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        x.mul_(2.0)
+        return y
+
+
+class WriteThroughViewOfASlice(Layers):
+    """The views are made right before the writes, at the natural place for a cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        flat = x.view(-1)
+        flat += self.layers[1](torch.ones_like(x)).view(-1)
+        x = self.layers[2](x)
+        x[:, :2].mul_(2.0)
+        return self.layers[3](x)
+
+
+class SharedNormInCheckpoints(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def body(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(layer(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.body, layer, x, use_reentrant=False)
+            self.calls += 1
+        return x

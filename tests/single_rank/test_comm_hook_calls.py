@@ -188,7 +188,7 @@ def test_a_second_hook_is_refused(second: Any) -> None:
     model = replicated()
     model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
     with pytest.raises(
-        RuntimeError, match=r"given the comm hook allreduce_hook, but the comm hook bf16_compress_hook reduces.*unwrap"
+        RuntimeError, match=r"comm hook allreduce_hook cannot be used with the comm hook bf16_compress_hook: .*unwrap"
     ):
         model.register_comm_hook(None, second)
 

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_compile import ddp_compile
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
-def test_require_backward_grad_sync_nests_with_no_sync_as_ddps(single_rank_group: None) -> None:
+
+def test_require_backward_grad_sync_nests_with_no_sync_as_ddps() -> None:
     seen: list[list[bool]] = []
     for model in (replicated(), nn.parallel.DistributedDataParallel(Net())):
         values = [model.require_backward_grad_sync]
@@ -31,7 +33,7 @@ def test_require_backward_grad_sync_nests_with_no_sync_as_ddps(single_rank_group
     assert seen[0] == seen[1] == [True, False, True, True, False]
 
 
-def test_require_backward_grad_sync_leaves_nothing_behind(single_rank_group: None) -> None:
+def test_require_backward_grad_sync_leaves_nothing_behind() -> None:
     model = replicated()
     model.require_backward_grad_sync = False
     backward(model)
@@ -55,7 +57,7 @@ def test_require_backward_grad_sync_leaves_nothing_behind(single_rank_group: Non
         "_update_process_group",
     ],
 )
-def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str, single_rank_group: None) -> None:
+def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str) -> None:
     # Code that asks with hasattr() whether it was given a wrapper, to unwrap it, leaves the module as it is.
     assert hasattr(nn.parallel.DistributedDataParallel(Net()), name)
     with pytest.raises(AttributeError, match=f"'Net' object has no attribute '{name}'"):
@@ -77,7 +79,7 @@ READ_OFF_DDP = [
 
 @pytest.mark.filterwarnings("ignore:skip_all_reduce")
 @pytest.mark.parametrize("settings", [{}, {"static_graph": True, "find_unused_parameters": False}])
-def test_attributes_of_ddps_are_read_off_the_module(settings: dict[str, Any], single_rank_group: None) -> None:
+def test_attributes_of_ddps_are_read_off_the_module(settings: dict[str, Any]) -> None:
     settings = {"bucket_cap_mb": 3, "gradient_as_bucket_view": True, **settings}
     model = replicated(**settings)
     wrapper = nn.parallel.DistributedDataParallel(Net(), **settings)
@@ -103,7 +105,7 @@ class WithNamesOfItsOwn(nn.Module):
         return self.static_graph(x) * self.device_type
 
 
-def test_the_modules_own_names_go_before_those_of_ddp(single_rank_group: None) -> None:
+def test_the_modules_own_names_go_before_those_of_ddp() -> None:
     module = WithNamesOfItsOwn()
     layer = module.static_graph
     model = ddp_compile(module, backend="eager", fullgraph=True)
@@ -133,12 +135,12 @@ class LooksInside(nn.Module):
         return self.inner(x)
 
 
-def test_what_the_module_finds_by_itself_goes_before(single_rank_group: None) -> None:
+def test_what_the_module_finds_by_itself_goes_before() -> None:
     model = ddp_compile(LooksInside(), backend="eager")
     assert model.static_graph == "the layer's" and not model.find_unused_parameters
 
 
-def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for(single_rank_group: None) -> None:
+def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for() -> None:
     model = replicated()
     assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
     with pytest.raises(RuntimeError, match=r"rank 0: .*backwards end by themselves; set model.require_manual"):
@@ -157,7 +159,7 @@ def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for(single_ra
     model(torch.ones(2, 6)).sum().backward()
 
 
-def test_a_backward_is_not_finalized_inside_itself(single_rank_group: None) -> None:
+def test_a_backward_is_not_finalized_inside_itself() -> None:
     model = replicated()
     model.require_manual_backward_finalization = True
     x = torch.ones(2, 6, requires_grad=True)

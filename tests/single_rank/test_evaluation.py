@@ -15,6 +15,8 @@ from torch._dynamo.testing import CompileCounter
 
 from ddp_compile import ddp_compile, unwrap
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
 
 class Generates(Net):
     @torch.no_grad()
@@ -56,24 +58,24 @@ def graphs_of(make: type[nn.Module], **settings: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("make", [Generates, GeneratesTwice])
-def test_generate_runs_eagerly_and_other_evaluation_is_compiled(make: type[nn.Module], single_rank_group: None) -> None:
+def test_generate_runs_eagerly_and_other_evaluation_is_compiled(make: type[nn.Module]) -> None:
     assert list(graphs_of(make)) == [1, 1, 2]
 
 
-def test_all_evaluation_is_compiled_or_none_where_that_is_asked_for(single_rank_group: None) -> None:
+def test_all_evaluation_is_compiled_or_none_where_that_is_asked_for() -> None:
     after_evaluation, after_generate, _ = graphs_of(Generates, compile_evaluation=True, dynamic=False)
     assert (after_evaluation, after_generate) == (1, 3)
     assert list(graphs_of(Generates, compile_evaluation=False)) == [0, 0, 1]
 
 
-def test_forwards_with_gradients_are_compiled_in_evaluation_mode_too(single_rank_group: None) -> None:
+def test_forwards_with_gradients_are_compiled_in_evaluation_mode_too() -> None:
     counter = CompileCounter()
     model = ddp_compile(Net(), backend=counter, compile_evaluation=False).eval()
     backward(model)
     assert counter.frame_count == 1
 
 
-def test_what_runs_eagerly_is_the_module_with_its_hooks(single_rank_group: None) -> None:
+def test_what_runs_eagerly_is_the_module_with_its_hooks() -> None:
     calls: list[str] = []
     model = Generates()
     model.register_forward_hook(lambda module, args, output: calls.append("post"))
@@ -85,7 +87,7 @@ def test_what_runs_eagerly_is_the_module_with_its_hooks(single_rank_group: None)
     assert unwrap(model).generate.__func__ is Generates.generate
 
 
-def test_after_an_exception_in_generate_evaluation_is_compiled_again(single_rank_group: None) -> None:
+def test_after_an_exception_in_generate_evaluation_is_compiled_again() -> None:
     counter = CompileCounter()
     model = ddp_compile(GeneratesTwice(), backend=counter).eval()
     with pytest.raises(ValueError, match="not a number"):
@@ -95,7 +97,7 @@ def test_after_an_exception_in_generate_evaluation_is_compiled_again(single_rank
     assert counter.frame_count == 1
 
 
-def test_training_goes_on_compiled_while_another_thread_generates(single_rank_group: None) -> None:
+def test_training_goes_on_compiled_while_another_thread_generates() -> None:
     counter = CompileCounter()
     inside, trained = threading.Event(), threading.Event()
 
@@ -121,5 +123,5 @@ class HasGenerator(Net):
     generate = nn.Linear(6, 6)
 
 
-def test_a_generate_that_is_no_function_is_left_as_it_is(single_rank_group: None) -> None:
+def test_a_generate_that_is_no_function_is_left_as_it_is() -> None:
     assert ddp_compile(HasGenerator(), backend="eager").generate is HasGenerator.generate

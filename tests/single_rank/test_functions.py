@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import ddp_compile
 from ddp_compile import explain, is_replicated, no_sync, unwrap
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
-def test_functions_do_what_the_methods_do(single_rank_group: None) -> None:
+
+def test_functions_do_what_the_methods_do() -> None:
     model = replicated()
     assert is_replicated(model) and not is_replicated(Net()) and not is_replicated(nn.Sequential(model))
     with no_sync(model):
@@ -30,9 +32,7 @@ def test_functions_do_what_the_methods_do(single_rank_group: None) -> None:
 
 
 @pytest.mark.parametrize("function", [no_sync, explain, unwrap])
-def test_functions_refuse_a_module_that_is_not_replicated(
-    function: Callable[[nn.Module], object], single_rank_group: None
-) -> None:
+def test_functions_refuse_a_module_that_is_not_replicated(function: Callable[[nn.Module], object]) -> None:
     for module in (Net(), nn.Sequential(replicated()), copy.deepcopy(replicated())):
         kind = type(module).__name__
         said = f"{function.__name__}: model is a {kind} that is not replicated; call ddp_compile(model) first"
@@ -63,9 +63,7 @@ class OwnSubmodule(Net):
         return self.unwrap(y) if "unwrap" in self._modules else y
 
 
-def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(
-    single_rank_group: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ddp_compile"):
         model = ddp_compile.ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
     said = [record.getMessage() for record in caplog.records]
@@ -83,7 +81,7 @@ def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(
     assert model.unwrap() is model and model.explain() == "its author's"
 
 
-def test_names_of_one_module_are_not_those_of_its_class(single_rank_group: None) -> None:
+def test_names_of_one_module_are_not_those_of_its_class() -> None:
     with_them = ddp_compile.ddp_compile(OwnSubmodule(True), backend="eager", fullgraph=True)
     without = ddp_compile.ddp_compile(OwnSubmodule(False), backend="eager", fullgraph=True)
     assert isinstance(with_them.unwrap, nn.Linear) and with_them.explain == "an attribute"
@@ -103,7 +101,7 @@ class OwnRepr(nn.Linear):
         return "its author's"
 
 
-def test_a_printed_module_says_how_it_is_replicated(single_rank_group: None) -> None:
+def test_a_printed_module_says_how_it_is_replicated() -> None:
     plain = Net()
     keys = list(plain.state_dict())
     printed = repr(plain)

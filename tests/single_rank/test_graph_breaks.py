@@ -15,8 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 
 from ddp_compile import ddp_compile
+
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 WIDTH = 8
 
@@ -34,7 +37,7 @@ class CalledByItsClass(Block):
     """As Transformers' layers, whose class has a call of its own, for checkpoints."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x)
+        return 2 * super().__call__(x)
 
 
 class Loop(nn.Module):
@@ -70,7 +73,7 @@ class Logging(Loop):
 
 
 class UntilDone(nn.Module):
-    """Calls modules of torch in a loop that ends by what it computes."""
+    """Calls modules of torch in a loop whose end depends on data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ def assert_computes_the_same(model: nn.Module, plain: nn.Module) -> None:
     ids=["print", "logger", "call of the class"],
 )
 def test_blocks_in_a_loop_that_is_given_up_share_one_graph_and_the_break_is_quoted(
-    make: Callable[[], Any], breaking: str, single_rank_group: None, caplog: pytest.LogCaptureFixture
+    make: Callable[[], Any], breaking: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(make(), backend=counter, compile_evaluation=False)
@@ -152,7 +155,7 @@ def test_blocks_in_a_loop_that_is_given_up_share_one_graph_and_the_break_is_quot
     assert "the module was not compiled as a whole" in warning
 
 
-def test_the_break_that_leaves_blocks_to_python_is_quoted_beside_the_first_one(single_rank_group: None) -> None:
+def test_the_break_that_leaves_blocks_to_python_is_quoted_beside_the_first_one() -> None:
     model: Any = ddp_compile(ChoosesByValues(), backend="eager")
     backward(model)
     first, around = (line for line in model.explain().splitlines() if ", at " in line)
@@ -162,7 +165,7 @@ def test_the_break_that_leaves_blocks_to_python_is_quoted_beside_the_first_one(s
     assert around.endswith(line_of(ChoosesByValues.Middle.forward, "if x.sum()"))
 
 
-def test_a_frame_that_another_module_has_had_given_up_is_not_quoted(single_rank_group: None) -> None:
+def test_a_frame_that_another_module_has_had_given_up_is_not_quoted() -> None:
     backward(ddp_compile(Loop(), backend="eager"))
 
     class Middle(Loop):
@@ -180,7 +183,30 @@ def test_a_frame_that_another_module_has_had_given_up_is_not_quoted(single_rank_
     assert line_of(Middle.forward, "graph_break()") in first
 
 
-def test_nothing_compiled_is_said_with_the_break(single_rank_group: None, caplog: pytest.LogCaptureFixture) -> None:
+class Recomputed(Loop):
+    """The plan is sealed before blocks in reentrant checkpoints are called with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+            print(end="")
+        return self.last(x)
+
+
+def test_blocks_in_reentrant_checkpoints_are_said_to_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = ddp_compile(Recomputed(), backend="aot_eager", bucket_cap_mb=1e-5)
+    with caplog.at_level(logging.WARNING, "ddp_compile"):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+    (said,) = warnings_of(caplog)
+    assert "each block is compiled by itself: 3 regions of Block" in said
+    assert f"at {line_of(Recomputed.forward, 'print')}" in said
+
+
+def test_nothing_compiled_is_said_with_the_break(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = ddp_compile(Loop(lambda: nn.Linear(WIDTH, WIDTH)), backend="eager")
     with caplog.at_level(logging.WARNING, logger="ddp_compile"):
         for _ in range(2):
@@ -192,7 +218,7 @@ def test_nothing_compiled_is_said_with_the_break(single_rank_group: None, caplog
 
 @pytest.mark.parametrize("make_block", [Block, CalledByItsClass])
 def test_blocks_that_dynamo_inlines_after_a_break_are_no_regions(
-    make_block: Callable[[], nn.Module], single_rank_group: None, caplog: pytest.LogCaptureFixture
+    make_block: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Broken(make_block), backend=counter, bucket_cap_mb=1e-4)
@@ -206,9 +232,7 @@ def test_blocks_that_dynamo_inlines_after_a_break_are_no_regions(
     assert {bucket.frame for bucket in model.bucket_plan.buckets} == {0}
 
 
-def test_modules_of_torch_that_are_called_by_python_have_graphs_of_their_own(
-    single_rank_group: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_modules_of_torch_that_are_called_by_python_have_graphs_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = ddp_compile(UntilDone(), backend="aot_eager")
     plain = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING, logger="ddp_compile"):
@@ -218,25 +242,24 @@ def test_modules_of_torch_that_are_called_by_python_have_graphs_of_their_own(
     assert [bucket.frame for bucket in model.bucket_plan.buckets] == [0]
 
 
-def test_blocks_inside_of_blocks_that_are_given_up_are_regions(single_rank_group: None) -> None:
+@pytest.mark.parametrize(
+    ("make_block", "said", "not_said"),
+    [
+        (Loop, "9 regions of Block (blocks.0.blocks.0, blocks.0.blocks.1, ..., blocks.2.blocks.2)", "regions of Loop"),
+        (UntilDone, "3 regions of Sequential (blocks.0.net, blocks.1.net, blocks.2.net)", "regions of UntilDone"),
+    ],
+)
+def test_what_is_inside_of_blocks_that_are_given_up_is_compiled_once(
+    make_block: Callable[[], nn.Module], said: str, not_said: str
+) -> None:
     counter = CompileCounter()
-    model: Any = ddp_compile(Loop(Loop), backend=counter, bucket_cap_mb=1e-4)
+    model: Any = ddp_compile(Loop(make_block), backend=counter, bucket_cap_mb=1e-4)
     assert_computes_the_same(model, copy.deepcopy(model))
     assert counter.frame_count == 3  # with evaluation
-    said = "9 regions of Block (blocks.0.blocks.0, blocks.0.blocks.1, ..., blocks.2.blocks.2): 2 graphs for training"
-    assert said in model.explain()
-    assert "regions of Loop" not in model.explain()
+    assert f"{said}: 2 graphs for training" in model.explain() and not_said not in model.explain()
 
 
-def test_modules_of_torch_inside_of_blocks_that_are_given_up_share_code(single_rank_group: None) -> None:
-    counter = CompileCounter()
-    model: Any = ddp_compile(Loop(UntilDone), backend=counter)
-    assert_computes_the_same(model, copy.deepcopy(model))
-    assert "3 regions of Sequential (blocks.0.net, blocks.1.net, blocks.2.net): 2 graphs" in model.explain()
-    assert counter.frame_count == 3  # with evaluation
-
-
-def test_a_break_that_evaluation_comes_to_first_is_the_same(single_rank_group: None) -> None:
+def test_a_break_that_evaluation_comes_to_first_is_the_same() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Loop(), backend=counter)
     with torch.no_grad():
@@ -247,7 +270,7 @@ def test_a_break_that_evaluation_comes_to_first_is_the_same(single_rank_group: N
     assert says in model.explain()
 
 
-def test_a_block_that_is_compiled_already_stays_so(single_rank_group: None) -> None:
+def test_a_block_that_is_compiled_already_stays_so() -> None:
     module, counter = Loop(), CompileCounter()
     module.blocks[1].compile(backend=counter)
     model: Any = ddp_compile(module, backend="eager")
@@ -257,7 +280,7 @@ def test_a_block_that_is_compiled_already_stays_so(single_rank_group: None) -> N
     assert model.unwrap().blocks[1]._compiled_call_impl is not None
 
 
-def test_copies_pickles_and_what_was_replicated_are_plain_and_nothing_is_kept(single_rank_group: None) -> None:
+def test_copies_pickles_and_what_was_replicated_are_plain_and_nothing_is_kept() -> None:
     model: Any = ddp_compile(Loop(), backend="eager")
     backward(model)
     assert model.blocks[0]._compiled_call_impl is not None
@@ -270,7 +293,7 @@ def test_copies_pickles_and_what_was_replicated_are_plain_and_nothing_is_kept(si
     assert gone() is None
 
 
-def test_a_region_lets_its_buckets_go_before_those_of_what_is_registered_before_it(single_rank_group: None) -> None:
+def test_a_region_lets_its_buckets_go_before_those_of_what_is_registered_before_it() -> None:
     class Between(Loop):
         """Frames before and after blocks."""
 

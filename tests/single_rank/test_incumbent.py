@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="said of torch 2.13")
+pytestmark = [
+    pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="said of torch 2.13"),
+    pytest.mark.usefixtures("single_rank_group"),
+]
 
 
 class Layers(nn.Module):
@@ -39,7 +42,7 @@ def incumbent(module: nn.Module, bucket_cap_mb: float = 1, **settings: Any) -> A
     return torch.compile(DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb), **settings)
 
 
-def test_a_small_bucket_is_an_assertion_error(single_rank_group: None) -> None:
+def test_a_small_bucket_is_an_assertion_error() -> None:
     with pytest.raises(AssertionError, match="First bucket should be smaller"):
         incumbent(Layers(), bucket_cap_mb=0.25)(torch.randn(2, 600))
 
@@ -51,13 +54,13 @@ class KeywordParameters(Layers):
         return x
 
 
-def test_parameters_passed_by_keyword_are_not_seen(single_rank_group: None) -> None:
+def test_parameters_passed_by_keyword_are_not_seen() -> None:
     counter = CompileCounter()
     incumbent(KeywordParameters(), backend=counter)(torch.randn(2, 600))
     assert counter.frame_count == 1
 
 
-def test_graphs_and_the_reducers_buckets_follow_different_rules(single_rank_group: None) -> None:
+def test_graphs_and_the_reducers_buckets_follow_different_rules() -> None:
     counter = CompileCounter()
     layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
     model = DistributedDataParallel(Passes(layers), bucket_cap_mb=1.5)
@@ -79,14 +82,14 @@ class Passes(nn.Module):
         return self.layers(x)
 
 
-def test_a_varying_float_crashes(single_rank_group: None) -> None:
+def test_a_varying_float_crashes() -> None:
     model = incumbent(Layers())
     with pytest.raises(Exception, match="'float' object has no attribute 'meta'"):
         for factor in (0.5, 0.6, 0.7):
             model(torch.randn(2, 600), factor)
 
 
-def test_a_forward_under_no_grad_is_cut(single_rank_group: None) -> None:
+def test_a_forward_under_no_grad_is_cut() -> None:
     counter = CompileCounter()
     model = incumbent(Layers(), backend=counter)
     with torch.no_grad():
@@ -94,16 +97,16 @@ def test_a_forward_under_no_grad_is_cut(single_rank_group: None) -> None:
     assert counter.frame_count == 4
 
 
-def test_fullgraph_fails_with_batch_norm(single_rank_group: None) -> None:
+def test_fullgraph_fails_with_batch_norm() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         incumbent(nn.Sequential(nn.BatchNorm1d(6)), fullgraph=True)(torch.randn(4, 6))
 
 
-def test_state_dict_keys_have_prefixes(single_rank_group: None) -> None:
+def test_state_dict_keys_have_prefixes() -> None:
     assert list(incumbent(nn.Linear(2, 2)).state_dict()) == ["_orig_mod.module.weight", "_orig_mod.module.bias"]
 
 
-def test_nothing_compiled_is_not_said(single_rank_group: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_compiled_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
     counter = CompileCounter()
     with caplog.at_level("WARNING"):
         incumbent(BreaksInALoop(), backend=counter)(torch.randn(2, 600)).sum().backward()

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ddp_compile import ReductionError, ddp_compile
-from ddp_compile.runtime.arrivals.policies import UnusedAllowed
+from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
 from ddp_compile.runtime.buckets import bucket_set
 from ddp_compile.runtime.buckets.bucket import Bucket
+from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -49,8 +50,8 @@ def regularise(model: nn.Module) -> None:
         (Bucket, "begin_iteration"),
         (LaunchQueue, "_launch_ready"),
         (LaunchQueue, "finish"),
-        (LaunchQueue, "begin_iteration"),
-        (UnusedAllowed, "begin_iteration"),
+        (BucketSet, "begin_iteration"),
+        (ParameterHooks, "notify_of_each"),
     ],
 )
 def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,30 +41,16 @@ def run_training(**environment: str) -> str:
     return ended.stderr
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What one process prints with both logs on, and the trace it writes."""
-    folder = tmp_path_factory.mktemp("trace")
-    printed = run_training(TORCH_LOGS="ddp_graphs,+ddp_compile.passes", TORCH_TRACE=str(folder))
-    return printed, "".join(path.read_text() for path in folder.iterdir())
-
-
-def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(logged: tuple[str, str]) -> None:
-    printed, _ = logged
+def test_ddp_graphs_prints_buckets_graph_split_graph_and_partitions(tmp_path: Path) -> None:
+    """So do the log of the passes and torch's trace; all in one process."""
+    printed = run_training(TORCH_LOGS="ddp_graphs,+ddp_compile.passes", TORCH_TRACE=str(tmp_path))
     for heading in ("buckets", "graph before", "graph after split_forward", "partition_0", "partition_1"):
         assert f"--- graph 0: {heading} ---" in printed, printed
     assert "bucket 0:" in printed and "2.bias, 2.weight" in printed
     assert "self.partition_1(" in printed
-
-
-def test_passes_log_says_what_was_cut_and_where(logged: tuple[str, str]) -> None:
-    printed, _ = logged
     assert "cut before" in printed and "so that bucket 0 is launched early" in printed
     assert "split_forward changed 2" in printed
-
-
-def test_torch_trace_holds_the_plan_and_the_partitions(logged: tuple[str, str]) -> None:
-    _, trace = logged
+    trace = "".join(path.read_text() for path in tmp_path.iterdir())
     assert "ddp_compile_graph_0_buckets" in trace and "ddp_compile_graph_0_partition_1" in trace
 
 
@@ -71,6 +58,17 @@ def test_nothing_is_printed_by_default() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     ended = run_in_copy(exec, TRAINING, {}, environment=environment)
     assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, train: Callable[[], Any], times: int = 3) -> list[str]:
+    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
+        for _ in range(times):
+            train()
+    return [record.getMessage() for record in caplog.records if record.name.startswith("ddp_compile")]
+
+
+def backward(model: Any, width: int = 64) -> None:
+    model(torch.randn(2, width)).sum().backward()
 
 
 @pytest.fixture
@@ -97,11 +95,8 @@ def test_a_model_of_which_nothing_was_compiled_is_warned_about_once(
     single_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ddp_compile(BreaksInALoop(), backend="eager")
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(3):
-            model(torch.randn(2, 4)).sum().backward()
-    assert [r.message for r in caplog.records if "nothing was compiled" in r.message] != []
-    assert len([r for r in caplog.records if r.name.startswith("ddp_compile")]) == 1
+    (warning,) = warnings_of(caplog, lambda: backward(model, 4))
+    assert "nothing was compiled" in warning
 
 
 class CheckpointedWhole(nn.Module):
@@ -117,10 +112,7 @@ def test_a_large_model_that_cannot_be_cut_is_warned_about_once(
     two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ddp_compile(CheckpointedWhole(), bucket_cap_mb=0.001, backend="aot_eager", split="forward")
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(3):
-            model(torch.randn(2, 64)).sum().backward()
-    (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    (warning,) = warnings_of(caplog, lambda: backward(model))
     assert "become ready all at once" in warning and "one node computes with gradients of both" in warning
 
 
@@ -130,10 +122,7 @@ def test_a_large_model_trained_in_evaluation_mode_is_told_why_nothing_is_cut(
     model = ddp_compile(
         nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.001, backend="eager"
     ).eval()
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(2):
-            model(torch.randn(2, 64)).sum().backward()
-    (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    (warning,) = warnings_of(caplog, lambda: backward(model))
     assert "put the model into training mode" in warning
 
 
@@ -155,14 +144,11 @@ def test_a_model_that_is_trained_without_being_called_is_told_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ddp_compile(WithBatchNorm(), bucket_cap_mb=0.001, backend="eager")
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        if evaluates:
-            with torch.no_grad():
-                model.eval()(torch.randn(2, 64))
-            model.train()
-        for _ in range(2):
-            train(model, torch.randn(2, 64)).sum().backward()
-    (warning,) = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+    if evaluates:
+        with torch.no_grad():
+            model.eval()(torch.randn(2, 64))
+        model.train()
+    (warning,) = warnings_of(caplog, lambda: train(model, torch.randn(2, 64)).sum().backward())
     assert "the module itself has not been called for training" in warning and "buffers are not broadcast" in warning
 
 
@@ -171,12 +157,13 @@ def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_avera
     is_called: bool, single_rank_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ddp_compile(WithBatchNorm(), backend="eager")
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        for _ in range(10):
-            model.net[:2](torch.randn(2, 64)).sum().backward()
-            if is_called:  # the above is a regulariser then
-                model(torch.randn(2, 64)).sum().backward()
-    warnings = [r.message for r in caplog.records if r.name.startswith("ddp_compile")]
+
+    def train() -> None:
+        backward(model.net[:2])
+        if is_called:  # the above is a regulariser then
+            backward(model)
+
+    warnings = warnings_of(caplog, train, times=10)
     assert len(warnings) == (not is_called)
     assert is_called or "the last one of 4 of 6 parameters" in warnings[0]
 
@@ -185,6 +172,4 @@ def test_a_model_that_is_cut_is_not_warned_about(
     two_ranks_in_name_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ddp_compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), bucket_cap_mb=1e-4, backend="eager")
-    with caplog.at_level(logging.WARNING, logger="ddp_compile"):
-        model(torch.randn(2, 8)).sum().backward()
-    assert [r for r in caplog.records if r.name.startswith("ddp_compile")] == []
+    assert warnings_of(caplog, lambda: backward(model, 8)) == []

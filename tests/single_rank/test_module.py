@@ -8,7 +8,6 @@ import inspect
 import io
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -21,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ddp_compile import ddp_compile, torch_internals
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
-def test_it_is_the_same_object_of_the_users_class(single_rank_group: None) -> None:
+
+def test_it_is_the_same_object_of_the_users_class() -> None:
     net = Net()
     first = net.first
     model = ddp_compile(net, backend="eager")
@@ -50,7 +51,7 @@ def assert_plain(copied: nn.Module, model: nn.Module) -> None:
     assert all(p.grad is not None for p in copied.parameters())
 
 
-def test_deepcopy_is_a_plain_module(single_rank_group: None) -> None:
+def test_deepcopy_is_a_plain_module() -> None:
     model = replicated()
     backward(model)
     assert_plain(copy.deepcopy(model), model)
@@ -59,7 +60,7 @@ def test_deepcopy_is_a_plain_module(single_rank_group: None) -> None:
     assert twins[0] is twins[1]
 
 
-def test_pickle_and_save_give_a_plain_module(single_rank_group: None) -> None:
+def test_pickle_and_save_give_a_plain_module() -> None:
     model = replicated()
     backward(model)
     assert_plain(pickle.loads(pickle.dumps(model)), model)
@@ -69,7 +70,7 @@ def test_pickle_and_save_give_a_plain_module(single_rank_group: None) -> None:
     assert_plain(torch.load(buffer, weights_only=False), model)
 
 
-def test_unwrap_gives_the_plain_module_back(single_rank_group: None) -> None:
+def test_unwrap_gives_the_plain_module_back() -> None:
     model = replicated()
     backward(model)
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -81,9 +82,7 @@ def test_unwrap_gives_the_plain_module_back(single_rank_group: None) -> None:
 
 
 @pytest.mark.parametrize("isolated", only([True], [True, False]), ids=["isolate_recompiles", "torch before 2.13"])
-def test_twelve_models_of_one_class_are_all_compiled(
-    isolated: bool, single_rank_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twelve_models_of_one_class_are_all_compiled(isolated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if isolated and not torch_internals.has_isolated_recompiles():
         pytest.skip("this torch has no isolate_recompiles")
     monkeypatch.setattr(torch_internals.dynamo, "has_isolated_recompiles", lambda: isolated)
@@ -94,7 +93,7 @@ def test_twelve_models_of_one_class_are_all_compiled(
     assert [counter.frame_count for counter in counters] == [1] * 12
 
 
-def test_evaluation_and_training_have_graphs_of_their_own(single_rank_group: None) -> None:
+def test_evaluation_and_training_have_graphs_of_their_own() -> None:
     model = replicated(bucket_cap_mb=1e-5)
     model.eval()
     model(torch.randn(4, 6))
@@ -107,21 +106,21 @@ def test_evaluation_and_training_have_graphs_of_their_own(single_rank_group: Non
     assert report.num_partitions == 3
 
 
-def test_a_training_graph_made_under_no_grad_is_not_split(single_rank_group: None) -> None:
+def test_a_training_graph_made_under_no_grad_is_not_split() -> None:
     model = replicated(bucket_cap_mb=1e-5)
     with torch.no_grad():
         model(torch.randn(4, 6))
     assert model._ddp_compile_state.backend.reports == []
 
 
-def test_gradients_are_reduced_when_the_model_is_fine_tuned_in_evaluation_mode(single_rank_group: None) -> None:
+def test_gradients_are_reduced_when_the_model_is_fine_tuned_in_evaluation_mode() -> None:
     model = replicated().eval()
     for _ in range(2):
         backward(model)
     assert model.bucket_plan is model._ddp_compile_state.builder.sealed
 
 
-def test_a_whole_training_step_may_be_compiled(single_rank_group: None) -> None:
+def test_a_whole_training_step_may_be_compiled() -> None:
     model = replicated(backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = copy.deepcopy(model)
@@ -142,21 +141,15 @@ def test_a_whole_training_step_may_be_compiled(single_rank_group: None) -> None:
     assert len(model._ddp_compile_state.backend.reports) == 1
 
 
-@pytest.mark.parametrize(
-    "compile_again",
-    [lambda model: torch.compile(model, backend="eager"), lambda model: model.compile() or model],
-    ids=["torch.compile", "compile"],
-)
-def test_compiling_the_module_again_changes_nothing(
-    compile_again: Callable[[nn.Module], nn.Module], single_rank_group: None
-) -> None:
-    model = replicated()
-    backward(compile_again(model))
-    assert len(model._ddp_compile_state.backend.reports) == 1
-    assert model._ddp_compile_state.builder.sealed is not None
+def test_compiling_the_module_again_changes_nothing() -> None:
+    for compile_again in (lambda model: torch.compile(model, backend="eager"), lambda model: model.compile() or model):
+        model = replicated()
+        backward(compile_again(model))
+        assert len(model._ddp_compile_state.backend.reports) == 1
+        assert model._ddp_compile_state.builder.sealed is not None
 
 
-def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:
+def test_hooks_on_the_module_run_once_a_call() -> None:
     calls: list[str] = []
     model = Net()
     model.register_forward_pre_hook(lambda module, args: calls.append("pre"))
@@ -167,18 +160,11 @@ def test_hooks_on_the_module_run_once_a_call(single_rank_group: None) -> None:
     assert calls == ["pre", "post"] * 2
 
 
-def test_a_model_inside_another_module_is_called_through_its_own_reducer(single_rank_group: None) -> None:
-    model = replicated()
-    holder = nn.Sequential(nn.Linear(6, 6), model)
-    backward(holder)
-    assert model._ddp_compile_state.builder.sealed is not None
-
-
-def test_fullgraph_holds_with_buffers_to_broadcast(single_rank_group: None) -> None:
+def test_fullgraph_holds_with_buffers_to_broadcast() -> None:
     backward(replicated(fullgraph=True, broadcast_buffers=True))
 
 
-def test_compile_settings_reach_the_inner_backend(single_rank_group: None) -> None:
+def test_compile_settings_reach_the_inner_backend() -> None:
     seen: list[dict[str, Any]] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
@@ -189,19 +175,17 @@ def test_compile_settings_reach_the_inner_backend(single_rank_group: None) -> No
     assert seen == [{"options": {"level": 3}}]
 
 
-def collected(make_dead: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("unwraps", [False, True])
+def test_a_model_that_is_let_go_or_unwrapped_frees_its_reducer(unwraps: bool) -> None:
     model = replicated(bucket_cap_mb=1e-5)
     backward(model)
-    references = [weakref.ref(model._ddp_compile_state), weakref.ref(model._ddp_compile_state.reducer)]
-    kept = make_dead(model)
-    references += [] if kept is not None else [weakref.ref(model), weakref.ref(model.first.weight)]
-    del model
+    state = model._ddp_compile_state
+    gone = [weakref.ref(state), weakref.ref(state.reducer)]
+    kept = model.unwrap() if unwraps else None
+    gone += [] if unwraps else [weakref.ref(model), weakref.ref(model.first.weight)]
+    del model, state
     gc.collect()
-    assert [reference() for reference in references] == [None] * len(references)
-
-
-def test_a_model_that_is_let_go_is_freed_with_its_reducer(single_rank_group: None) -> None:
-    collected(lambda model: None)
+    assert [reference() for reference in gone] == [None] * len(gone) and (kept is not None) == unwraps
 
 
 def _num_fake_tensors() -> int:
@@ -209,7 +193,7 @@ def _num_fake_tensors() -> int:
     return sum(issubclass(type(found), FakeTensor) for found in gc.get_objects())
 
 
-def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str, single_rank_group: None) -> None:
+def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str) -> None:
     left_after = []
     for _ in range(5):
         model = replicated(split=split, bucket_cap_mb=1e-4, backend="aot_eager")
@@ -220,16 +204,12 @@ def test_a_model_that_is_let_go_leaves_nothing_of_its_graphs(split: str, single_
     assert left_after[4] - left_after[0] < 50
 
 
-def test_unwrap_frees_the_reducer(single_rank_group: None) -> None:
-    collected(lambda model: model.unwrap())
-
-
 class WithCall(Net):
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * super().__call__(x)
 
 
-def test_a_call_of_the_users_own_is_kept(single_rank_group: None) -> None:
+def test_a_call_of_the_users_own_is_kept() -> None:
     torch.manual_seed(0)
     plain = WithCall().eval()
     model = ddp_compile(copy.deepcopy(plain), backend="eager")
@@ -242,12 +222,12 @@ class CallsItsArgumentModule(nn.Linear):
         return super().forward(x) * module
 
 
-def test_forward_may_take_an_argument_called_module(single_rank_group: None) -> None:
+def test_forward_may_take_an_argument_called_module() -> None:
     model = ddp_compile(CallsItsArgumentModule(6, 3), backend="eager")
     model(torch.randn(4, 6), module=2).sum().backward()
 
 
-def test_slices_and_siblings_are_plain(single_rank_group: None) -> None:
+def test_slices_and_siblings_are_plain() -> None:
     model = ddp_compile(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), backend="eager")
     assert type(model[:2]) is nn.Sequential
     assert type(type(model)(nn.Linear(2, 2))) is nn.Sequential
@@ -264,12 +244,13 @@ class Child(Registered, tag="child"):
     pass
 
 
-def test_a_registry_of_subclasses_does_not_hear_of_ours(single_rank_group: None) -> None:
+def test_a_registry_of_subclasses_does_not_hear_of_ours() -> None:
     ddp_compile(Child(), backend="eager")
     assert Registered.registry == {"child": Child}
 
 
-def test_a_method_that_calls_forward_itself_is_reduced(single_rank_group: None) -> None:
-    model = replicated()
-    model.forward(torch.randn(4, 6)).sum().backward()
-    assert model._ddp_compile_state.builder.sealed is not None
+def test_a_method_or_a_module_around_it_that_calls_forward_is_reduced() -> None:
+    for call in (lambda model, x: model.forward(x), lambda model, x: nn.Sequential(nn.Linear(6, 6), model)(x)):
+        model = replicated()
+        call(model, torch.randn(4, 6)).sum().backward()
+        assert model._ddp_compile_state.builder.sealed is not None

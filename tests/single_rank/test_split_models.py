@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
-import split_models as general
-import split_models_that_write as writing
+import split_models as models
 import torch
 import torch.utils._pytree as pytree
 from split_models import WIDTH
@@ -20,63 +19,48 @@ from torch import Tensor, nn
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
-
-def vectors(rows: int = 5) -> Callable[[int], tuple[Any, ...]]:
-    return lambda step: (torch.randn(rows, WIDTH),)
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 def images(step: int) -> tuple[Any, ...]:
-    return (torch.randn(2, 3, 6, 6),)
+    return (torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last),)
 
 
-# Model, inputs for a step, least number of partitions that the cuts have to give over all graphs.
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]], int]] = {
-    "plain": (general.Plain, vectors(), 4),
-    "sequential": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)), vectors(), 2),
-    "keyword_and_list_parameters": (general.KeywordAndListParameters, vectors(), 4),
-    "cast_at_the_top": (general.CastAtTheTop, vectors(), 4),
-    "varying_float": (general.VaryingFloat, lambda step: (torch.randn(5, WIDTH), 0.5 + step), 3),
-    "autocast_inside": (general.AutocastInside, vectors(), 4),
-    "no_grad_inside": (general.NoGradInside, vectors(), 4),
-    "inference_mode_inside": (general.InferenceModeInside, vectors(), 4),
-    "checkpointed_blocks": (general.CheckpointedBlocks, vectors(), 4),
-    "checkpointed_whole": (general.CheckpointedWhole, vectors(), 1),
-    "inplace_activation": (writing.InplaceActivation, vectors(), 4),
-    "inplace_residual": (writing.InplaceResidual, vectors(), 4),
-    "augmented_matmul": (writing.AugmentedMatmul, vectors(), 4),
-    "conjugated_view": (writing.ConjugatedView, vectors(), 2),
-    "keyword_order": (writing.KeywordOrder, vectors(), 3),
-    "ring_in_checkpoints": (writing.RingInCheckpoints, vectors(), 1),
-    "inplace_slices": (writing.InplaceSlices, vectors(), 1),
-    "inplace_under_other_names": (writing.InplaceUnderOtherNames, vectors(), 1),
-    "write_through_view": (writing.WriteThroughView, vectors(), 2),
-    "buffer_writes": (writing.BufferWrites, vectors(), 4),
-    "buffer_read_then_written": (writing.BufferReadThenWritten, vectors(), 2),
-    "input_written": (writing.InputWritten, vectors(), 1),
-    "nested_output": (general.NestedOutput, vectors(), 4),
-    "shared_layer": (general.SharedLayer, vectors(), 4),
-    "tied_weights": (general.TiedWeights, vectors(), 3),
-    "split_and_cat": (general.SplitAndCat, vectors(), 3),
-    "dynamic_rows": (general.Plain, lambda step: (torch.randn(3 + 2 * step, WIDTH),), 8),
-    "data_dependent_shape": (general.DataDependentShape, vectors(), 3),
-    "scalar_from_tensor": (general.ScalarFromTensor, vectors(), 3),
-    "custom_function": (general.CustomFunction, vectors(), 4),
-    "graph_breaks": (general.GraphBreaks, vectors(), 4),
-    "conditional": (general.Conditional, vectors(), 4),
-    "write_through_view_of_a_slice": (writing.WriteThroughViewOfASlice, vectors(), 2),
-    "hook_on_a_gradient": (general.HookOnAGradient, vectors(), 2),
-    "function_transforms": (general.FunctionTransforms, vectors(), 4),
-    "nested_regions": (general.NestedRegions, vectors(), 4),
-    "sizes_across_layers": (general.SizesAcrossLayers, lambda step: (torch.randn(4 + 2 * step, WIDTH),), 8),
-    "shared_norm_in_checkpoints": (writing.SharedNormInCheckpoints, vectors(), 4),
-    "keyword_inplace_activations": (writing.KeywordInplaceActivations, vectors(), 4),
-    "conv_net": (general.ConvNet, images, 3),
-    "conv_net_channels_last": (
-        lambda: general.ConvNet().to(memory_format=torch.channels_last),
-        lambda step: (images(step)[0].to(memory_format=torch.channels_last),),
-        3,
-    ),
+# Model, and the least number of partitions that the cuts have to give over all graphs. The fuzzer trains what its
+# blocks are made of with every split; plain writes and casts are in tests/unit.
+CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "keyword_and_list_parameters": (models.KeywordAndListParameters, 4),
+    "autocast_inside": (models.AutocastInside, 4),
+    "inference_mode_inside": (models.InferenceModeInside, 4),
+    "checkpointed_blocks": (models.CheckpointedBlocks, 4),
+    "checkpointed_whole": (models.CheckpointedWhole, 1),
+    "conjugated_view": (models.ConjugatedView, 2),
+    "inplace_under_other_names": (models.InplaceUnderOtherNames, 1),
+    "buffer_writes": (models.BufferWrites, 4),
+    "buffer_read_then_written": (models.BufferReadThenWritten, 2),
+    "input_written": (models.InputWritten, 1),
+    "shared_layer": (models.SharedLayer, 4),
+    "tied_weights": (models.TiedWeights, 3),
+    "data_dependent_shape": (models.DataDependentShape, 3),
+    "scalar_from_tensor": (models.ScalarFromTensor, 3),
+    "conditional": (models.Conditional, 4),
+    "write_through_view_of_a_slice": (models.WriteThroughViewOfASlice, 2),
+    "hook_on_a_gradient": (models.HookOnAGradient, 2),
+    "function_transforms": (models.FunctionTransforms, 4),
+    "nested_regions": (models.NestedRegions, 4),
+    "sizes_across_layers": (models.SizesAcrossLayers, 8),
+    "shared_norm_in_checkpoints": (models.SharedNormInCheckpoints, 4),
+    "conv_net_channels_last": (lambda: models.ConvNet().to(memory_format=torch.channels_last), 3),
 }
+# Other inputs than five rows of `WIDTH`.
+INPUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "sizes_across_layers": lambda step: (torch.randn(4 + 2 * step, WIDTH),),
+    "conv_net_channels_last": images,
+}
+
+
+def rows(step: int) -> tuple[Any, ...]:
+    return (torch.randn(5, WIDTH),)
 
 
 def tensor_sum(output: Any) -> Tensor:
@@ -127,42 +111,14 @@ def make_split(module: nn.Module, split: str, backend: str) -> nn.Module:
     return model
 
 
-# What the fuzzer's blocks are made of is left to it, which trains them with every split; how often other graphs can be
-# cut says as much of these.
-LEFT_TO_THE_FUZZER = {
-    "sequential",
-    "no_grad_inside",
-    "checkpointed_blocks",
-    "inplace_activation",
-    "inplace_residual",
-    "inplace_slices",
-    "write_through_view",
-    "buffer_writes",
-    "nested_output",
-    "shared_layer",
-    "tied_weights",
-    "split_and_cat",
-    "dynamic_rows",
-    "varying_float",
-    "custom_function",
-    "graph_breaks",
-}
-# What is hard about them is in another one as well, or in the tests of the passes on graphs made by hand.
-AS_OTHERS = {
-    "plain",
-    "cast_at_the_top",
-    "augmented_matmul",
-    "keyword_order",
-    "ring_in_checkpoints",
-    "keyword_inplace_activations",
-    "conv_net_channels_last",
-    "nested_regions",
-    "autocast_inside",
-}
-# Where the backward split has to do with what is in the graph; the others are cut by the forward split alone.
+# In CI the backward split trains those whose graph concerns it, and the forward split the others, except those that
+# other tests train there as well: convolutions, regions and tied weights, for example.
 BACKWARD_CASES_IN_CI = {"checkpointed_whole", "function_transforms", "hook_on_a_gradient"}
-# Transforms and hooks are in the backward split's, a net of convolutions in `test_gradient_parity`.
-FORWARD_CASES_IN_CI = CASES.keys() - LEFT_TO_THE_FUZZER - AS_OTHERS - BACKWARD_CASES_IN_CI - {"conv_net"}
+LEFT_TO_OTHERS_IN_CI = {
+    *("autocast_inside", "buffer_writes", "checkpointed_blocks", "conv_net_channels_last", "nested_regions"),
+    *("shared_layer", "tied_weights"),
+}
+FORWARD_CASES_IN_CI = CASES.keys() - BACKWARD_CASES_IN_CI - LEFT_TO_OTHERS_IN_CI
 
 
 def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -172,17 +128,18 @@ def both_splits(names: Collection[str], in_ci: Collection[tuple[str, str]]) -> p
 
 
 @both_splits(CASES, [("forward", n) for n in FORWARD_CASES_IN_CI] + [("backward", n) for n in BACKWARD_CASES_IN_CI])
-def test_a_split_model_trains_as_the_eager_one(name: str, split: str, single_rank_group: None) -> None:
+def test_a_split_model_trains_as_the_eager_one(name: str, split: str) -> None:
     if (name, split) == (WRONG_IN_ONE_GRAPH, "backward"):
         pytest.skip("torch computes a wrong gradient of it in one graph")
-    make, inputs, least_partitions = CASES[name]
+    make, least_partitions = CASES[name]
     torch.manual_seed(0)
     reference = make()
     capture = name in ("scalar_from_tensor", "data_dependent_shape")
     with torch._dynamo.config.patch(capture_scalar_outputs=capture, capture_dynamic_output_shape_ops=capture):
         model = make_split(copy.deepcopy(reference), split, "aot_eager")
         # Autocast and double precision round differently where ops are regrouped; the others are bit for bit.
-        assert_trains_alike(model, reference, inputs, tolerance=1e-2 if "autocast" in name else 1e-6)
+        tolerance = 1e-2 if "autocast" in name else 1e-6
+        assert_trains_alike(model, reference, INPUTS.get(name, rows), tolerance)
     reports = model._ddp_compile_state.backend.reports
     if split == "backward":
         assert all(report.launches_in_backward for report in reports if report.num_buckets)
@@ -192,39 +149,31 @@ def test_a_split_model_trains_as_the_eager_one(name: str, split: str, single_ran
         assert sum(report.num_partitions for report in reports) >= least_partitions, model.explain()
 
 
-INDUCTOR_CASES = [
-    "buffer_writes",
-    "conv_net_channels_last",
-    "nested_output",
-    "nested_regions",
-    "no_grad_inside",
-    "sizes_across_layers",
-]
+INDUCTOR_CASES = ["buffer_writes", "conv_net_channels_last", "nested_regions", "sizes_across_layers"]
 
 
 # In CI they are left to aot_eager, and inductor to `test_gradient_parity`.
 @pytest.mark.inductor
 @both_splits(INDUCTOR_CASES, [])
-def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str, single_rank_group: None) -> None:
-    make, inputs, _ = CASES[name]
+def test_a_split_model_trains_as_the_eager_one_under_inductor(name: str, split: str) -> None:
     torch.manual_seed(0)
-    reference = make()
+    reference = CASES[name][0]()
     model = make_split(copy.deepcopy(reference), split, "inductor")
-    assert_trains_alike(model, reference, inputs, tolerance=1e-5)
+    assert_trains_alike(model, reference, INPUTS.get(name, rows), tolerance=1e-5)
     assert model._ddp_compile_state.compiler.failures == []
     if split == "backward":
         assert model._ddp_compile_state.reducer.early_buckets
 
 
-def test_a_model_without_a_cut_says_so_in_explain(single_rank_group: None) -> None:
+def test_a_model_without_a_cut_says_so_in_explain() -> None:
     torch.manual_seed(0)
-    model = ddp_compile(writing.InplaceSlices(), bucket_cap_mb=1e-5, backend="eager")
+    model = ddp_compile(models.InplaceSlices(), bucket_cap_mb=1e-5, backend="eager")
     tensor_sum(model(torch.randn(5, WIDTH))).backward()
     assert "writes into" in model.explain()
 
 
-def test_whole_graph_is_one_partition_with_split_none(single_rank_group: None) -> None:
-    model = ddp_compile(general.Plain(), bucket_cap_mb=1e-5, backend="eager", split="none")
+def test_whole_graph_is_one_partition_with_split_none() -> None:
+    model = ddp_compile(models.Plain(), bucket_cap_mb=1e-5, backend="eager", split="none")
     tensor_sum(model(torch.randn(5, WIDTH))).backward()
     (report,) = model._ddp_compile_state.backend.reports
     assert report.num_buckets == len(model.bucket_plan.buckets) == 8

@@ -10,13 +10,15 @@ from torch import nn
 
 from ddp_compile import ddp_compile
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
 tracing = pytest.mark.skipif(
     not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"), reason="this torch has a flag for each thread"
 )
 
 
 @tracing
-def test_it_waits_until_the_other_thread_has_traced(single_rank_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_until_the_other_thread_has_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
     model(torch.ones(2, 3))
     outputs: list[torch.Tensor] = []
@@ -32,9 +34,7 @@ def test_it_waits_until_the_other_thread_has_traced(single_rank_group: None, mon
 
 
 @tracing
-def test_a_trace_of_its_own_thread_is_refused_as_by_torch(
-    single_rank_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_of_its_own_thread_is_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ddp_compile(nn.Linear(3, 3), backend="eager")
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
     with pytest.raises(RuntimeError, match="symbolically trace"):

@@ -20,6 +20,8 @@ from torch._dynamo.testing import CompileCounter
 from ddp_compile import ddp_compile
 from ddp_compile.features.regions import find_regions, region_of_parameters
 
+pytestmark = pytest.mark.usefixtures("single_rank_group")
+
 WIDTH = 8
 
 
@@ -69,23 +71,23 @@ def backward(model: nn.Module, rows: int = 4) -> None:
 
 
 def test_auto_finds_what_repeats_in_a_container_from_the_outside() -> None:
-    assert list(find_regions(Stages(), "auto", 0)) == [
+    assert list(find_regions(Stages(), "auto")) == [
         *("encoder.0", "encoder.1", "stages.0.0", "stages.0.1", "mixed.0", "mixed.3")
     ]
     nested = nn.Sequential(Model(), Model())
-    assert list(find_regions(nested, "auto", 0)) == ["0", "1"]
+    assert list(find_regions(nested, "auto")) == ["0", "1"]
 
 
 def test_a_list_names_classes_and_subclasses_from_the_outside() -> None:
-    assert list(find_regions(Stages(), [Other, nn.Sequential], 0)) == ["stages", "mixed.1"]
-    assert list(find_regions(nn.Sequential(Model(), Model()), (Block, Model), 0)) == ["0", "1"]
-    assert "mixed.1" in find_regions(Stages(), [Block], 0)
+    assert list(find_regions(Stages(), [Other, nn.Sequential])) == ["stages", "mixed.1"]
+    assert list(find_regions(nn.Sequential(Model(), Model()), (Block, Model))) == ["0", "1"]
+    assert "mixed.1" in find_regions(Stages(), [Block])
 
 
 def test_a_block_that_stands_in_several_places_is_one_region() -> None:
     block = Block()
     model = nn.ModuleDict({"a": nn.ModuleList([block, block]), "b": nn.ModuleList([Block(), block])})
-    assert list(find_regions(model, "auto", 0)) == ["a.0", "b.0"]
+    assert list(find_regions(model, "auto")) == ["a.0", "b.0"]
 
 
 def test_parameters_belong_to_the_region_of_their_first_name() -> None:
@@ -93,7 +95,7 @@ def test_parameters_belong_to_the_region_of_their_first_name() -> None:
     model.blocks[2].linear.weight = model.blocks[0].linear.weight
     model.blocks[1].linear.weight = model.stem.weight
     names = [name for name, _ in model.named_parameters()]
-    found = region_of_parameters(names, find_regions(model, "auto", 0))
+    found = region_of_parameters(names, find_regions(model, "auto"))
     by_name = {names[index]: ordinal for index, ordinal in found.items()}
     assert by_name.pop("blocks.0.linear.weight") == 0
     assert "stem.weight" not in by_name
@@ -105,7 +107,7 @@ def test_parameters_belong_to_the_region_of_their_first_name() -> None:
 # How often something is compiled.
 
 
-def test_24_blocks_are_compiled_once_for_training_and_once_for_evaluation(single_rank_group: None) -> None:
+def test_24_blocks_are_compiled_once_for_training_and_once_for_evaluation() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Model(24), regions="auto", backend=counter)
     reference = copy.deepcopy(model)
@@ -123,7 +125,7 @@ def test_24_blocks_are_compiled_once_for_training_and_once_for_evaluation(single
     assert says in model.explain()
 
 
-def test_another_shape_is_one_graph_more_for_all_regions(single_rank_group: None) -> None:
+def test_another_shape_is_one_graph_more_for_all_regions() -> None:
     counter = CompileCounter()
     model = ddp_compile(Model(), regions="auto", backend=counter)
     for rows in (4, 6, 7, 4):
@@ -131,7 +133,7 @@ def test_another_shape_is_one_graph_more_for_all_regions(single_rank_group: None
     assert counter.frame_count == 2  # the second one has any number of rows
 
 
-def test_evaluation_of_regions_is_left_eager_where_that_is_asked_for(single_rank_group: None) -> None:
+def test_evaluation_of_regions_is_left_eager_where_that_is_asked_for() -> None:
     counter = CompileCounter()
     model = ddp_compile(Model(), regions="auto", backend=counter, compile_evaluation=False)
     with torch.no_grad():
@@ -154,27 +156,12 @@ class Numbered(Block):
         return super().forward(x, 1 / self.number)
 
 
-def test_blocks_that_differ_are_all_compiled_beyond_dynamos_limit(single_rank_group: None) -> None:
+def test_blocks_that_differ_are_all_compiled_beyond_dynamos_limit() -> None:
     counter = CompileCounter()
     with torch._dynamo.config.patch(recompile_limit=2):
         model = ddp_compile(Model(4, Numbered), regions="auto", backend=counter)
         backward(model)
     assert counter.frame_count == 4
-
-
-class WithCallOfItsOwn(Block):
-    num_calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        type(self).num_calls += 1
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_call_of_the_class_stays_around_its_regions(single_rank_group: None) -> None:
-    counter = CompileCounter()
-    model = ddp_compile(Model(make=WithCallOfItsOwn), regions="auto", backend=counter)
-    backward(model)
-    assert (counter.frame_count, WithCallOfItsOwn.num_calls) == (1, 4)
 
 
 class Drops(Block):
@@ -184,7 +171,7 @@ class Drops(Block):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
-def test_a_region_with_a_graph_break_is_not_taken_for_the_other_mode(single_rank_group: None) -> None:
+def test_a_region_with_a_graph_break_is_not_taken_for_the_other_mode() -> None:
     model = ddp_compile(Model(make=Drops), regions="auto", backend="eager")
     x = torch.randn(4, WIDTH)
     assert not torch.equal(model(x), model(x))
@@ -192,8 +179,12 @@ def test_a_region_with_a_graph_break_is_not_taken_for_the_other_mode(single_rank
     assert torch.equal(model(x), model(x))
 
 
-def test_fullgraph_refuses_a_graph_break_inside_a_region_alone(single_rank_group: None) -> None:
-    backward(ddp_compile(BreaksOutside(), regions="auto", backend="eager", fullgraph=True))
+def test_fullgraph_refuses_a_graph_break_inside_a_region_alone() -> None:
+    counter = CompileCounter()
+    model = ddp_compile(BreaksOutside(), regions="auto", backend=counter, fullgraph=True)
+    x = torch.randn(4, WIDTH, requires_grad=True)  # like what the blocks after the first one get
+    model(x).square().mean().backward()
+    assert counter.frame_count == 1
     model = ddp_compile(Model(make=Drops), regions="auto", backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         backward(model)
@@ -209,20 +200,10 @@ class BreaksOutside(Model):
         return self.head(self.stem(x))
 
 
-def test_a_forward_that_dynamo_gives_up_has_its_regions_all_the_same(single_rank_group: None) -> None:
-    counter = CompileCounter()
-    model = ddp_compile(BreaksOutside(), regions="auto", backend=counter)
-    x = torch.randn(4, WIDTH, requires_grad=True)  # as what the blocks behind the first one get
-    model(x).square().mean().backward()
-    assert counter.frame_count == 1
-
-
 # Hooks.
 
 
-def steps_with_hooks(
-    model: nn.Module, where: str, when: int, first: Callable[[Any], nn.Linear] = lambda model: model.stem
-) -> list[Tensor]:
+def steps_with_hooks(model: nn.Module, where: str, when: int) -> list[Tensor]:
     """Outputs and a gradient of three steps, with a hook of each kind from one of them on."""
     x = torch.ones(2, WIDTH)
     found = []
@@ -235,30 +216,28 @@ def steps_with_hooks(
         model.zero_grad()
         output = model(x)
         output.square().sum().backward()
-        gradient = first(model).weight.grad
+        gradient = next(model.parameters()).grad
         assert gradient is not None
         found += [output.detach(), gradient]
     return found
 
 
+# Of one of several regions of a class, or of the only one; of a module inside one.
 @pytest.mark.parametrize(
-    ("where", "when"),
-    only([("blocks.2", 1), ("blocks.0.linear", 0)], [(b, s) for b in ("blocks.2", "blocks.0.linear") for s in (0, 1)]),
+    ("num_blocks", "where", "when"),
+    only(
+        [(1, "blocks.0", 1), (4, "blocks.2", 1), (4, "blocks.0.linear", 0)],
+        [
+            (n, where, when)
+            for n, where in ((1, "blocks.0"), (4, "blocks.2"), (4, "blocks.0.linear"))
+            for when in (0, 1)
+        ],
+    ),
 )
-def test_hooks_of_one_block_are_called_and_no_others(where: str, when: int, single_rank_group: None) -> None:
-    model = Model()
+def test_hooks_of_one_block_are_called_and_no_others(num_blocks: int, where: str, when: int) -> None:
+    model = Model(num_blocks)
     expected = steps_with_hooks(copy.deepcopy(model), where, when)
-    found = steps_with_hooks(ddp_compile(model, regions="auto", backend="aot_eager"), where, when)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_hooks_that_come_later_to_the_only_region_of_its_class_are_called(single_rank_group: None) -> None:
-    model = nn.Sequential(Model(1), nn.Linear(3, 3))
-    expected, found = (
-        steps_with_hooks(each, "0.blocks.0", 1, lambda model: model[0].stem)
-        for each in (copy.deepcopy(model), ddp_compile(model, regions=[Block], backend="eager"))
-    )
+    found = steps_with_hooks(ddp_compile(model, regions=[Block], backend="aot_eager"), where, when)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -274,7 +253,7 @@ class Checkpoints(Model):
         return self.head(x)
 
 
-def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is(single_rank_group: None) -> None:
+def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is() -> None:
     runs = []
 
     def backend(gm: Any, _inputs: Any) -> Callable[..., Any]:
@@ -295,7 +274,7 @@ def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is(single_rank_
 # What is left when it is gone.
 
 
-def test_regions_are_plain_again_in_copies_and_behind_unwrap(single_rank_group: None) -> None:
+def test_regions_are_plain_again_in_copies_and_behind_unwrap() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Model(), regions="auto", backend=counter)
     keys = list(model.state_dict())
@@ -309,52 +288,46 @@ def test_regions_are_plain_again_in_copies_and_behind_unwrap(single_rank_group: 
     assert counter.frame_count == 0
 
 
-def test_the_module_and_its_regions_are_freed(single_rank_group: None) -> None:
-    model = ddp_compile(Model(), regions="auto", backend="eager")
-    backward(model)
-    seen = [weakref.ref(model), weakref.ref(model.blocks[1]), weakref.ref(model.blocks[1].linear.weight)]
-    del model
-    gc.collect()
-    assert [each() for each in seen] == [None, None, None]
-
-
-def test_a_region_that_outlives_the_module_runs_eagerly(single_rank_group: None) -> None:
+def test_the_module_and_its_regions_are_freed_and_a_region_that_outlives_it_runs_eagerly() -> None:
     counter = CompileCounter()
     model = ddp_compile(Model(), regions="auto", backend=counter)
+    backward(model)
+    seen = [weakref.ref(model), weakref.ref(model.blocks[1]), weakref.ref(model.blocks[1].linear.weight)]
     block = model.blocks[0]
     del model
     gc.collect()
-    block(torch.randn(4, WIDTH))
-    assert counter.frame_count == 0
+    assert [each() for each in seen] == [None, None, None]
+    block(torch.randn(2, WIDTH))
+    assert counter.frame_count == 1
 
 
 # What is refused.
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("make", "settings", "says"),
     [
-        ({"regions": "all"}, "regions='all' is neither 'auto' nor a list of classes"),
-        ({"regions": []}, r"regions=\[\] is neither"),
-        ({"regions": Block}, "is neither 'auto' nor a list of classes of modules"),
-        ({"regions": [Block()]}, "is neither 'auto' nor a list of classes of modules"),
-        ({"regions": "auto", "split": "backward"}, "split='backward' cannot be used with regions='auto'"),
-        ({"regions": [Block], "split": "none"}, "split='none' cannot be used with regions="),
-        ({"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, and no submodule of Model is one"),
-        ({"regions": [Model]}, "rank 0: regions names Model, and no submodule of Model is one"),
+        (Model, {"regions": "all"}, "regions='all' is neither 'auto' nor a list of classes"),
+        (Model, {"regions": []}, r"regions=\[\] is neither"),
+        (Model, {"regions": Block}, "is neither 'auto' nor a list of classes of modules"),
+        (Model, {"regions": [Block()]}, "is neither 'auto' nor a list of classes of modules"),
+        (Model, {"regions": "auto", "split": "backward"}, "split='backward' cannot be used with regions='auto'"),
+        (Model, {"regions": [Block], "split": "none"}, "split='none' cannot be used with regions="),
+        (Model, {"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, and no submodule of Model is one"),
+        (Model, {"regions": [Model]}, "rank 0: regions names Model, and no submodule of Model is one"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
+            {"regions": "auto"},
+            "rank 0: regions='auto' finds no block",
+        ),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], says: str, single_rank_group: None) -> None:
+def test_settings_that_cannot_be(make: Callable[[], nn.Module], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ddp_compile(Model(), backend="eager", **settings)
+        ddp_compile(make(), backend="eager", **settings)
 
 
-def test_nothing_that_repeats(single_rank_group: None) -> None:
-    with pytest.raises(ValueError, match="rank 0: regions='auto' finds no block that repeats"):
-        ddp_compile(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), regions="auto", backend="eager")
-
-
-def test_a_region_that_is_compiled_already(single_rank_group: None) -> None:
+def test_a_region_that_is_compiled_already() -> None:
     model = Model()
     model.blocks[2].compile(backend="eager")
     with pytest.raises(ValueError, match=r"rank 0: regions='auto' would compile blocks\.2, which is compiled already"):

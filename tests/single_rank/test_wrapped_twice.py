@@ -71,16 +71,8 @@ def test_what_only_one_of_two_modules_reduces_may_be_shared(ignored: bool) -> No
         backward(model)
 
 
-def let_go(models: list[Any]) -> None:
-    models.clear()
-
-
-def unwrap(models: list[Any]) -> None:
-    models[0].unwrap()
-
-
-@pytest.mark.parametrize("end", [let_go, unwrap])
-def test_parameters_are_free_again_when_their_module_is(end: Callable[[list[Any]], None]) -> None:
+@pytest.mark.parametrize("end", [list.clear, lambda models: models[0].unwrap()], ids=["let go", "unwrapped"])
+def test_parameters_are_free_again_when_their_module_is(end: Callable[[list[Any]], Any]) -> None:
     head = nn.Linear(4, 4)
     models = [replicated(Task(head))]
     backward(models[0])

@@ -10,7 +10,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddp_compile.passes.backward.bucket_backward import BackwardContext
+from ddp_compile.passes.pipeline import AotContext
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
 aten = torch.ops.aten
@@ -39,25 +39,25 @@ class BackwardBuilder:
         return node
 
     def output(self, *nodes: fx.Node | None, of: Sequence[int | None] | None = None) -> fx.GraphModule:
-        """Args: nodes: one for each input of the forward; of: whose gradients they are said to be."""
+        """Return ``nodes``, one for each input of the forward, described as the gradients of the inputs ``of``."""
         output = self.graph.output(nodes)
         of = of or [None if node is None else i for i, node in enumerate(nodes)]
         output.meta["desc"] = [None if i is None else GradAOTOutput(grad_of=PlainAOTInput(idx=i)) for i in of]
         return fx.GraphModule({}, self.graph)
 
 
-def context(*buckets: Sequence[int], parameter_of_input: dict[int, int] | None = None) -> BackwardContext:
+def context(*buckets: Sequence[int], parameter_of_input: dict[int, int] | None = None) -> AotContext:
     """Buckets of these parameters; input ``i`` of the forward is parameter ``i`` unless said otherwise."""
     specs = tuple(
         BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
         for i, members in enumerate(buckets)
     )
     of_input = parameter_of_input or {p: p for members in buckets for p in members}
-    return BackwardContext(parameter_of_input=of_input, buckets=specs, reducer=7, graph_name="graph 0")
+    return AotContext(parameter_of_input=of_input, buckets=specs, reducer=7, graph_name="graph 0")
 
 
 def calls(gm: fx.GraphModule) -> list[str]:
-    """What the graph calls, in order; where a bucket is ready, its parameters."""
+    """The calls of the graph in order; for a ready bucket, its parameters."""
     return [
         f"ready {node.args[2]}" if node.target is bucket_ready else node.name
         for node in gm.graph.nodes

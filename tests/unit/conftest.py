@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from kernel_choice import INSTRUCTION_SETS, OTHER_BUILDS, Asked
+from kernel_values import INSTRUCTION_SETS, OTHER_BUILDS, Asked
 
 from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import NativeLibrary

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, Compiler
 
@@ -18,7 +19,7 @@ from ddp_compile.kernels.cuda.programs import STATS_KERNEL
 
 
 class FakeDriver:
-    """What the driver underneath has seen in this thread."""
+    """The state of the stand-in driver in this thread."""
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
@@ -92,26 +93,14 @@ def main(libcuda: str, folder: Path) -> None:
     assert failures == []
 
     driver = CudaDriver(0)
-    try:
+    with pytest.raises(KernelUnavailableError, match="cuModuleLoadData failed: CUDA_ERROR_INVALID_VALUE"):
         driver.load(b"no such library")
-    except KernelUnavailableError as error:
-        assert "cuModuleLoadData failed: CUDA_ERROR_INVALID_VALUE" in str(error)
-    else:
-        raise AssertionError("a binary that cannot be loaded was loaded")
     function = device.prepare(STATS_KERNEL)
-    try:
+    with pytest.raises(RuntimeError, match="a CUDA kernel could not be launched: CUDA_ERROR_INVALID_VALUE"):
         driver.launch(function, 0, 256, 0, 0)
-    except RuntimeError as error:
-        assert "a CUDA kernel could not be launched: CUDA_ERROR_INVALID_VALUE" in str(error)
-    else:
-        raise AssertionError("a launch that the driver refuses went through")
     fake.set_version(12000)
-    try:
+    with pytest.raises(KernelUnavailableError, match=r"driver for CUDA 12\.1 or newer, this one is for 12\.0"):
         CudaDriver(0)
-    except KernelUnavailableError as error:
-        assert "need a driver for CUDA 12.1 or newer, this one is for 12.0" in str(error)
-    else:
-        raise AssertionError("a driver that takes no 32 KiB of arguments was taken")
     print("all checks passed")
 
 

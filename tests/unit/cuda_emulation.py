@@ -25,7 +25,7 @@ STREAM = 0xABCD
 
 
 class Launch(NamedTuple):
-    """What the driver was asked for."""
+    """A launch as the driver received it."""
 
     kernel: str
     num_blocks: int

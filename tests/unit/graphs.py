@@ -1,13 +1,14 @@
-"""Small graphs for tests of the passes: built by hand node by node, or captured by Dynamo from a function."""
+"""Small graphs for tests of the passes: recorded from a function, built node by node, or captured by Dynamo."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from torch.fx.proxy import GraphAppendingTracer
 
 from ddp_compile.passes.pipeline import PassContext
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
@@ -84,20 +85,62 @@ class GraphBuilder:
         return fx.GraphModule(self.attributes, self.graph)
 
 
-class Chain(NamedTuple):
-    """``num_layers`` times tanh(x @ weight), the parameters in registration order."""
+class Recorded(NamedTuple):
+    """A graph, and the parameters among its placeholders by name."""
 
     gm: fx.GraphModule
     parameter_of: dict[str, int]
 
 
-def chain(num_layers: int) -> Chain:
+class _Recorder(GraphAppendingTracer):
+    """Notes on every node the value that its call returns."""
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+        proxy: fx.Proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        if kind.startswith("call"):
+            node = proxy.node
+            values = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["example_value"])
+            function = getattr(torch.Tensor, target) if kind == "call_method" else target
+            node.meta["example_value"] = function(*values[0], **values[1])
+        return proxy
+
+    def call(self, target: Callable[..., Any], *args: Any) -> fx.Proxy:
+        """Record a call that no proxy takes part in, or that Python would turn into another one."""
+        return self.create_proxy("call_function", target, args, {})
+
+
+def record(function: Callable[..., Any], **values: Any) -> Recorded:
+    """Record the calls of a function, which returns one output or a tuple.
+
+    Its arguments named ``p0``, ``p1_head``, ... are the parameters 0 and 1; ``call`` is `_Recorder.call`; others are
+    inputs. ``values`` replaces the [`WIDTH`, `WIDTH`] tensors of ones that they stand for.
+    """
+    graph = fx.Graph()
+    recorder = _Recorder(graph)
+    parameter_of, arguments = {}, []
+    for name in inspect.signature(function).parameters:
+        if name == "call":
+            arguments.append(recorder.call)
+            continue
+        value = values.get(name, torch.ones(WIDTH, WIDTH))
+        if name[0] == "p" and name[1].isdigit():
+            parameter_of[name] = int(name[1:].partition("_")[0])
+            value = nn.Parameter(value)
+        arguments.append(recorder.create_proxy("placeholder", name, (), {}))
+        arguments[-1].node.meta["example_value"] = value
+    returned = function(*arguments)
+    graph.output(recorder.create_arg(returned if isinstance(returned, tuple) else (returned,)))
+    return Recorded(fx.GraphModule({}, graph), parameter_of)
+
+
+def chain(num_layers: int) -> Recorded:
+    """``num_layers`` times tanh(x @ weight), the parameters in registration order."""
     build = GraphBuilder()
     x = build.input("x")
     weights = [build.parameter(i) for i in range(num_layers)]
     for weight in weights:
         x = build.call(torch.tanh, build.call(torch.matmul, x, weight))
-    return Chain(build.output(x), build.parameter_of)
+    return Recorded(build.output(x), build.parameter_of)
 
 
 def buckets_of(*members: Sequence[int]) -> tuple[BucketSpec, ...]:
@@ -109,17 +152,3 @@ def buckets_of(*members: Sequence[int]) -> tuple[BucketSpec, ...]:
 
 def context(parameter_of: dict[str, int], *members: Sequence[int]) -> PassContext:
     return PassContext(parameter_of=parameter_of, buckets=buckets_of(*members), graph_name="graph 0")
-
-
-class MLP(nn.Module):
-    """Three linear layers, tanh between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(F.linear(x, layer.weight, layer.bias))
-        return x

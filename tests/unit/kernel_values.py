@@ -1,26 +1,87 @@
-"""Values for the tests of the kernels, and how to compare what comes out."""
+"""What the tests of the kernels run on, their values, and how to compare what comes out."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from ddp_compile import kernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 #: Beside ordinary numbers: subnormals of each format, values that overflow in half precision, ties, signed zeros.
-SPECIAL = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 65520.0, 3.39e38, -3.4e38, 1.00390625, 2.0**-25]
-SPECIAL += [float("inf"), -float("inf"), float("nan")]
+FINITE = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 1.00390625, 2.0**-25, -3e4]
+SPECIAL = [*FINITE, 65520.0, 3.39e38, -3.4e38, float("inf"), -float("inf"), float("nan")]
+LAYOUTS = ("contiguous", "transposed", "strided", "unaligned")
 
 
-def values_of(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers over many orders of magnitude, a fifth of them special."""
+def values_of(
+    numel: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    misaligned_by: int = 0,
+    special: Sequence[float] = SPECIAL,
+    exponents: tuple[int, int] = (-9, 9),
+) -> Tensor:
+    """Numbers over many orders of magnitude, a fifth of them special, ``misaligned_by`` elements into their memory."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-9, 9, (numel,), generator=generator)
-    special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (numel,), generator=generator)]
-    return torch.where(torch.rand(numel, generator=generator) < 0.2, special, values).to(dtype)
+    numel += misaligned_by
+    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(*exponents, (numel,), generator=generator)
+    chosen = torch.tensor(special)[torch.randint(len(special), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.2, chosen, values).to(dtype)[misaligned_by:]
+
+
+def tensor_of(shape: Sequence[int], layout: str, dtype: torch.dtype, seed: int) -> Tensor:
+    """Such values in one of `LAYOUTS`."""
+    values = values_of(torch.Size(shape).numel(), dtype, seed, misaligned_by=layout == "unaligned")
+    if layout == "transposed":
+        return values.reshape(shape[::-1]).permute(list(range(len(shape)))[::-1])
+    if layout == "strided":
+        return torch.stack([values.reshape(shape)] * 2, dim=-1)[..., 1]
+    return values.view(shape)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in every bit, signs of zeros included; any NaN equals any other."""
-    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}[a.dtype]
-    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return bool(((a.contiguous().view(bits) == b.contiguous().view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+#: Names that `NativeLibrary.instruction_sets` has on x86 processors.
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
+#: What is built elsewhere: the macro that makes any compiler build the same here, and the only instruction set then.
+OTHER_BUILDS = {
+    "other processors": ("DDP_COMPILE_NO_INTRINSICS", "baseline"),
+    "other compilers": ("DDP_COMPILE_PLAIN_LOOPS", "plain"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The kernels with one ``implementation``, as a caller would ask for it."""
+
+    implementation: str | None
+
+    def flatten_scale(self, tensors: Sequence[Tensor], flat: Tensor, scale: float, **options: Any) -> Any:
+        return kernels.flatten_scale(tensors, flat, scale, implementation=self.implementation, **options)
+
+    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor], scale: float = 1.0, **options: Any) -> Any:
+        return kernels.unflatten(flat, tensors, scale, implementation=self.implementation, **options)
+
+    def plan(
+        self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None = None
+    ) -> kernels.FlattenPlan:
+        return kernels.FlattenPlan.for_bucket(tensors, flat, offsets, implementation=self.implementation)
+
+    def compress(self, values: Tensor, num_chunks: int = 1, skip_chunk: int | None = None) -> Tensor:
+        return kernels.minmax_u8_compress(values, num_chunks, skip_chunk=skip_chunk, implementation=self.implementation)
+
+    def decompress(self, compressed: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        kernels.minmax_u8_decompress(compressed, out, accumulate=accumulate, implementation=self.implementation)
+
+    def average_into(self, x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
+        kernels.average_into(x, total, copy, count, implementation=self.implementation)

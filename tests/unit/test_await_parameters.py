@@ -9,7 +9,8 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
 from ddp_compile.graph_ops import AWAIT_PARAMETERS
-from ddp_compile.passes.forward.await_parameters import WholeForwardContext, await_parameters_pass
+from ddp_compile.passes.forward.await_parameters import await_parameters_pass
+from ddp_compile.passes.pipeline import AotContext
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
 
@@ -19,13 +20,13 @@ def forward_input(build: BackwardBuilder, name: str, position: int | None) -> fx
     return node
 
 
-def context(*buckets: Sequence[int], reads: Sequence[int]) -> WholeForwardContext:
+def context(*buckets: Sequence[int], reads: Sequence[int]) -> AotContext:
     """Parameter ``i`` is input ``i`` of the Dynamo graph."""
     specs = tuple(
         BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
         for i, members in enumerate(buckets)
     )
-    return WholeForwardContext(
+    return AotContext(
         parameter_of_input={p: p for p in reads}, reads=tuple(reads), buckets=specs, reducer=7, graph_name="graph 0"
     )
 

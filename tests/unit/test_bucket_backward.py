@@ -12,7 +12,6 @@ from backward_graphs import BackwardBuilder, aten, bucket_ready, calls, context
 from torch import fx
 
 from ddp_compile.passes.backward.bucket_backward import bucket_backward_pass
-from ddp_compile.plan.spec import BucketSpec
 
 
 def ready_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -45,27 +44,12 @@ def test_each_bucket_is_ready_behind_its_last_gradient() -> None:
     gm.graph.lint()
 
 
-def test_the_operator_is_told_the_reducer_and_the_gradients_in_the_buckets_order() -> None:
-    build = BackwardBuilder()
-    first, second = chain_of_layers(build, 2)
-    gm, _, _ = bucket_backward_pass(build.output(second, first), context([0, 1]))
-    (node,) = ready_nodes(gm)
-    assert node.args[:3] == ([second, first], 7, [0, 1])
-
-
 def test_what_comes_behind_goes_on_from_a_value_that_the_operator_holds() -> None:
     build = BackwardBuilder()
     gradients = chain_of_layers(build, 4)
     gm, _, _ = bucket_backward_pass(build.output(*reversed(gradients)), context([3], [2], [1], [0]))
     # The tangent of each layer; of the first of them, which is an input, nothing is to be held.
     assert [[held.name for held in node.args[3]] for node in ready_nodes(gm)] == [[], ["mm_1"], ["mm_3"], ["mm_5"]]
-
-
-def test_outputs_stay_what_they_are() -> None:
-    build = BackwardBuilder()
-    gradients = chain_of_layers(build, 3)
-    gm, _, _ = bucket_backward_pass(build.output(*gradients), context([0], [1], [2]))
-    assert outputs(gm) == [node.name for node in gradients]
 
 
 def test_two_buckets_with_one_last_node_are_ready_in_launch_order() -> None:
@@ -88,41 +72,28 @@ def test_slots_of_sizes_and_buffers_are_passed_over() -> None:
     assert declined == ()
 
 
-def test_a_bucket_with_a_parameter_without_gradient_is_left_to_the_hooks() -> None:
+@pytest.mark.parametrize(
+    ("buckets", "of", "is_sparse", "reasons"),
+    [
+        ([[1], [0, 2]], [0, 1, 2], False, ["bucket 1 has parameters without a gradient here: p2"]),
+        ([[0, 9]], [0, None, None], False, ["bucket 0 waits for gradients from elsewhere: p9"]),
+        ([[0]], [0, 1, 2], True, ["bucket 0 is sparse"]),
+        # A gradient that is said to be of another input is not believed.
+        ([[0, 1]], [1, 0, None], False, ["bucket 0 waits for gradients from elsewhere: p0, p1"]),
+        ([[0, 1]], [None, None, None], False, ["bucket 0 waits for gradients from elsewhere: p0, p1"]),
+    ],
+)
+def test_buckets_that_this_graph_does_not_complete_are_left_to_the_hooks(
+    buckets: list[list[int]], of: list[int | None], is_sparse: bool, reasons: list[str]
+) -> None:
     build = BackwardBuilder()
     first, second = chain_of_layers(build, 2)
-    gm = build.output(second, first, None, of=[0, 1, 2])
-    gm, num_changed, declined = bucket_backward_pass(gm, context([1], [0, 2]))
-    assert num_changed == 1
-    assert [entry.reason for entry in declined] == ["bucket 1 has parameters without a gradient here: p2"]
-
-
-def test_a_bucket_that_another_graph_has_a_part_of_is_left_to_the_hooks() -> None:
-    build = BackwardBuilder()
-    (gradient,) = chain_of_layers(build, 1)
-    _, num_changed, declined = bucket_backward_pass(build.output(gradient), context([0, 9], parameter_of_input={0: 0}))
-    assert num_changed == 0
-    assert [entry.reason for entry in declined] == ["bucket 0 waits for gradients from elsewhere: p9"]
-
-
-def test_a_sparse_bucket_is_left_to_the_hooks() -> None:
-    build = BackwardBuilder()
-    (gradient,) = chain_of_layers(build, 1)
-    ctx = context([0])
-    (bucket,) = ctx.buckets
-    sparse = BucketSpec(0, (replace(bucket.gradients[0], is_sparse=True),), 1)
-    _, num_changed, declined = bucket_backward_pass(build.output(gradient), replace(ctx, buckets=(sparse,)))
-    assert num_changed == 0
-    assert [entry.reason for entry in declined] == ["bucket 0 is sparse"]
-
-
-@pytest.mark.parametrize("of", [[1, 0], [None, None]])
-def test_a_gradient_that_is_said_to_be_of_another_input_is_not_believed(of: list[int | None]) -> None:
-    build = BackwardBuilder()
-    gm = build.output(*chain_of_layers(build, 2), of=of)
-    _, num_changed, declined = bucket_backward_pass(gm, context([0, 1]))
-    assert num_changed == 0
-    assert [entry.reason for entry in declined] == ["bucket 0 waits for gradients from elsewhere: p0, p1"]
+    ctx = context(*buckets)
+    specs = [replace(b, gradients=tuple(replace(g, is_sparse=is_sparse) for g in b.gradients)) for b in ctx.buckets]
+    gm = build.output(second, first, None, of=of)
+    gm, num_changed, declined = bucket_backward_pass(gm, replace(ctx, buckets=tuple(specs)))
+    assert num_changed == len(buckets) - 1
+    assert [entry.reason for entry in declined] == reasons
 
 
 def test_what_autograd_would_clone_is_cloned_in_the_graph() -> None:

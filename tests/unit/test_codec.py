@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_choice import Asked
+from kernel_values import DTYPES, Asked
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_compile import kernels
 from ddp_compile.kernels.contract import reference
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def iteration_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
@@ -28,17 +23,12 @@ def iteration_trip(asked: Asked, values: Tensor, num_chunks: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("exponent", [*range(-38, 38, 4), 38])
 def test_the_error_is_half_a_step_at_every_scale(asked: Asked, exponent: int) -> None:
-    values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 2 - 1) * 10.0**exponent
+    """Up to a range that float32 does not hold."""
+    values = (torch.rand(1001, generator=torch.Generator().manual_seed(exponent)) * 6 - 3) * 10.0**exponent
     error = (iteration_trip(asked, values).double() - values.double()).abs()
     step = (values.max().double() - values.min().double()) / 255
     rounding = values.double().abs() * 2.0**-24 + 1.5e-45
     assert (error <= step / 2 * (1 + 1e-9) + rounding).all()
-
-
-def test_the_largest_range_does_not_overflow(asked: Asked) -> None:
-    values = torch.tensor([-3e38, 3e38, 0.0, 1e38])
-    step = 6e38 / 255
-    assert ((iteration_trip(asked, values).double() - values.double()).abs() <= step / 2 * 1.000001).all()
 
 
 def test_what_wrapped_iteration_in_the_origin_is_clamped(asked: Asked) -> None:
@@ -94,38 +84,6 @@ def test_nothing_is_compressed_to_headers(asked: Asked, num_chunks: int) -> None
     asked.decompress(rows, torch.empty(0))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
-    numel=st.integers(0, 300),
-    num_chunks=st.integers(1, 9),
-    dtype=st.sampled_from(DTYPES),
-    exponent=st.integers(-44, 38),
-    seed=st.integers(0, 99),
-    out_dtype=st.sampled_from(DTYPES),
-)
-def test_every_bit_is_the_references(
-    numel: int, num_chunks: int, dtype: torch.dtype, exponent: int, seed: int, out_dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = (torch.randn(numel, generator=generator) * 10.0**exponent).to(dtype)
-    ours = kernels.minmax_u8_compress(values, num_chunks, implementation="native")
-    expected = kernels.minmax_u8_compress(values, num_chunks, implementation="reference")
-    assert torch.equal(ours, expected)
-    outs = [torch.full((numel,), 7.0, dtype=out_dtype) for _ in range(2)]
-    for out, implementation in zip(outs, ("native", "reference"), strict=True):
-        kernels.minmax_u8_decompress(ours, out, implementation=implementation)
-        kernels.minmax_u8_decompress(ours, out, accumulate=True, implementation=implementation)
-    torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_values_halfway_between_two_codes_get_the_references(seed: int) -> None:
-    """Values of few bits often lie there, where one rounding too many shows."""
-    values = torch.randn(70_001, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    ours = kernels.minmax_u8_compress(values, 3, implementation="native")
-    assert torch.equal(ours, kernels.minmax_u8_compress(values, 3, implementation="reference"))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 1000])
 def test_the_averaging_update(asked: Asked, dtype: torch.dtype, numel: int) -> None:
@@ -155,22 +113,17 @@ def test_compress_refuses_to_skip_what_is_not_there(asked: Asked, skip_chunk: in
         asked.compress(torch.ones(4), 2, skip_chunk)
 
 
+ROWS = torch.zeros(1, 16, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("rows", "out", "message"),
     [
         (torch.zeros(1, 16), torch.ones(4), "compressed is of torch.float32"),
-        (torch.zeros(16, dtype=torch.uint8), torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
-        (
-            torch.zeros(1, 16, dtype=torch.uint8),
-            torch.ones(9),
-            "1 rows of 16 bytes, but out with 9 elements needs.* 32",
-        ),
-        (torch.zeros(1, 16, dtype=torch.uint8), torch.ones(2, 2), "out has shape"),
-        (
-            torch.zeros(1, 16, dtype=torch.uint8, device="meta"),
-            torch.ones(2),
-            "compressed is on meta but out is on cpu",
-        ),
+        (ROWS[0], torch.ones(4), r"compressed is of torch.uint8, shape \(16,\)"),
+        (ROWS, torch.ones(9), "1 rows of 16 bytes, but out with 9 elements needs.* 32"),
+        (ROWS, torch.ones(2, 2), "out has shape"),
+        (ROWS.to("meta"), torch.ones(2), "compressed is on meta but out is on cpu"),
     ],
 )
 def test_decompress_refuses(asked: Asked, rows: Tensor, out: Tensor, message: str) -> None:

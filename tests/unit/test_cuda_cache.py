@@ -7,7 +7,10 @@ import logging
 import multiprocessing
 import os
 import stat
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -74,24 +77,14 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     def fail(*_: object, **__: object) -> None:
         raise OSError(error, os.strerror(error))
 
-    class FullFile:
-        """A file that takes nothing, on a handle that is closed."""
-
-        def __init__(self, handle: int, mode: str) -> None:
-            os.close(handle)
-
-        def __enter__(self) -> FullFile:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        write = staticmethod(fail)
+    def full_file(handle: int, mode: str) -> AbstractContextManager[Any]:
+        os.close(handle)
+        return nullcontext(SimpleNamespace(write=fail))
 
     patched = {
         "mkdir": (Path, "mkdir", fail),
         "mkstemp": (binary_cache.tempfile, "mkstemp", fail),
-        "write": (binary_cache.os, "fdopen", FullFile),
+        "write": (binary_cache.os, "fdopen", full_file),
         "replace": (binary_cache.os, "replace", fail),
     }[step]
     monkeypatch.setattr(*patched)
@@ -105,29 +98,27 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    BinaryCache(tmp_path / "cuda").get("key", lambda: b"planted")
-    (tmp_path / "cuda").chmod(0o770)
-    assert BinaryCache(tmp_path / "cuda").get("key", make) == (BINARY, False)
-    assert "others may use it (mode 770); chmod 700 it" in caplog.text
-
-
-def test_a_folder_of_another_user_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("reason", ["mode", "owner", "link"])
+def test_a_folder_that_others_may_write_to_or_own_is_not_trusted(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    BinaryCache(tmp_path / "cuda").get("key", lambda: b"planted")
-    owner = os.getuid()
-    monkeypatch.setattr(binary_cache.os, "getuid", lambda: owner + 1)
-    assert BinaryCache(tmp_path / "cuda").get("key", make) == (BINARY, False)
-    assert f"it belongs to user {owner}, not to {owner + 1}" in caplog.text
-
-
-def test_a_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / "cuda").symlink_to(tmp_path / "elsewhere")
-    assert BinaryCache(tmp_path / "cuda").get("key", make) == (BINARY, False)
-    assert "it is not a folder" in caplog.text
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    folder, owner = tmp_path / "cuda", os.getuid()
+    BinaryCache(folder).get("key", lambda: b"planted")
+    if reason == "mode":
+        folder.chmod(0o770)
+    elif reason == "owner":
+        monkeypatch.setattr(binary_cache.os, "getuid", lambda: owner + 1)
+    else:
+        folder = tmp_path / "link"
+        folder.symlink_to(tmp_path / "cuda")
+    said = {
+        "mode": "others may use it (mode 770); chmod 700 it",
+        "owner": f"it belongs to user {owner}, not to {owner + 1}",
+        "link": "it is not a folder",
+    }
+    assert BinaryCache(folder).get("key", make) == (BINARY, False)
+    assert said[reason] in caplog.text
+    assert b"planted" in the_file(tmp_path / "cuda").read_bytes()  # nothing is written there
 
 
 def write_and_read(folder: Path, key: str, binary: bytes, times: int) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 
+import kernel_values
 import pytest
 import torch
 from cuda_emulation import NUM_MULTIPROCESSORS, STREAM, EmulatedDevice
 from in_ci import only
+from kernel_values import DTYPES, FINITE, same_bits
 from torch import Tensor
 
 from ddp_compile.errors import KernelUnavailableError
@@ -20,12 +23,10 @@ from ddp_compile.kernels.cuda.arguments import BLOCK_THREADS, BLOCKS_PER_MULTIPR
 from ddp_compile.kernels.cuda.executor import CudaExecutor
 from ddp_compile.kernels.cuda.programs import PACK_SIZES
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES_IN_CI = DTYPES[:2]  #: Where each is a program of its own, which takes the C++ compiler a second.
 POISON = 77.0
 
-# Subnormals of each format, values that overflow in half precision, ties, signed zeros; no values that are not finite.
-SPECIAL = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 1.00390625, 2.0**-25, -3e4]
+values_of = functools.partial(kernel_values.values_of, special=FINITE, exponents=(-6, 4))
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +38,6 @@ def shared_device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
 def device(shared_device: EmulatedDevice) -> EmulatedDevice:
     shared_device.driver.launches.clear()
     return shared_device
-
-
-def values_of(numel: int, dtype: torch.dtype, seed: int = 0, misaligned_by: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    numel += misaligned_by
-    values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 4, (numel,), generator=generator)
-    special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (numel,), generator=generator)]
-    return torch.where(torch.rand(numel, generator=generator) < 0.1, special, values).to(dtype)[misaligned_by:]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in every bit, signs of zeros included; any NaN equals any other."""
-    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}[a.dtype]
-    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 
 def stats_values(stats: Tensor) -> tuple[float, bool]:
@@ -68,9 +55,10 @@ def check_both_ways(
 ) -> None:
     """Move tensors that the kernels can move, and compare with the reference, also around the places."""
     executor = CudaExecutor(tensors, flat, offsets, device)
-    places = [layout.place_of(tensor, flat, executor.offset(i)) for i, tensor in enumerate(tensors)]
+    pairs = list(zip(tensors, layout.packed_offsets(tensors) if offsets is None else offsets, strict=True))
+    places = [layout.place_of(tensor, flat, offset) for tensor, offset in pairs]
     expected = flat.clone()
-    expected_places = [layout.place_of(tensor, expected, executor.offset(i)) for i, tensor in enumerate(tensors)]
+    expected_places = [layout.place_of(tensor, expected, offset) for tensor, offset in pairs]
     for to_flat in (True, False):
         sources, destinations = (tensors, expected_places) if to_flat else (places, [t.clone() for t in tensors])
         stats = torch.full((16,), 255, dtype=torch.uint8) if with_stats else None
@@ -133,32 +121,23 @@ def test_every_alignment_of_tensor_and_place(
 
 
 @pytest.mark.parametrize("with_stats", [False, True])
-@pytest.mark.parametrize("num_tensors", [0, 1, PACK_SIZES[0], PACK_SIZES[0] + 1, PACK_SIZES[1] + 1, PACK_SIZES[2] + 70])
-def test_tensors_are_dealt_to_as_few_launches_as_they_fit_into(
-    device: EmulatedDevice, num_tensors: int, with_stats: bool
+@pytest.mark.parametrize(
+    ("num_tensors", "sizes"),
+    [(0, []), (1, []), (32, [32]), (33, [168]), (168, [168]), (169, [1360]), (1360, [1360]), (1430, [1360, 168])],
+)
+def test_tensors_are_dealt_to_as_few_launches_as_they_fit_into_with_the_smallest_arguments(
+    device: EmulatedDevice, num_tensors: int, sizes: list[int], with_stats: bool
 ) -> None:
     numels = [i % 11 for i in range(num_tensors)]
     tensors = [values_of(numel, torch.float32, i) for i, numel in enumerate(numels)]
     check_both_ways(device, tensors, torch.full((sum(numels) + 1,), POISON), with_stats=with_stats)
     moves = [launch for launch in device.driver.launches if launch.kernel.startswith("move")]
-    # A single tensor here is empty.
-    expected = 0 if num_tensors < 2 else 1 if num_tensors <= PACK_SIZES[2] else 2
-    assert len(moves) == 2 * expected  # there and back
+    # A single tensor here is empty. There and back.
+    assert [launch.kernel for launch in moves] == [f"move_Float32_Float32_{size}" for size in sizes] * 2
     for launch in device.driver.launches:
         assert launch.stream == STREAM and launch.num_threads == BLOCK_THREADS
         assert launch.num_blocks <= BLOCKS_PER_MULTIPROCESSOR * NUM_MULTIPROCESSORS
     assert len(device.driver.launches) - len(moves) == 2 * with_stats
-
-
-def test_each_launch_takes_the_smallest_arguments_that_fit(device: EmulatedDevice) -> None:
-    for num_tensors, size in ((32, 32), (33, 168), (168, 168), (169, 1360), (1360, 1360)):
-        tensors = [torch.ones(1)] * num_tensors
-        flat = torch.zeros(num_tensors)
-        executor = CudaExecutor(tensors, flat, None, device)
-        executor.read(tensors, flat, written=False)
-        executor.move(flat, True, 2.0, None)
-        assert device.driver.launches[-1].kernel == f"move_Float32_Float32_{size}"
-        assert flat.tolist() == [2.0] * num_tensors
 
 
 def test_a_tensor_with_more_chunks_than_there_are_blocks(device: EmulatedDevice) -> None:
@@ -186,20 +165,10 @@ def test_what_the_kernels_cannot_move_is_named_and_left_alone(device: EmulatedDe
     executor.move(flat, True, 2.0, stats)
     assert flat.tolist() == [2.0] * 6 + [POISON] * 10 + [2.0] * 5
     assert stats_values(stats) == (44.0, False)
-    # The next step may bring what fits again.
+    # The next step may bring tensors that fit again.
     assert list(executor.read(tensors[:2] + given[2:], flat, written=False)) == [2]
     executor.move(flat, True, 3.0, None)
     assert flat.tolist() == [3.0] * 12 + [POISON] * 4 + [3.0] * 5
-
-
-def test_addresses_are_read_again_in_every_step(device: EmulatedDevice) -> None:
-    flat = torch.zeros(40 * 100)
-    executor = CudaExecutor([torch.empty(100)] * 40, flat, None, device)
-    for step in range(3):
-        tensors = [torch.full((100,), float(step * 40 + i)) for i in range(40)]
-        executor.read(tensors, flat, written=False)
-        executor.move(flat, True, 1.0, None)
-        assert torch.equal(flat, torch.cat(tensors))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
@@ -349,8 +318,7 @@ def test_codec_writes_the_bits_of_the_reference(
 
 
 def test_a_large_chunk_occupies_the_whole_device(device: EmulatedDevice) -> None:
-    values = values_of(200_000, torch.float32)
-    elementwise.minmax_u8_compress(values, compressed(values, 1), device=device)
+    elementwise.minmax_u8_compress(torch.ones(200_000), compressed(torch.ones(200_000), 1), device=device)
     assert [launch.num_blocks for launch in device.driver.launches] == [24, 24]
 
 

@@ -27,7 +27,7 @@ NO_DEVICE = "torch sees no CUDA device|was built without CUDA"
 
 
 class CountingDriver:
-    """Loads and launches nothing, and remembers what it was asked for."""
+    """Loads and launches nothing, and records the requests."""
 
     def __init__(self, *_: Any) -> None:
         self.loaded: list[bytes] = []
@@ -64,7 +64,7 @@ class CountingApi:
 
 
 class FakeCompiler:
-    """Stands in for NVRTC; its binaries say what they are of."""
+    """Stands in for NVRTC; a binary is the name of its program and target."""
 
     version = "13.0"
     architectures = (80, 90, 100)
@@ -133,24 +133,19 @@ def test_the_description_names_what_runs(cuda_machine: type[FakeCompiler], tmp_p
 def test_another_source_nvrtc_or_architecture_is_another_binary(
     cuda_machine: type[FakeCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reopen() -> bytes:
-        module._devices.clear()
-        device = module.kernel_device()
-        (binary,) = device._driver.loaded  # type: ignore[attr-defined]
-        return bytes(binary)
-
-    reopen()
-    assert len(cuda_machine.compiled) == 1
-    monkeypatch.setattr(module, "headers", lambda: {"stats.cuh": "changed"})
-    reopen()
-    assert len(cuda_machine.compiled) == 2
-    monkeypatch.setattr(cuda_machine, "version", "13.1")
-    reopen()
-    assert len(cuda_machine.compiled) == 3
-    monkeypatch.setattr(cuda_machine, "target", lambda self, capability: "sm_100")
-    assert reopen() == f"{LARGEST} for sm_100".encode()
-    assert len(cuda_machine.compiled) == 4
-    reopen()
+    changes: list[tuple[Any, str, Any]] = [
+        (module, "headers", lambda: {"stats.cuh": "changed"}),
+        (cuda_machine, "version", "13.1"),
+        (cuda_machine, "target", lambda self, capability: "sm_100"),
+    ]
+    module.kernel_device()
+    for number, change in enumerate(changes, start=1):
+        assert len(cuda_machine.compiled) == number
+        monkeypatch.setattr(*change)
+        for _ in range(2):
+            module._devices.clear()
+            (binary,) = module.kernel_device()._driver.loaded  # type: ignore[attr-defined]
+    assert binary == f"{LARGEST} for sm_100".encode()
     assert len(cuda_machine.compiled) == 4
 
 

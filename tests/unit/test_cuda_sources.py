@@ -33,7 +33,7 @@ def compiler() -> Compiler:
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """Every kernel for each architecture, compiled by nvcc, with what ptxas says of them."""
+    """Every kernel for each architecture, compiled by nvcc, with ptxas's report."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not installed")

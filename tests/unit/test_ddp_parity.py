@@ -15,6 +15,7 @@ from parity.write_page import PAGE, Row, differences, format_page, load_rows, pr
 from process_copies import run_in_copy
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compile import ddp_compile
 from ddp_compile.config import DDP_ARGUMENTS_REPLACED
 from ddp_compile.validation.torch_version import is_newer_than_tested
 
@@ -60,6 +61,13 @@ def test_arguments_are_refused_where_the_code_refuses_them() -> None:
     for row in ROWS:
         if row.section == "arguments":
             assert (row.verdict == "refused") == (row.name in DDP_ARGUMENTS_REPLACED), row.name
+
+
+def test_every_argument_of_ours_has_a_row() -> None:
+    names = {name for row in write_page.own_arguments() for name in row.split()}
+    of_ddp = {row.name for row in ROWS if row.section == "arguments"}
+    taken = set(inspect.signature(ddp_compile).parameters) - {"positional", "unknown"}
+    assert names == taken - of_ddp
 
 
 def test_every_row_is_proved_by_tests_that_exist(markers: dict[str, list[str]]) -> None:

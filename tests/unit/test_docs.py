@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 import re
 import textwrap
@@ -11,34 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-from ddp_compile import ddp_compile
-from ddp_compile.config import DDP_ARGUMENTS_REPLACED
-from ddp_compile.validation.torch_version import is_newer_than_tested
 
 ROOT = Path(__file__).parents[2]
-
-
-def documented_arguments() -> dict[str, str]:
-    page = (ROOT / "docs" / "arguments.md").read_text()
-    return dict(re.findall(r"^\| `(\w+)`(?: \(since [\d.]+\))? \| (.*) \|$", page, re.MULTILINE))
-
-
-def test_every_argument_of_ddp_has_a_row() -> None:
-    # An older torch has fewer arguments than the table.
-    missing = set(inspect.signature(DistributedDataParallel).parameters) - set(documented_arguments())
-    if missing and is_newer_than_tested(torch.__version__):
-        pytest.skip(f"torch {torch.__version__} has arguments that docs/arguments.md has no row for: {sorted(missing)}")
-    assert missing == set()
-
-
-def test_rows_say_refused_where_the_code_refuses() -> None:
-    taken = set(inspect.signature(ddp_compile).parameters) - {"positional", "unknown"}
-    for name, row in documented_arguments().items():
-        assert (name in taken) == row.startswith("the same"), name
-        assert (name in DDP_ARGUMENTS_REPLACED) == (name not in taken), name
 
 
 def test_type_checkers_see_the_code_of_the_readme() -> None:

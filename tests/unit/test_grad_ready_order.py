@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import GraphBuilder, chain
+from graphs import GraphBuilder, chain, record
 from torch import fx, nn
 
 from ddp_compile.passes.analysis.grad_ready_order import grad_ready_order
@@ -23,128 +25,74 @@ def test_the_parameter_used_last_is_ready_first() -> None:
     assert order(*chain(3)) == [(2, "matmul_2"), (1, "matmul_1"), (0, "matmul")]
 
 
-def test_parameters_of_one_node_come_in_reverse_registration_order() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    bias, weight = build.parameter(0, "bias", 4), build.parameter(1, "weight")
-    y = build.call(F.linear, x, weight, bias)
-    assert order(build.output(y), build.parameter_of) == [(1, "linear"), (0, "linear")]
+def without_gradient(x: Any, p0: Any) -> Any:
+    with torch.no_grad():
+        norm = torch.sum(p0)
+    return torch.matmul(torch.mul(x, norm), p0)
 
 
-def test_parameters_given_by_keyword_are_used() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    weight, bias = build.parameter(0), build.parameter(1, None, 4)
-    y = build.call(F.linear, x, bias=bias, weight=weight)
-    assert order(build.output(y), build.parameter_of) == [(1, "linear"), (0, "linear")]
+USES: dict[str, tuple[Callable[..., Any], list[tuple[int, str]]]] = {
+    "one node: reverse registration order": (lambda x, p0, p1: F.linear(x, p1, p0[0]), [(1, "linear"), (0, "linear")]),
+    "by keyword": (lambda x, p0, p1: F.linear(x, bias=p1[0], weight=p0), [(1, "linear"), (0, "linear")]),
+    "inside a list": (lambda x, p0, p1: torch.cat([torch.cat([x, p0]), p1]), [(1, "cat_1"), (0, "cat")]),
+    "used twice: the earliest": (
+        lambda x, p0, p1: torch.matmul(torch.matmul(torch.matmul(x, p0), p1), p0),
+        [(1, "matmul_1"), (0, "matmul")],
+    ),
+    "under two names: the earliest": (
+        lambda x, p0_embedding, p1, p0_head: torch.matmul(torch.matmul(torch.matmul(x, p0_embedding), p1), p0_head),
+        [(1, "matmul_1"), (0, "matmul")],
+    ),
+    "indexed by a tensor": (lambda ids, p0, p1: torch.matmul(p0[ids], p1), [(1, "matmul"), (0, "getitem")]),
+    "indexed by a number: no use": (lambda p0, p1: torch.add(p0[0], torch.sum(p1)), [(0, "add"), (1, "sum_1")]),
+    "without gradient: no use": (without_gradient, [(0, "matmul")]),
+    "detached: not listed": (lambda x, p0: torch.matmul(x, p0.detach()), []),
+    "a view that is an output is ready at once": (
+        lambda x, p0, p1: (p0.t(), torch.matmul(x, p1)),
+        [(0, "output"), (1, "matmul")],
+    ),
+    "unused: not listed": (lambda x, p0, p1: torch.matmul(x, p1), [(1, "matmul")]),
+    "a parameter that is another's input": (lambda x, p0: torch.matmul(x, p0), [(0, "matmul")]),
+    "views of views, as functions and methods": (
+        lambda x, p0: (
+            torch.sin(x),
+            torch.sum(torch.ops.aten.unsqueeze.default(torch.transpose(torch.reshape(p0, (2, 8)), 0, 1), 0)),
+        ),
+        [(0, "sum_1")],
+    ),
+}
 
 
-def test_parameters_inside_a_list_are_used() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    first, second = build.parameter(0), build.parameter(1)
-    y = build.call(torch.cat, [x, first])
-    z = build.call(torch.cat, [y, second])
-    assert order(build.output(z), build.parameter_of) == [(1, "cat_1"), (0, "cat")]
+@pytest.mark.parametrize("case", USES)
+def test_a_parameter_is_ready_at_its_earliest_use_with_a_gradient(case: str) -> None:
+    function, expected = USES[case]
+    assert order(*record(function, ids=torch.tensor([0, 1]), x=nn.Parameter(torch.ones(4, 4)))) == expected
 
 
 @pytest.mark.parametrize(
-    ("method", "args"),
+    "view",
     [
-        ("t", ()),
-        ("view", (2, 8)),
-        ("half", ()),
-        ("to", (torch.float64,)),
-        ("contiguous", ()),
-        ("chunk", (2,)),
-        ("unbind", (0,)),
+        lambda p: p.t(),
+        lambda p: p.view(2, 8),
+        lambda p: p.half(),
+        lambda p: p.to(torch.float64),
+        lambda p: p.contiguous(),
+        lambda p: operator.getitem(p.chunk(2), 0),
+        lambda p: operator.getitem(p.unbind(0), 0),
     ],
 )
-def test_a_view_or_cast_at_the_top_is_no_use(method: str, args: tuple) -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    first, second = build.parameter(0), build.parameter(1)
-    seen = build.call(method, first, *args)
-    if isinstance(seen.meta["example_value"], tuple):
-        seen = build.call(operator.getitem, seen, 0)
-    y = build.call(torch.mul, x, second)
-    z = build.call(torch.sum, seen)
-    assert order(build.output(y, z), build.parameter_of) == [(0, "sum_1"), (1, "mul")]
+def test_a_view_or_cast_at_the_top_is_no_use(view: Callable[[Any], Any]) -> None:
+    def function(x: Any, p0: Any, p1: Any) -> Any:
+        seen = view(p0)
+        return torch.mul(x, p1), torch.sum(seen)
 
-
-def test_views_of_views_are_no_use_and_functions_are_seen_as_methods_are() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    weight = build.parameter(0)
-    view = build.call(torch.transpose, build.call(torch.reshape, weight, (2, 8)), 0, 1)
-    view = build.call(torch.ops.aten.unsqueeze.default, view, 0)
-    y = build.call(torch.sin, x)
-    z = build.call(torch.sum, view)
-    assert order(build.output(y, z), build.parameter_of) == [(0, "sum_1")]
-
-
-def test_a_parameter_used_twice_is_ready_after_its_earliest_use() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    shared, other = build.parameter(0), build.parameter(1)
-    x = build.call(torch.matmul, x, shared)
-    x = build.call(torch.matmul, x, other)
-    x = build.call(torch.matmul, x, shared)
-    assert order(build.output(x), build.parameter_of) == [(1, "matmul_1"), (0, "matmul")]
-
-
-def test_one_parameter_under_two_names_is_listed_once_at_its_earliest_use() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    embedding, other, head = build.parameter(0, "embedding"), build.parameter(1, "other"), build.parameter(0, "head")
-    x = build.call(torch.matmul, x, embedding)
-    x = build.call(torch.matmul, x, other)
-    x = build.call(torch.matmul, x, head)
-    assert order(build.output(x), build.parameter_of) == [(1, "matmul_1"), (0, "matmul")]
-
-
-def test_indexing_a_parameter_with_a_tensor_is_a_use() -> None:
-    build = GraphBuilder()
-    ids = build.input("ids", torch.tensor([0, 1]))
-    weight, other = build.parameter(0), build.parameter(1)
-    rows = build.call(operator.getitem, weight, ids)
-    y = build.call(torch.matmul, rows, other)
-    assert order(build.output(y), build.parameter_of) == [(1, "matmul"), (0, "getitem")]
-
-
-def test_indexing_a_parameter_with_a_number_is_no_use() -> None:
-    build = GraphBuilder()
-    weight, other = build.parameter(0), build.parameter(1)
-    row = build.call(operator.getitem, weight, 0)
-    y = build.call(torch.sum, other)
-    z = build.call(torch.add, y, row)
-    assert order(build.output(z), build.parameter_of) == [(0, "add"), (1, "sum_1")]
-
-
-def test_a_node_without_gradient_is_no_use() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    weight = build.parameter(0)
-    with torch.no_grad():
-        norm = build.call(torch.sum, weight)
-    x = build.call(torch.mul, x, norm)
-    y = build.call(torch.matmul, x, weight)
-    assert order(build.output(y), build.parameter_of) == [(0, "matmul")]
-
-
-def test_a_detached_parameter_is_not_listed() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    y = build.call(torch.matmul, x, build.call("detach", build.parameter(0)))
-    assert order(build.output(y), build.parameter_of) == []
+    assert order(*record(function)) == [(0, "sum_1"), (1, "mul")]
 
 
 def test_a_node_without_a_recorded_value_counts_as_a_use() -> None:
-    build = GraphBuilder()
-    weight = build.parameter(0)
-    y = build.call(torch.sum, weight)
-    del y.meta["example_value"]
-    assert order(build.output(y), build.parameter_of) == [(0, "sum_1")]
+    gm, parameter_of = record(lambda p0: torch.sum(p0))
+    del next(iter(gm.graph.find_nodes(op="call_function", target=torch.sum))).meta["example_value"]
+    assert order(gm, parameter_of) == [(0, "sum_1")]
 
 
 def test_get_attr_parameters_are_seen() -> None:
@@ -152,27 +100,3 @@ def test_get_attr_parameters_are_seen() -> None:
     x = build.input("x")
     weight = build.parameter(0, "weight", get_attr=True)
     assert order(build.output(build.call(torch.matmul, x, weight)), build.parameter_of) == [(0, "matmul")]
-
-
-def test_a_parameter_that_is_an_output_itself_is_ready_at_once() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    returned, used = build.parameter(0), build.parameter(1)
-    view = build.call("t", returned)
-    y = build.call(torch.matmul, x, used)
-    assert order(build.output(y, view), build.parameter_of) == [(0, "output"), (1, "matmul")]
-
-
-def test_an_unused_parameter_is_not_listed() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    build.parameter(0)
-    y = build.call(torch.matmul, x, build.parameter(1))
-    assert order(build.output(y), build.parameter_of) == [(1, "matmul")]
-
-
-def test_other_inputs_are_no_parameters() -> None:
-    build = GraphBuilder()
-    x = build.input("x", nn.Parameter(torch.ones(4, 4)))
-    y = build.call(torch.matmul, x, build.parameter(0))
-    assert order(build.output(y), build.parameter_of) == [(0, "matmul")]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import overload
+from typing import Any
 
 import pytest
 import torch
-from kernel_choice import Asked
+from kernel_values import Asked
 from torch import Tensor
 
 # Beyond the size from which the C++ library writes past the caches.
@@ -37,26 +37,6 @@ def test_destinations_that_only_overlap_in_a_wider_dtype(asked: Asked) -> None:
     assert torch.equal(memory, before)
 
 
-def test_a_tensor_in_its_place_in_another_order_is_not_in_its_place(asked: Asked) -> None:
-    flat = torch.arange(1.0, 5.0)
-    plan = asked.plan([torch.zeros(2, 2)], flat)
-    for scale in (1.0, 0.5):
-        with pytest.raises(ValueError, match="tensor 0 shares memory with flat but does not lie in its place"):
-            plan.flatten([flat.view(2, 2).t()], scale)
-        with pytest.raises(ValueError, match="tensor 0 shares memory with flat but does not lie in its place"):
-            asked.flatten_scale([flat[:1].expand(4)], flat, scale)
-    assert flat.tolist() == [1, 2, 3, 4]
-
-
-def test_the_tensor_that_is_astray_is_named_by_its_place_among_all(asked: Asked) -> None:
-    flat = torch.arange(1.0, 9.0)
-    plan = asked.plan([torch.zeros(4), torch.zeros(2, 2)], flat)
-    for call in (lambda tensors: plan.flatten(tensors, 0.5), plan.unflatten):
-        with pytest.raises(ValueError, match="tensor 1 shares memory with flat"):
-            call([torch.zeros(4), flat[4:].view(2, 2).t()])
-    assert flat.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 @pytest.mark.parametrize(
     "overlapping", [torch.full((1,), 5.0).expand(3), torch.zeros(4).as_strided((3,), (0,)), torch.zeros(1).expand(3)]
 )
@@ -69,7 +49,7 @@ def test_a_destination_whose_elements_overlap_is_refused(asked: Asked, overlappi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 def test_a_destination_of_other_strides_that_meets_another_one(asked: Asked, dtype: torch.dtype) -> None:
-    """Whatever moves the one and the other, no pair goes unseen, and a plan that has found none looks again."""
+    """Every pair is checked, by whichever implementation moves it, and checked again in each call."""
     plan = asked.plan([torch.zeros(3), torch.zeros(2, 3), torch.zeros(0), torch.zeros(2)], torch.arange(11.0))
     memory = torch.zeros(96, dtype=torch.uint8)
 
@@ -129,30 +109,22 @@ def test_half_precision_in_a_thread_that_flushes_subnormals(asked: Asked) -> Non
 
 
 class MadeOnDemand(Sequence[Tensor]):
-    """Tensors that nobody keeps."""
-
-    def __init__(self, count: int, numel: int) -> None:
-        self.count, self.numel = count, numel
+    """64 tensors that nobody keeps."""
 
     def __len__(self) -> int:
-        return self.count
+        return 64
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        assert isinstance(index, int)
-        if index >= self.count:
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
             raise IndexError(index)
-        return torch.full((self.numel,), float(index))
+        return torch.full((5000,), float(index))
 
 
 def test_tensors_live_until_they_have_been_copied(asked: Asked) -> None:
     flat = torch.empty(64 * 5000)
-    plan = asked.plan(list(MadeOnDemand(64, 5000)), flat)
+    plan = asked.plan(list(MadeOnDemand()), flat)
     for _ in range(5):
-        plan.flatten(MadeOnDemand(64, 5000), 1.0)
+        plan.flatten(MadeOnDemand(), 1.0)
         assert torch.equal(flat.view(64, 5000)[:, 0], torch.arange(64.0))
 
 
@@ -180,14 +152,6 @@ def test_compressed_values_are_not_decompressed_over_themselves(asked: Asked) ->
     out = torch.empty(100)
     with pytest.raises(ValueError, match="out shares memory with compressed"):
         asked.decompress(out.view(torch.uint8)[:112].view(1, 112), out)
-
-
-@pytest.mark.parametrize("offsets", [[2**64 + 1], [-1], [3]])
-def test_offsets_out_of_range(asked: Asked, offsets: list[int]) -> None:
-    with pytest.raises((ValueError, OverflowError, RuntimeError)):
-        asked.flatten_scale([torch.ones(2)], torch.zeros(4), 1.0, offsets=offsets)
-    with pytest.raises(ValueError, match="does not fit into flat with 4"):
-        asked.plan([torch.ones(2)], torch.zeros(4), offsets)
 
 
 def test_what_is_no_tensor_is_named(asked: Asked) -> None:

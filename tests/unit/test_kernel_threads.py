@@ -30,13 +30,13 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 
 def new_outs(values: Tensor, num_chunks: int) -> list[Tensor]:
-    """Memory for what `everything` finds."""
+    """Memory for the results of `everything`."""
     rows = torch.full_like(kernels.minmax_u8_compress(values, num_chunks), 7)
     return [rows, *(torch.full_like(values, 7.0) for _ in range(3))]
 
 
 def everything(values: Tensor, num_chunks: int, outs: list[Tensor]) -> None:
-    """What each kernel makes of the same values."""
+    """Run each kernel on the same values."""
     rows, out, flat, x = outs
     rows.copy_(kernels.minmax_u8_compress(values, num_chunks, implementation="native"))
     kernels.minmax_u8_decompress(rows, out, implementation="native")

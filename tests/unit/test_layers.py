@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,10 +206,10 @@ def test_streams_are_known_in_one_file() -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
-def test_the_bucket_plan_needs_only_the_standard_library_and_torch_without_its_distributed_part() -> None:
+def test_the_bucket_plan_is_data_and_asks_nothing_of_torch_distributed() -> None:
     tree = TREES["ddp_compile.plan.spec"]
-    roots = {name.split(".")[0] for name in imported_names(tree)}
-    assert roots <= {*sys.stdlib_module_names, "torch"}
+    others = {name for name in imported_names(tree) if name.split(".")[0] not in sys.stdlib_module_names}
+    assert others == {"torch", "ddp_compile.errors", "ddp_compile.errors.number_of"}
     assert [name for name in torch_names(tree) if name.startswith("torch.distributed")] == []
 
 
@@ -272,6 +273,37 @@ def test_the_bucket_alone_writes_gradients() -> None:
     }
     assert writers == {"ddp_compile.runtime.buckets.bucket", "ddp_compile.runtime.buckets.gradient_views", *sharded}
     assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3
+
+
+MUTATORS = {"add", "append", "clear", "difference_update", "discard", "pop", "remove", "update"}
+
+
+def writes_of_bucket_iterations(tree: ast.AST) -> list[str]:
+    """Fields of a bucket's iteration, not of a module's, that are assigned or mutated."""
+    written: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.Delete):
+            written += node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            written.append(node.target)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            written.append(node.func.value)
+    names = [dotted_name(each) or "" for target in written for each in ast.walk(target)]
+    return [name for name in names if re.fullmatch(r"(.*\.)?(?!_set\b)\w+\.iteration\.\w+", name)]
+
+
+def test_the_bucket_alone_writes_its_iteration() -> None:
+    writers = {module for module in below("ddp_compile.runtime") if writes_of_bucket_iterations(TREES[module])}
+    assert writers == {"ddp_compile.runtime.buckets.bucket"}
+    source = """
+bucket.iteration.state, x = y
+self._bucket.iteration.saved[0] = x
+bucket.iteration.pending.clear()
+self._set.iteration.undefined.add(x)
+y = bucket.iteration.pending
+bucket.iteration = x
+"""
+    assert len(writes_of_bucket_iterations(ast.parse(source))) == 3
 
 
 # Names that are looked for before they are used, and the first torch that has them: docs/torch_facts.md.

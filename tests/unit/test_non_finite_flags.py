@@ -39,7 +39,7 @@ def buffer_of(dtype: torch.dtype) -> tuple[FlatBuffer, list[Tensor]]:
     name = str(dtype).removeprefix("torch.")
     gradients = tuple(GradientSpec(i, f"p{i}", p.numel(), name, "cpu") for i, p in enumerate(parameters))
     spec = BucketSpec(0, gradients, cap_bytes=1 << 20)
-    return FlatBuffer(spec, parameters, rank=0), [torch.zeros_like(p) for p in parameters]
+    return FlatBuffer(spec, parameters), [torch.zeros_like(p) for p in parameters]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,7 @@ BEHIND = -10  #: that the listener hears when all hooks have run
 
 def bucket_of(params: list[Parameter], *param_indices: int) -> Bucket:
     spec = BucketSpec(0, tuple(GradientSpec(i, f"p{i}", 2, "float32", "cpu") for i in param_indices), 1)
-    return Bucket(spec, [params[i] for i in param_indices], gradient_as_bucket_view=True, lazy_allocation=False, rank=0)
+    return Bucket(spec, [params[i] for i in param_indices], gradient_as_bucket_view=True, lazy_allocation=False)
 
 
 class Listener:
@@ -175,13 +175,13 @@ def test_the_listener_is_notified_when_all_other_hooks_have_run() -> None:
     hooks = ParameterHooks(params, accumulators, listener)
     node = torch.autograd.graph.get_gradient_edge(params[1]).node
     node.register_hook(lambda *_: listener.heard.append(-1))
-    hooks.notify_behind(1)
+    hooks.notify_after_others(1)
     params[1].register_post_accumulate_grad_hook(lambda _: listener.heard.append(-2))
     node.register_hook(lambda *_: listener.heard.append(-3))
     backward(params)
     assert listener.heard == [1, -2, -1, BEHIND, -3, 0]
     listener.heard.clear()
-    hooks.notify_behind(1)  # others that were registered since then go before it
+    hooks.notify_after_others(1)  # others that were registered since then go before it
     backward(params)
     assert listener.heard == [1, -2, -1, -3, BEHIND, 0]
     hooks.remove()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import GraphBuilder, capture, find
+from graphs import GraphBuilder, capture, find, record
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
@@ -87,18 +87,14 @@ CASES: dict[str, Callable[..., Any]] = {
 def test_partitions_compute_what_the_whole_graph_does_wherever_it_is_cut(name: str) -> None:
     x = torch.rand(3, 3)
     gm, inputs = capture(CASES[name], x)
-    cuts = allowed_cuts(gm)
-    for at in cuts:
-        assert_computes_the_same(gm, partition_graph(gm, [at]), inputs)
-    everywhere = partition_graph(gm, cuts)
-    assert len(partitions_of(everywhere)) == len(cuts) + 1
-    assert_computes_the_same(gm, everywhere, inputs)
-
-
-def test_the_graph_that_is_taken_apart_stays_as_it_is() -> None:
-    gm, _ = capture(with_checkpoint, torch.rand(3))
-    before = str(gm.graph)
-    partition_graph(gm, allowed_cuts(gm))
+    before, cuts = str(gm.graph), allowed_cuts(gm)
+    for positions in (*([at] for at in cuts), cuts):
+        stitched = partition_graph(gm, positions)
+        assert names(stitched.graph.find_nodes(op="call_module")) == [
+            f"partition_{i}" for i in range(len(positions) + 1)
+        ]
+        assert_computes_the_same(gm, stitched, inputs)
+        assert not torch.is_autocast_enabled("cpu")
     assert str(gm.graph) == before
 
 
@@ -106,51 +102,53 @@ def test_every_node_is_in_one_partition_in_the_old_order() -> None:
     gm, _ = capture(CASES["kept_value"], torch.rand(3))
     stitched = partition_graph(gm, [find(gm, "exp"), find(gm, "tan")])
     assert [name for partition in partitions_of(stitched) for name in calls(partition)] == calls(gm)
-    assert names(stitched.graph.find_nodes(op="call_module")) == ["partition_0", "partition_1", "partition_2"]
 
 
-def test_a_partition_gives_out_only_what_is_needed_later() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    kept = build.call(torch.sin, x)
-    inner = build.call(torch.cos, kept)
-    result = build.call(torch.tan, inner)
-    y = build.call(torch.exp, kept)
-    gm = build.output(y, result)
-    first, second = partitions_of(partition_graph(gm, [find(gm, "exp")]))
-    assert names(first.graph.output_node().all_input_nodes) == ["sin", "tan"]
-    assert names(second.graph.find_nodes(op="placeholder")) == ["sin"]
+def kept(x: Any, unused: Any) -> Any:
+    h = torch.sin(x)
+    result = torch.tan(torch.cos(h))
+    return torch.exp(h), result
 
 
-def test_unused_inputs_of_the_whole_graph_stay() -> None:
-    build = GraphBuilder()
-    x, _ = build.input("x"), build.input("unused")
-    y = build.call(torch.cos, build.call(torch.sin, x))
-    gm = build.output(y)
-    stitched = partition_graph(gm, [find(gm, "cos")])
-    assert names(stitched.graph.find_nodes(op="placeholder")) == ["x", "unused"]
-    assert_computes_the_same(gm, stitched, [torch.rand(2), torch.rand(2)])
+def with_sizes(call: Any, x: Any) -> Any:
+    size, dtype = x.size(0), call(getattr, x, "dtype")
+    return size, torch.mul(torch.sin(x), size).to(dtype=dtype)
 
 
-def test_inputs_and_parameters_of_the_module_may_be_outputs() -> None:
-    build = GraphBuilder()
-    x, weight = build.input("x"), build.parameter(0, "weight", get_attr=True)
-    y = build.call(torch.cos, build.call(torch.matmul, x, weight))
-    gm = build.output(x, weight, y)
-    stitched = partition_graph(gm, [find(gm, "cos")])
-    x_value = torch.rand(4, 4)
-    assert_computes_the_same(gm, stitched, [x_value])
-    assert stitched(x_value)[0] is x_value and stitched(x_value)[1] is gm.weight
+@pytest.mark.parametrize(
+    ("function", "before", "given", "taken"),
+    # What is needed later, and nothing else, is given out; numbers are written into the graphs that use them.
+    [(kept, "exp", ["sin", "tan"], ["sin"]), (with_sizes, "mul", ["sin"], ["sin"])],
+)
+def test_a_partition_gives_out_only_what_is_needed_later(
+    function: Callable[..., Any], before: str, given: list[str], taken: list[str]
+) -> None:
+    gm, _ = record(function)
+    stitched = partition_graph(gm, [find(gm, before)])
+    first, second = partitions_of(stitched)
+    assert names(first.graph.output_node().all_input_nodes) == given
+    assert names(second.graph.find_nodes(op="placeholder")) == taken
+    # Inputs that nothing uses stay.
+    placeholders = names(gm.graph.find_nodes(op="placeholder"))
+    assert names(stitched.graph.find_nodes(op="placeholder")) == placeholders
+    assert_computes_the_same(gm, stitched, [torch.rand(4, 4) for _ in placeholders])
+    if function is with_sizes:
+        mul, to = (node for node in second.graph.nodes if node.op.startswith("call"))
+        assert mul.args[1] == 4 and to.kwargs == {"dtype": torch.float32}
+        assert stitched.graph.output_node().args[0][0] == 4
 
 
-def test_an_attribute_goes_to_each_partition_that_uses_it() -> None:
+def test_an_attribute_goes_to_each_partition_that_uses_it_and_may_be_an_output() -> None:
     build = GraphBuilder()
     x, weight = build.input("x"), build.parameter(0, "weight", get_attr=True)
     y = build.call(torch.matmul, build.call(torch.matmul, x, weight), weight)
-    gm = build.output(y)
+    gm = build.output(x, weight, y)
     stitched = partition_graph(gm, [find(gm, "matmul", 1)])
     assert [partition.weight is gm.weight for partition in partitions_of(stitched)] == [True, True]
     assert [names(p.graph.find_nodes(op="placeholder")) for p in partitions_of(stitched)] == [["x"], ["matmul"]]
+    x_value = torch.rand(4, 4)
+    assert_computes_the_same(gm, stitched, [x_value])
+    assert stitched(x_value)[0] is x_value and stitched(x_value)[1] is gm.weight
 
 
 def test_the_body_of_a_higher_order_operator_travels_with_it() -> None:
@@ -163,117 +161,54 @@ def test_the_body_of_a_higher_order_operator_travels_with_it() -> None:
         assert getattr(partition, body) is getattr(gm, body)
 
 
-def test_constants_are_written_into_the_partition_that_uses_them() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    size = build.call("size", x, 0)
-    dtype = build.call(getattr, x, "dtype")
-    y = build.call(torch.sin, x)
-    y = build.call("to", build.call(torch.mul, y, size), dtype=dtype)
-    gm = build.output(y)
-    stitched = partition_graph(gm, [find(gm, "mul")])
-    first, second = partitions_of(stitched)
-    assert names(second.graph.find_nodes(op="placeholder")) == ["sin"]
-    assert names(first.graph.output_node().all_input_nodes) == ["sin"]
-    (mul, to) = (node for node in second.graph.nodes if node.op.startswith("call"))
-    assert mul.args[1] == 4 and to.kwargs == {"dtype": torch.float32}
-    assert_computes_the_same(gm, stitched, [torch.rand(4, 4)])
+def concatenated(x: Tensor, y: Tensor) -> Tensor:
+    """The last partition takes a tensor whose rows are the sum of two symbols."""
+    x = x.sin()
+    x = torch.cat([x, y]).cos()
+    return x.tan() * 2
 
 
-def test_a_constant_that_is_an_output_is_written_into_the_result() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    size = build.call("size", x, 0)
-    gm = build.output(size, build.call(torch.cos, build.call(torch.sin, x)))
-    stitched = partition_graph(gm, [find(gm, "cos")])
-    assert stitched.graph.output_node().args[0][0] == 4
-    assert_computes_the_same(gm, stitched, [torch.rand(4, 4)])
+def halved(x: Tensor, y: Tensor) -> Tensor:
+    """An expression of a symbol crosses."""
+    half = x.shape[0] // 2
+    z = x.sum().cos()
+    return (z * 2).tan().expand(half) * y.sum()
 
 
-def test_symbolic_sizes_come_first_and_every_symbol_a_size_mentions_is_there() -> None:
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        x = x.sin()
-        x = torch.cat([x, y]).cos()
-        return x.tan() * 2
+def symbols_of(size: Any) -> set[Any]:
+    symbols: set[Any] = size.node.expr.free_symbols
+    return symbols
 
-    gm, inputs = capture(function, torch.rand(3, 2), torch.rand(5, 2), dynamic=True)
+
+@pytest.mark.parametrize("function", [concatenated, halved])
+def test_symbolic_sizes_come_first_and_every_symbol_that_is_mentioned_is_there(function: Callable[..., Tensor]) -> None:
+    gm, inputs = capture(function, torch.rand(6, 2), torch.rand(5, 2), dynamic=True)
     stitched = partition_graph(gm, [find(gm, "cos"), find(gm, "tan")])
     for partition in partitions_of(stitched):
         examples = [node.meta["example_value"] for node in partition.graph.find_nodes(op="placeholder")]
         kinds = [isinstance(example, torch.SymInt) for example in examples]
         assert kinds == sorted(kinds, reverse=True), "a symbolic size after a tensor"
-        bound = {str(example) for example in examples if isinstance(example, torch.SymInt)}
+        sizes = [size for e in examples for size in (e.shape if isinstance(e, Tensor) else [e])]
         mentioned = {
-            str(s)
-            for e in examples
-            if isinstance(e, Tensor)
-            for size in e.shape
-            if not isinstance(size, int)
-            for s in size.node.expr.free_symbols
+            str(symbol) for size in sizes if not isinstance(size, int) for symbol in size.node.expr.free_symbols
         }
-        assert mentioned <= bound
-    # The last one takes a tensor whose rows are the sum of two symbols.
-    assert (
-        len(
-            [
-                n
-                for n in partition.graph.find_nodes(op="placeholder")
-                if isinstance(n.meta["example_value"], torch.SymInt)
-            ]
-        )
-        >= 2
-    )
+        assert mentioned <= {str(example) for example in examples if isinstance(example, torch.SymInt)}
+    assert mentioned
     assert_computes_the_same(gm, stitched, inputs)
 
 
-def test_every_symbol_of_an_expression_that_crosses_is_there() -> None:
-    def function(x: Tensor) -> Tensor:
-        half = x.shape[0] // 2
-        y = x.sum().sin()
-        return y.expand(half) * 2
-
-    gm, inputs = capture(function, torch.rand(6), dynamic=True)
-    stitched = partition_graph(gm, [find(gm, "sin"), find(gm, "expand")])
-    last = partitions_of(stitched)[-1]
-    examples = [n.meta["example_value"] for n in last.graph.find_nodes(op="placeholder")]
-    bound = {str(e) for e in examples if isinstance(e, torch.SymInt)}
-    mentioned = {str(s) for e in examples if isinstance(e, torch.SymInt) for s in e.node.expr.free_symbols}
-    assert mentioned and mentioned <= bound
-    assert_computes_the_same(gm, stitched, inputs)
-
-
-def test_autocast_is_left_at_the_end_of_a_partition_and_entered_again_in_the_next() -> None:
+def test_autocast_is_left_innermost_first_at_the_end_of_a_partition_and_entered_again_in_the_next() -> None:
     gm, _ = capture(with_nested_autocast, torch.rand(3, 3))
-    stitched = partition_graph(gm, [find(gm, "cos"), find(gm, "matmul", 2)])
-    modes = [[c for c in calls(p) if "autocast" in c] for p in partitions_of(stitched)]
-    enter, leave = "_enter_autocast", "_exit_autocast"
-    assert modes == [[enter, enter, leave, leave], [enter, enter, leave, leave], [enter, leave]]
-    entered = [
-        [n.args for n in p.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
-        for p in partitions_of(stitched)
+    partitions = partitions_of(partition_graph(gm, [find(gm, "cos"), find(gm, "matmul", 2)]))
+    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+    entered = [[n for n in p.graph.nodes if n.target is enter] for p in partitions]
+    assert [[(n.args[0], n.args[2]) for n in nodes] for nodes in entered] == [
+        [("cpu", True), ("cpu", False)],
+        [("cpu", True), ("cpu", False)],
+        [("cpu", True)],
     ]
-    on, off = ("cpu", torch.bfloat16, True, None), ("cpu", None, False, None)
-    assert [[(*args[:1], args[2]) for args in partition] for partition in entered] == [
-        [(on[0], on[2]), (off[0], off[2])],
-        [(on[0], on[2]), (off[0], off[2])],
-        [(on[0], on[2])],
-    ]
-
-
-def test_autocast_regions_are_left_innermost_first() -> None:
-    gm, _ = capture(with_nested_autocast, torch.rand(3, 3))
-    first, *_ = partitions_of(partition_graph(gm, [find(gm, "cos")]))
-    enters = [n for n in first.graph.nodes if n.target is torch.amp.autocast_mode._enter_autocast]
-    leaves = [n for n in first.graph.nodes if n.target is torch.amp.autocast_mode._exit_autocast]
-    assert [leave.args[0] for leave in leaves] == enters[::-1]
-
-
-def test_no_autocast_is_left_open() -> None:
-    x = torch.rand(3, 3)
-    gm, inputs = capture(with_nested_autocast, x)
-    for at in allowed_cuts(gm):
-        partition_graph(gm, [at])(*inputs)
-        assert not torch.is_autocast_enabled("cpu")
+    for partition, nodes in zip(partitions, entered, strict=True):
+        assert [n.args[0] for n in partition.graph.nodes if n.target is leave] == nodes[::-1]
 
 
 def test_partitions_keep_what_dynamo_noted_on_placeholders() -> None:

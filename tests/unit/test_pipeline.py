@@ -1,14 +1,21 @@
-"""Running passes in order, with observers around them."""
+"""Passes run in order with observers around them; the version of the pipelines follows their sources."""
 
 from __future__ import annotations
 
 import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from graphs import GraphBuilder, chain, context
 from torch import fx
 
+from ddp_compile import passes
+from ddp_compile.compile import pipelines
+from ddp_compile.compile.pipelines import digest_of_sources, pipelines_version
 from ddp_compile.passes.pipeline import Declined, PassContext, PassResult, run_pipeline
 
 EMPTY = context({})
@@ -63,21 +70,11 @@ def test_observers_see_every_graph_in_order() -> None:
     ]
 
 
-def test_a_changed_graph_is_recompiled() -> None:
-    gm, _, _ = run_pipeline(sine(), EMPTY, [turn_sine_into_cosine_pass])
-    assert gm(torch.zeros(()))[0].item() == 1
-
-
 def test_each_pass_gets_the_graph_of_the_one_before() -> None:
-    _, num_changed, declined = run_pipeline(sine(), EMPTY, [turn_sine_into_cosine_pass, turn_sine_into_cosine_pass])
-    assert [entry.reason for entry in declined] == ["graph 0: 1", "graph 0: 0"]
-    assert num_changed == 1
-
-
-def test_everything_that_any_pass_declined_is_returned_in_order() -> None:
-    result = run_pipeline(sine(), EMPTY, [decline_everything_pass, turn_sine_into_cosine_pass])
-    assert [entry.node for entry in result.declined] == ["x", "y", "sin"]
-    assert result.num_changed == 1
+    passes = [decline_everything_pass, turn_sine_into_cosine_pass, turn_sine_into_cosine_pass]
+    gm, num_changed, declined = run_pipeline(sine(), EMPTY, passes)
+    assert [entry.reason for entry in declined] == ["on principle", "out of spite", "graph 0: 1", "graph 0: 0"]
+    assert num_changed == 1 and gm(torch.zeros(()))[0].item() == 1
 
 
 def test_a_pass_that_breaks_the_graph_is_caught_at_once() -> None:
@@ -109,3 +106,39 @@ def test_passes_say_what_they_changed_and_declined(caplog: pytest.LogCaptureFixt
         ("DEBUG", "graph 0: turn_sine_into_cosine changed 1"),
         ("INFO", "graph 0: turn_sine_into_cosine declined at sin: graph 0: 1"),
     ]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "some_passes"
+    folder.mkdir()
+    for name in ("__init__", "first", "second"):
+        (folder / f"{name}.py").write_text(f"NAME = {name!r}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("some_passes")]:
+        del sys.modules[name]
+
+
+def test_any_source_changes_it_and_their_order_does_not(package: Path) -> None:
+    names = ["some_passes.first", "some_passes.second"]
+    before = digest_of_sources(names)
+    assert before == digest_of_sources(names[::-1]) and len(before) == 16
+    (package / "second.py").write_text("NAME = 'third!'\n")
+    assert digest_of_sources(names) != before
+    assert digest_of_sources(names[:1]) != before
+
+
+def test_the_folder_of_passes_names_each_file() -> None:
+    folder = Path(passes.__path__[0])
+    assert {p.name for p in folder.rglob("*.py")} - {"__init__.py"} <= set(re.findall(r"\w+\.py", passes.__doc__ or ""))
+
+
+def test_every_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(pipelines, "digest_of_sources", lambda names: asked.extend(names) or "0")
+    pipelines_version.__wrapped__()
+    for run_pass in (*pipelines.FORWARD_SPLIT, *pipelines.BACKWARD_SPLIT):
+        assert run_pass.__module__ in asked
+    assert {"ddp_compile.passes.analysis.graph_nodes", "ddp_compile.torch_internals.backward_compile"} <= set(asked)
+    assert len(asked) == len(set(asked))

@@ -23,39 +23,6 @@ def test_the_last_frame_leaves_first_and_the_eager_tail_last_in_reverse_registra
     assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3]
 
 
-def test_a_bucket_never_spans_two_frames_and_packing_starts_anew_in_each() -> None:
-    builder = PlanBuilder(gradients(*[100] * 5), [400, 10**6])
-    builder.add_frame([4, 3, 2])
-    builder.add_frame([1, 0])
-    assert members(builder.propose().buckets) == [[1], [0], [4], [3, 2]]
-
-
-def test_add_frame_returns_the_buckets_that_meet_the_frame_in_launch_order() -> None:
-    builder = PlanBuilder(gradients(*[100] * 5), [400])
-    assert members(builder.add_frame([4, 3])) == [[4], [3]]
-    second = builder.add_frame([2, 4])
-    assert members(second) == [[2], [4]]
-    assert [bucket.index for bucket in second] == [0, 1]
-
-
-def test_adding_a_frame_again_changes_nothing() -> None:
-    builder = PlanBuilder(gradients(*[100] * 5), [401])
-    first = builder.add_frame([4, 3, 2])
-    before = builder.propose()
-    assert builder.add_frame([4, 3, 2]) == first
-    assert members(builder.add_frame([2, 3])) == [[4, 3], [2]]
-    assert builder.propose() == before
-    (following,) = builder.add_frame([1])
-    assert following.frame == 1
-
-
-def test_a_frame_that_shows_one_more_parameter_adds_only_that_one() -> None:
-    builder = PlanBuilder(gradients(*[100] * 4), [10**6])
-    builder.add_frame([3, 2])
-    builder.add_frame([3, 1, 2])
-    assert members(builder.propose().buckets) == [[1], [3, 2], [0]]
-
-
 def test_frames_after_the_seal_get_the_sealed_buckets_and_change_nothing() -> None:
     builder = PlanBuilder(gradients(*[100] * 6), [401])
     builder.add_frame([5, 4])
@@ -99,7 +66,7 @@ def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed:
 
 
 class PlansEachFrameAnew(PlanBuilder):
-    """Makes the whole plan for each frame, and looks through all of it: what `add_frame` is to be equal to."""
+    """Makes the whole plan anew for each frame: the reference for `add_frame`."""
 
     def __init__(self, specs: Sequence[GradientSpec], caps_bytes: Sequence[int]) -> None:
         super().__init__(specs, caps_bytes)
@@ -168,19 +135,6 @@ def test_a_frame_packs_what_it_shows_and_nothing_else(monkeypatch: pytest.Monkey
 def test_the_builder_refuses_capacities_that_are_not_positive(caps: list[int]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         PlanBuilder(gradients(1), caps)
-
-
-def test_gaps_can_be_closed_before_and_after_the_plan_is_sealed() -> None:
-    gradients = [GradientSpec(i, f"layer_{i}", 3, "float32", "cpu") for i in range(3)]
-    early, late = PlanBuilder(gradients, [8]), PlanBuilder(gradients, [8])
-    early.add_frame([1])
-    early.lay_out_as("ddp")
-    late.add_frame([1])
-    late.seal(late.propose())
-    assert late.sealed is not None and late.sealed.num_bytes == 3 * 128
-    late.lay_out_as("ddp")
-    assert late.sealed == early.propose()
-    assert late.sealed.num_bytes == 3 * 12
 
 
 def test_the_tail_is_packed_anew_as_its_gradients_came() -> None:

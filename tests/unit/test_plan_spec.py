@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from expecttest import assert_expected_inline
 from plans import gradient, gradients, members, plan_in_frames, random_gradients
 from process_copies import run_in_copy
 
+from ddp_compile.errors import number_of, with_article
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketPlan, BucketSpec, GradientSpec
@@ -25,55 +28,53 @@ MIB = 2**20
 # How much goes into a bucket.
 
 
+HUNDREDS = gradients(*[100] * 9)  # of 400 bytes
+
+
 @pytest.mark.parametrize(
-    ("cap_bytes", "expected"),
+    ("specs", "cap", "first_cap", "expected"),
     [
-        (1, [[0], [1], [2], [3]]),
-        (399, [[0], [1], [2], [3]]),
-        (400, [[0], [1], [2], [3]]),
-        (401, [[0, 1], [2, 3]]),
-        (800, [[0, 1], [2, 3]]),
-        (801, [[0, 1, 2], [3]]),
-        (1600, [[0, 1, 2, 3]]),
-        (10**9, [[0, 1, 2, 3]]),
+        # A bucket closes once it has reached its capacity.
+        (HUNDREDS[:4], 1, None, [[0], [1], [2], [3]]),
+        (HUNDREDS[:4], 400, None, [[0], [1], [2], [3]]),
+        (HUNDREDS[:4], 401, None, [[0, 1], [2, 3]]),
+        (HUNDREDS[:4], 800, None, [[0, 1], [2, 3]]),
+        (HUNDREDS[:4], 801, None, [[0, 1, 2], [3]]),
+        (HUNDREDS[:4], 10**9, None, [[0, 1, 2, 3]]),
+        (gradients(10, 5000, 10, 10), 100, None, [[0, 1], [2, 3]]),
+        ([gradient(i, 100, "bfloat16") for i in range(4)], 400, None, [[0, 1], [2, 3]]),
+        # The first capacity never exceeds the others; the last one of a list holds for all further buckets.
+        (HUNDREDS[:5], 800, 400, [[0], [1, 2], [3, 4]]),
+        (HUNDREDS[:4], 400, 10**6, [[0], [1], [2], [3]]),
+        (HUNDREDS, [400, 1200, 800], None, [[0], [1, 2, 3], [4, 5], [6, 7], [8]]),
+        # Buckets leave in the order in which their last gradient is ready, full or not.
+        (
+            [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)],
+            1000,
+            None,
+            [[1, 2], [0, 3]],
+        ),
+        ([gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)], 800, None, [[1], [0, 2]]),
+        # A sparse gradient stands alone and closes nothing.
+        ([gradient(0, 10), gradient(1, 10, sparse=True), gradient(2, 10)], 1000, None, [[1], [0, 2]]),
     ],
 )
-def test_a_bucket_closes_once_it_has_reached_its_capacity(cap_bytes: int, expected: list[list[int]]) -> None:
-    plan = plan_buckets(gradients(100, 100, 100, 100), cap_bytes)
+def test_gradients_are_packed_into_buckets(
+    specs: list[GradientSpec], cap: int | list[int], first_cap: int | None, expected: list[list[int]]
+) -> None:
+    plan = plan_buckets(specs, cap) if first_cap is None else plan_buckets(specs, cap, first_cap_bytes=first_cap)
     assert members(plan.buckets) == expected
-    assert {bucket.cap_bytes for bucket in plan.buckets} == {cap_bytes}
+    assert [bucket.is_sparse for bucket in plan.buckets] == [specs[group[0]].is_sparse for group in expected]
 
 
-def test_six_layers_of_one_mib_go_two_and_two_under_a_capacity_of_one_and_a_half() -> None:
-    plan = plan_buckets(gradients(*[MIB // 4] * 6), MIB * 3 // 2)
-    assert members(plan.buckets) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_the_first_bucket_has_a_capacity_of_its_own() -> None:
-    plan = plan_buckets(gradients(100, 100, 100, 100, 100), 800, first_cap_bytes=400)
-    assert members(plan.buckets) == [[0], [1, 2], [3, 4]]
-    assert [bucket.cap_bytes for bucket in plan.buckets] == [400, 800, 800]
-
-
-def test_the_first_capacity_never_exceeds_the_others() -> None:
-    plan = plan_buckets(gradients(100, 100, 100, 100), 400, first_cap_bytes=10**6)
-    assert members(plan.buckets) == [[0], [1], [2], [3]]
-
-
-def test_the_last_capacity_of_a_list_holds_for_all_further_buckets() -> None:
-    plan = plan_buckets(gradients(*[100] * 9), [400, 1200, 800])
-    assert members(plan.buckets) == [[0], [1, 2, 3], [4, 5], [6, 7], [8]]
-    assert [bucket.cap_bytes for bucket in plan.buckets] == [400, 1200, 800, 800, 800]
-
-
-def test_a_gradient_above_the_capacity_closes_the_bucket_it_joins() -> None:
-    assert members(plan_buckets(gradients(10, 5000, 10, 10), 100).buckets) == [[0, 1], [2, 3]]
-    assert members(plan_buckets(gradients(5000, 10), 100).buckets) == [[0], [1]]
-
-
-def test_capacities_count_bytes_not_elements() -> None:
-    halves = [gradient(i, 100, "bfloat16") for i in range(4)]
-    assert members(plan_buckets(halves, 400).buckets) == [[0, 1], [2, 3]]
+def test_each_kind_of_gradient_has_buckets_of_its_own_and_steps_through_the_capacities_by_itself() -> None:
+    kinds = [("float32", "cpu"), ("bfloat16", "cpu"), ("float32", "cuda")]
+    mixed = [gradient(i, 100, *kinds[i % 3]) for i in range(6)] + [gradient(6, 100)]
+    plan = plan_buckets(mixed, [400, 800])
+    for bucket in plan.buckets:
+        assert {(g.dtype, g.device) for g in bucket.gradients} == {(bucket.dtype, bucket.device)}
+    caps = {tuple(g.index for g in bucket.gradients): bucket.cap_bytes for bucket in plan.buckets}
+    assert caps == {(0,): 400, (1, 4): 400, (2,): 400, (3, 6): 800, (5,): 800}
 
 
 def test_no_gradients_give_no_buckets() -> None:
@@ -81,15 +82,11 @@ def test_no_gradients_give_no_buckets() -> None:
     assert plan.buckets == () and plan.num_bytes == 0 and plan.bucket_of_parameter == {}
 
 
-@pytest.mark.parametrize("cap", [0, -1, [], [25, 0], [25, -3]])
+@pytest.mark.parametrize("cap", [0, -1, [], [25, 0], [0, 25], [25, -3]])
 def test_a_capacity_that_is_not_positive_is_refused(cap: int | list[int]) -> None:
-    with pytest.raises(ValueError, match="must be positive and at least one must be given"):
+    caps = re.escape(str(cap if isinstance(cap, list) else [cap]))
+    with pytest.raises(ValueError, match=rf"bucket capacities {caps} \(bytes\) must be positive and at least one must"):
         plan_buckets(gradients(1), cap)
-
-
-def test_a_first_capacity_that_is_not_positive_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bucket capacities \[0, 25\] \(bytes\) must be positive"):
-        plan_buckets(gradients(1), 25, first_cap_bytes=0)
 
 
 def test_an_unknown_layout_is_refused_and_the_known_ones_named() -> None:
@@ -109,41 +106,6 @@ def test_one_dtype_is_packed_as_torch_packs_it(seed: int) -> None:
 # What may share a bucket.
 
 
-def test_dtypes_and_devices_never_share_a_bucket_and_step_through_the_capacities_by_themselves() -> None:
-    mixed = [
-        gradient(0, 100),
-        gradient(1, 100, "bfloat16"),
-        gradient(2, 100, device="cuda"),
-        gradient(3, 100),
-        gradient(4, 100, "bfloat16"),
-        gradient(5, 100, device="cuda"),
-        gradient(6, 100),
-    ]
-    plan = plan_buckets(mixed, [400, 800])
-    for bucket in plan.buckets:
-        assert {(g.dtype, g.device) for g in bucket.gradients} == {(bucket.dtype, bucket.device)}
-    assert sorted(members(plan.buckets)) == [[0], [1, 4], [2], [3, 6], [5]]
-    assert {bucket.gradients[0].index: bucket.cap_bytes for bucket in plan.buckets} == {
-        0: 400,
-        1: 400,
-        2: 400,
-        3: 800,
-        5: 800,
-    }
-
-
-def test_buckets_leave_in_the_order_in_which_their_last_gradient_is_ready() -> None:
-    # Neither bucket is ever full. The one opened first gets the last gradient, so it is launched last.
-    interleaved = [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)]
-    assert members(plan_buckets(interleaved, 1000).buckets) == [[1, 2], [0, 3]]
-
-
-def test_a_bucket_that_never_fills_leaves_before_one_that_fills_later() -> None:
-    # The lone half is ready before the last float, so nothing is won by sending it after that one.
-    specs = [gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)]
-    assert members(plan_buckets(specs, 800).buckets) == [[1], [0, 2]]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_buckets_of_random_gradients_leave_in_the_order_of_their_last_gradients(seed: int) -> None:
     plan = plan_buckets(random_gradients(seed), [1000, 6000])
@@ -151,31 +113,19 @@ def test_buckets_of_random_gradients_leave_in_the_order_of_their_last_gradients(
     assert last == sorted(last)
 
 
-def test_a_sparse_gradient_stands_alone_and_closes_nothing() -> None:
-    plan = plan_buckets([gradient(0, 10), gradient(1, 10, sparse=True), gradient(2, 10)], 1000)
-    assert members(plan.buckets) == [[1], [0, 2]]
-    assert [bucket.is_sparse for bucket in plan.buckets] == [True, False]
-
-
 # Where gradients lie in a bucket.
 
 
-def test_padded_offsets_are_multiples_of_128_bytes() -> None:
-    (bucket,) = plan_buckets(gradients(1, 32, 33, 64), 10**6).buckets
+@pytest.mark.parametrize(
+    ("layout", "offsets", "num_bytes"),
+    [("padded", (0, 128, 256, 512, 512), 768), ("ddp", (0, 4, 132, 264, 264), 4 * (1 + 32 + 33 + 64))],
+)
+def test_padded_offsets_are_multiples_of_128_bytes_and_ddps_leave_no_gaps(
+    layout: Any, offsets: tuple[int, ...], num_bytes: int
+) -> None:
+    (bucket,) = plan_buckets(gradients(1, 32, 33, 0, 64), 10**6, layout=layout).buckets
     assert PADDED_ALIGNMENT_BYTES == 128
-    assert bucket.byte_offsets == (0, 128, 256, 512)
-    assert bucket.num_bytes == 768
-
-
-def test_the_ddp_layout_leaves_no_gaps() -> None:
-    (bucket,) = plan_buckets(gradients(1, 32, 33, 64), 10**6, layout="ddp").buckets
-    assert bucket.byte_offsets == (0, 4, 132, 264)
-    assert bucket.num_bytes == 4 * (1 + 32 + 33 + 64)
-
-
-def test_an_empty_gradient_takes_no_room() -> None:
-    (bucket,) = plan_buckets(gradients(3, 0, 5), 10**6).buckets
-    assert bucket.byte_offsets == (0, 128, 128) and bucket.num_bytes == 256
+    assert (bucket.byte_offsets, bucket.num_bytes) == (offsets, num_bytes)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -222,7 +172,7 @@ def test_plans_that_differ_in_anything_have_different_digests() -> None:
         plan_buckets(one, 10**6),
         plan_buckets(one[::-1], 10**6),
         plan_buckets(one, 10**6, layout="ddp"),
-        plan_buckets(one, 10**6, generation=1),
+        replace(plan_buckets(one, 10**6), generation=1),
         plan_buckets(gradients(100, 201), 10**6),
         plan_buckets([gradient(0, 100, "float16"), gradient(1, 200, "float16")], 10**6),
         plan_buckets([gradient(0, 100, device="cuda"), gradient(1, 200, device="cuda")], 10**6),
@@ -322,13 +272,6 @@ def test_text_that_is_no_plan_is_refused(text: str, said: str) -> None:
     assert str(refused.value).startswith(f"bucket plan is malformed: {said}")
 
 
-def test_a_parameter_in_two_buckets_is_an_error() -> None:
-    bucket = plan_buckets(gradients(1), 100).buckets[0]
-    twin = BucketSpec(1, bucket.gradients, 100)
-    with pytest.raises(ValueError, match="holds parameter 0 twice"):
-        BucketPlan((bucket, twin))
-
-
 def test_the_table_shows_one_bucket_a_line() -> None:
     specs = [
         GradientSpec(0, "embed.weight", 3 * MIB, "float32", "cpu", is_sparse=True),
@@ -353,7 +296,24 @@ bucket    MiB  cap MiB  dtype     device  gradients  from          to           
     )
 
 
-def test_buckets_that_are_not_numbered_by_their_places_are_an_error() -> None:
+def test_a_plan_whose_buckets_contradict_each_other_is_an_error() -> None:
     first, second = (BucketSpec(i, (gradient(i, 100),), 400) for i in range(2))
+    with pytest.raises(ValueError, match="holds parameter 0 twice"):
+        BucketPlan((first, BucketSpec(1, first.gradients, 100)))
     with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
         BucketPlan((second, first))
+
+
+# Words of messages.
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 buckets"), (1, "1 bucket"), (2, "2 buckets")])
+def test_one_has_no_plural(count: int, said: str) -> None:
+    assert number_of(count, "bucket") == said
+
+
+@pytest.mark.parametrize(
+    "said", ["a Linear", "an OptimizedModule", "an FSDPModule", "an MLP", "a DDP", "a UNet", "an int", "a list", "a X"]
+)
+def test_the_article_is_the_one_that_is_spoken(said: str) -> None:
+    assert with_article(said.split()[1]) == said

@@ -1,17 +1,18 @@
-"""Choosing cuts: one partition for each bucket, moved or given up where the graph must stay whole."""
+"""Choosing cuts: one partition for each bucket; a cut moves, or is given up, if the graph must stay whole there."""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from graphs import GraphBuilder, chain, context
+from graphs import chain, context, record
 from torch import fx
 
 from ddp_compile.passes.forward.split_forward import split_forward_pass
-from ddp_compile.passes.pipeline import Declined
+from ddp_compile.passes.pipeline import Declined, PassResult
 
 
 def partitions(gm: fx.GraphModule) -> list[list[str]]:
@@ -22,26 +23,31 @@ def partitions(gm: fx.GraphModule) -> list[list[str]]:
     ]
 
 
-def test_each_bucket_gets_a_partition() -> None:
-    gm, parameter_of = chain(3)
-    result = split_forward_pass(gm, context(parameter_of, [2], [1], [0]))
-    assert partitions(result.gm) == [["matmul", "tanh"], ["matmul_1", "tanh_1"], ["matmul_2", "tanh_2"]]
-    assert result.num_changed == 3 and result.declined == ()
+def split(function: Callable[..., Any], *buckets: list[int], every_cut_or_none: bool = False) -> PassResult:
+    gm, parameter_of = record(function)
+    ctx = dataclasses.replace(context(parameter_of, *buckets), every_cut_or_none=every_cut_or_none)
+    result = split_forward_pass(gm, ctx)
+    assert (result.gm is gm) == (result.num_changed == 0)
+    return result
 
 
-def test_a_bucket_of_several_parameters_starts_at_the_first_one_used() -> None:
-    gm, parameter_of = chain(4)
-    result = split_forward_pass(gm, context(parameter_of, [3, 2], [1, 0]))
-    assert partitions(result.gm) == [
-        ["matmul", "tanh", "matmul_1", "tanh_1"],
-        ["matmul_2", "tanh_2", "matmul_3", "tanh_3"],
-    ]
+EACH = [["matmul", "tanh"], ["matmul_1", "tanh_1"], ["matmul_2", "tanh_2"]]
 
 
-def test_parameters_of_a_bucket_that_other_graphs_hold_do_not_count() -> None:
-    gm, parameter_of = chain(2)
-    result = split_forward_pass(gm, context(parameter_of, [9, 1], [0, 8]))
-    assert partitions(result.gm) == [["matmul", "tanh"], ["matmul_1", "tanh_1"]]
+@pytest.mark.parametrize(
+    ("num_layers", "buckets", "expected"),
+    [
+        (3, ([2], [1], [0]), EACH),
+        (3, ([0], [2], [1]), EACH),  # the order of buckets in the plan does not move the cuts
+        (4, ([3, 2], [1, 0]), [sum(EACH[:2], []), ["matmul_2", "tanh_2", "matmul_3", "tanh_3"]]),  # noqa: RUF017
+        (2, ([9, 1], [0, 8]), EACH[:2]),  # parameters 8 and 9 are in other graphs
+    ],
+)
+def test_each_bucket_gets_a_partition(num_layers: int, buckets: Any, expected: list[list[str]]) -> None:
+    gm, parameter_of = chain(num_layers)
+    result = split_forward_pass(gm, context(parameter_of, *buckets))
+    assert partitions(result.gm) == expected
+    assert result.num_changed == len(expected) and result.declined == ()
 
 
 @pytest.mark.parametrize("members", [[], [[0, 1]], [[7, 0, 1]], [[0, 1], [5]]])
@@ -51,140 +57,100 @@ def test_fewer_than_two_buckets_leave_the_graph_as_it_is(members: list[list[int]
     assert result.gm is gm and result.num_changed == 0 and result.declined == ()
 
 
-def test_the_order_of_buckets_in_the_plan_does_not_move_the_cuts() -> None:
-    gm, parameter_of = chain(3)
-    result = split_forward_pass(gm, context(parameter_of, [0], [2], [1]))
-    assert partitions(result.gm) == [["matmul", "tanh"], ["matmul_1", "tanh_1"], ["matmul_2", "tanh_2"]]
-
-
 def test_work_before_the_first_parameter_goes_with_the_last_bucket() -> None:
-    build = GraphBuilder()
-    x = build.call(torch.sin, build.input("x"))
-    for i in range(2):
-        x = build.call(torch.matmul, x, build.parameter(i))
-    result = split_forward_pass(build.output(x), context(build.parameter_of, [1], [0]))
+    result = split(lambda x, p0, p1: torch.matmul(torch.matmul(torch.sin(x), p0), p1), [1], [0])
     assert partitions(result.gm) == [["sin", "matmul"], ["matmul_1"]]
 
 
+ONE_NODE = Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both")
+
+
 def test_two_buckets_that_meet_in_one_node_leave_together() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    y = build.call(torch.addmm, build.parameter(0), x, build.parameter(1))
-    gm = build.output(build.call(torch.sin, y))
-    result = split_forward_pass(gm, context(build.parameter_of, [1], [0]))
-    assert result.gm is gm and result.num_changed == 0
-    assert result.declined == (
-        Declined("addmm", "bucket 0 is launched with bucket 1: one node computes with gradients of both"),
-    )
+    result = split(lambda x, p0, p1: torch.sin(torch.addmm(p0, x, p1)), [1], [0])
+    assert (result.num_changed, result.declined) == (0, (ONE_NODE,))
 
 
 def test_a_parameter_used_again_early_lets_its_bucket_leave_with_the_early_one() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    shared, middle, last = (build.parameter(i) for i in range(3))
-    for weight in (shared, middle, last, shared):
-        x = build.call(torch.matmul, x, weight)
-    result = split_forward_pass(build.output(x), context(build.parameter_of, [2], [1], [0]))
-    assert partitions(result.gm) == [["matmul"], ["matmul_1"], ["matmul_2", "matmul_3"]]
+    def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
+        for weight in (p0, p1, p2, p0):
+            x = torch.matmul(x, weight)
+        return x
+
+    assert partitions(split(function, [2], [1], [0]).gm) == [["matmul"], ["matmul_1"], ["matmul_2", "matmul_3"]]
 
 
-def held_chain() -> tuple[fx.GraphModule, dict[str, int]]:
+def held_once(x: Any, p0: Any, p1: Any) -> Any:
     """A tuple lives from before the second parameter's use to after it."""
-    build = GraphBuilder()
-    x, first, second = build.input("x"), build.parameter(0), build.parameter(1)
-    x = build.call(torch.matmul, x, first)
-    y = build.call(torch.sin, x)
-    pair = build.call("chunk", x, 1)
-    z = build.call(torch.matmul, y, second)
-    z = build.call(torch.add, z, build.call(operator.getitem, pair, 0))
-    return build.output(z), build.parameter_of
+    x = torch.matmul(x, p0)
+    y = torch.sin(x)
+    pair = x.chunk(1)
+    return torch.add(torch.matmul(y, p1), pair[0])
 
 
-def test_a_cut_that_is_held_moves_to_the_nearest_earlier_place_and_says_so() -> None:
-    gm, parameter_of = held_chain()
-    result = split_forward_pass(gm, context(parameter_of, [1], [0]))
-    assert partitions(result.gm) == [["matmul", "sin"], ["chunk", "matmul_1", "getitem", "add"]]
-    assert result.declined == (Declined("matmul_1", "cut moved up to chunk: chunk, a tuple, cannot cross partitions"),)
+def held_from_the_start(x: Any, p0: Any, p1: Any) -> Any:
+    pair = x.chunk(1)
+    return torch.add(torch.matmul(torch.matmul(x, p0), p1), pair[0])
 
 
-def test_a_cut_that_would_have_to_move_past_the_next_bucket_is_not_made_and_says_so() -> None:
-    build = GraphBuilder()
-    x = build.input("x")
-    pair = build.call("chunk", x, 1)
-    y = build.call(torch.matmul, x, build.parameter(0))
-    y = build.call(torch.matmul, y, build.parameter(1))
-    y = build.call(torch.add, y, build.call(operator.getitem, pair, 0))
-    gm = build.output(y)
-    result = split_forward_pass(gm, context(build.parameter_of, [1], [0]))
-    assert result.gm is gm and result.num_changed == 0
-    assert result.declined == (
-        Declined("matmul_1", "bucket 0 is launched with bucket 1: chunk, a tuple, cannot cross partitions"),
-    )
+def held_by_two_tuples(x: Any, p0: Any, p1: Any) -> Any:
+    outer = torch.sin(torch.matmul(x, p0)).chunk(1)
+    x = torch.cos(outer[0])
+    inner, again = x.split(4), outer[0]
+    return torch.add(torch.add(torch.matmul(x, p1), again), inner[0])
 
 
-def test_reasons_that_hold_one_after_the_other_are_all_named() -> None:
-    build = GraphBuilder()
-    x, first, second = build.input("x"), build.parameter(0), build.parameter(1)
-    x = build.call(torch.matmul, x, first)
-    x = build.call(torch.sin, x)
-    outer = build.call("chunk", x, 1)
-    x = build.call(torch.cos, build.call(operator.getitem, outer, 0))
-    inner = build.call("split", x, 4)
-    again = build.call(operator.getitem, outer, 0)
-    y = build.call(torch.matmul, x, second)
-    y = build.call(torch.add, y, again)
-    y = build.call(torch.add, y, build.call(operator.getitem, inner, 0))
-    result = split_forward_pass(build.output(y), context(build.parameter_of, [1], [0]))
-    assert partitions(result.gm)[0] == ["matmul", "sin"]
-    (declined,) = result.declined
-    assert declined.node == "matmul_1"
-    assert declined.reason == (
-        "cut moved up to chunk: split, a tuple, cannot cross partitions; chunk, a tuple, cannot cross partitions"
-    )
+def held_twice(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
+    x = torch.matmul(x, p0)
+    pair = x.chunk(1)
+    return torch.add(torch.matmul(torch.matmul(x, p1), p2), pair[0])
 
 
-def test_two_cuts_that_move_to_one_place_make_one_cut() -> None:
-    build = GraphBuilder()
-    x, *weights = build.input("x"), *(build.parameter(i) for i in range(3))
-    x = build.call(torch.matmul, x, weights[0])
-    pair = build.call("chunk", x, 1)
-    y = build.call(torch.matmul, x, weights[1])
-    y = build.call(torch.matmul, y, weights[2])
-    y = build.call(torch.add, y, build.call(operator.getitem, pair, 0))
-    result = split_forward_pass(build.output(y), context(build.parameter_of, [2], [1], [0]))
-    assert partitions(result.gm) == [["matmul"], ["chunk", "matmul_1", "matmul_2", "getitem", "add"]]
-    assert result.num_changed == 2
-    assert [d.reason for d in result.declined] == [
-        "bucket 0 is launched with bucket 1: chunk, a tuple, cannot cross partitions",
-        "cut moved up to chunk: chunk, a tuple, cannot cross partitions",
-    ]
+TUPLE = "chunk, a tuple, cannot cross partitions"
+TOGETHER = f"bucket 0 is launched with bucket 1: {TUPLE}"
 
 
-def test_with_every_cut_or_none_a_graph_with_all_of_them_is_cut() -> None:
-    gm, parameter_of = held_chain()  # one is moved, and still lets its bucket be launched before the next
-    result = split_forward_pass(gm, dataclasses.replace(context(parameter_of, [1], [0]), every_cut_or_none=True))
-    assert len(partitions(result.gm)) == 2
+@pytest.mark.parametrize(
+    ("function", "expected", "declined"),
+    [
+        (
+            held_once,
+            [["matmul", "sin"], ["chunk", "matmul_1", "getitem", "add"]],
+            [("matmul_1", f"cut moved up to chunk: {TUPLE}")],
+        ),
+        (held_from_the_start, [], [("matmul_1", TOGETHER)]),
+        (
+            held_by_two_tuples,
+            [
+                ["matmul", "sin"],
+                ["chunk", "getitem", "cos", "split", "getitem_1", "matmul_1", "add", "getitem_2", "add_1"],
+            ],
+            [("matmul_1", f"cut moved up to chunk: split, a tuple, cannot cross partitions; {TUPLE}")],
+        ),
+        (
+            held_twice,
+            [["matmul"], ["chunk", "matmul_1", "matmul_2", "getitem", "add"]],
+            [("matmul_2", TOGETHER), ("matmul_1", f"cut moved up to chunk: {TUPLE}")],
+        ),
+    ],
+)
+def test_a_cut_that_is_held_moves_up_or_is_not_made_and_every_reason_is_named(
+    function: Callable[..., Any], expected: list[list[str]], declined: list[tuple[str, str]]
+) -> None:
+    buckets = [[2], [1], [0]] if function is held_twice else [[1], [0]]
+    result = split(function, *buckets)
+    assert partitions(result.gm) == expected and result.num_changed == len(expected)
+    assert result.declined == tuple(Declined(*entry) for entry in declined)
 
 
 def test_with_every_cut_or_none_a_graph_that_misses_one_stays_whole_and_says_why() -> None:
-    build = GraphBuilder()
-    x = build.call(torch.matmul, build.input("x"), build.parameter(0))
-    pair = build.call("chunk", x, 1)
-    for i in (1, 2):
-        x = build.call(torch.matmul, x, build.parameter(i))
-    gm = build.output(build.call(torch.add, x, build.call(operator.getitem, pair, 0)))
-    ctx = context(build.parameter_of, [2], [1], [0])
-    result = split_forward_pass(gm, dataclasses.replace(ctx, every_cut_or_none=True))
-    assert result.gm is gm and result.num_changed == 0
-    note = "bucket 0 is launched with bucket 1: chunk, a tuple, cannot cross partitions"
-    assert Declined("matmul_2", note) in result.declined
-    assert len(partitions(split_forward_pass(gm, ctx).gm)) == 2
+    # A cut that moves still lets its bucket be launched before the next.
+    assert len(partitions(split(held_once, [1], [0], every_cut_or_none=True).gm)) == 2
+    result = split(held_twice, [2], [1], [0], every_cut_or_none=True)
+    assert result.num_changed == 0 and Declined("matmul_2", TOGETHER) in result.declined
 
 
 def test_every_cut_or_none_asks_for_none_within_an_operator() -> None:
-    build = GraphBuilder()
-    x = build.call(torch.addmm, build.parameter(0), build.input("x"), build.parameter(1))
-    x = build.call(torch.matmul, x, build.parameter(2))
-    ctx = context(build.parameter_of, [2], [1], [0])
-    result = split_forward_pass(build.output(x), dataclasses.replace(ctx, every_cut_or_none=True))
-    assert partitions(result.gm) == [["addmm"], ["matmul"]]
+    def function(x: Any, p0: Any, p1: Any, p2: Any) -> Any:
+        return torch.matmul(torch.addmm(p0, x, p1), p2)
+
+    assert partitions(split(function, [2], [1], [0], every_cut_or_none=True).gm) == [["addmm"], ["matmul"]]

@@ -1,11 +1,13 @@
-"""Which values are views of which others, and what of them crosses a cut."""
+"""Which values are views of which others, and which of them cross a cut."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
-from graphs import GraphBuilder, find
+from graphs import find, record
 from torch import fx
 
 from ddp_compile.passes.analysis.cut_constraints import find_held_cuts, mode_regions
@@ -13,8 +15,11 @@ from ddp_compile.passes.analysis.views import ViewTrees
 from ddp_compile.passes.forward.partition_graph import partition_graph
 
 
-def partitions_of(stitched: fx.GraphModule) -> list[fx.GraphModule]:
-    return [stitched.get_submodule(node.target) for node in stitched.graph.find_nodes(op="call_module")]
+def cut(gm: fx.GraphModule, *names: str) -> tuple[fx.GraphModule, list[fx.GraphModule]]:
+    """The stitched graph of one that is cut before these calls, and its partitions."""
+    stitched = partition_graph(gm, [find(gm, name) for name in names])
+    calls = stitched.graph.find_nodes(op="call_module")
+    return stitched, [stitched.get_submodule(node.target) for node in calls]
 
 
 def inputs(gm: fx.GraphModule) -> list[str]:
@@ -29,69 +34,52 @@ def calls(gm: fx.GraphModule) -> list[str]:
     return [node.name for node in gm.graph.nodes if node.op in ("call_method", "call_function")]
 
 
-def trees_of(gm: fx.GraphModule) -> ViewTrees:
-    return ViewTrees(gm, mode_regions(gm))
+def view_and_its_base(x: Any) -> Any:
+    y = torch.sin(x).t()
+    target = y.detach()
+    return torch.mul(torch.cos(y), target)
 
 
-def test_a_view_and_what_it_is_a_view_of_cross_as_one_value() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    y = build.call("t", h)
-    target = build.call("detach", y)
-    gm = build.output(build.call(torch.mul, build.call(torch.cos, y), target))
-    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
-    assert outputs(first) == inputs(second) == ["t"]
-    assert calls(second) == ["detach", "cos", "mul"]
+def two_views(x: Any) -> Any:
+    h = torch.sin(x)
+    rows, columns = h.unbind(), h.t()
+    row = rows[0]
+    return torch.matmul(torch.cos(columns), row)
 
 
-def test_two_views_cross_as_what_both_are_views_of() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    rows, columns = build.call("unbind", h), build.call("t", h)
-    row = build.call(operator.getitem, rows, 0)
-    gm = build.output(build.call(torch.matmul, build.call(torch.cos, columns), row))
-    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
-    assert outputs(first) == inputs(second) == ["sin"]
-    assert calls(second) == ["unbind", "t", "getitem", "cos", "matmul"]
+def view_of_an_input(x: Any, p0: Any) -> Any:
+    turned = p0.t()
+    return torch.matmul(torch.cos(torch.matmul(x, turned)), turned)
 
 
-def test_a_single_view_crosses_as_itself() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    gm = build.output(build.call(torch.cos, build.call("narrow", h, 0, 0, 1)))
-    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
-    assert outputs(first) == inputs(second) == ["narrow"]
-
-
-def test_an_expanded_value_is_made_again_and_views_of_it_too() -> None:
-    build = GraphBuilder()
-    h = build.call("narrow", build.call(torch.sin, build.input("x")), 0, 0, 1)
-    expanded = build.call("expand", h, 3, -1)
-    gm = build.output(build.call(torch.cos, build.call("t", expanded)))
-    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
-    assert outputs(first) == inputs(second) == ["narrow"]
-    assert calls(second) == ["expand", "t", "cos"]
-
-
-def test_no_view_of_an_input_crosses() -> None:
-    build = GraphBuilder()
-    x, weight = build.input("x"), build.parameter(0)
-    turned = build.call("t", weight)
-    y = build.call(torch.matmul, x, turned)
-    gm = build.output(build.call(torch.matmul, build.call(torch.cos, y), turned))
-    first, second = partitions_of(partition_graph(gm, [find(gm, "cos")]))
-    assert outputs(first) == ["matmul"]
-    assert inputs(second) == ["matmul", "p0"] and calls(second) == ["t", "cos", "matmul_1"]
+@pytest.mark.parametrize(
+    ("function", "crossing", "second_calls"),
+    [
+        (view_and_its_base, ["t"], ["detach", "cos", "mul"]),
+        (two_views, ["sin"], ["unbind", "t", "getitem", "cos", "matmul"]),
+        (lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1)), ["narrow"], ["cos"]),
+        # An expanded value is made again, and so are views of it.
+        (lambda x: torch.cos(torch.sin(x).narrow(0, 0, 1).expand(3, -1).t()), ["narrow"], ["expand", "t", "cos"]),
+        (view_of_an_input, ["matmul"], ["t", "cos", "matmul_1"]),
+    ],
+)
+def test_views_cross_as_one_value_and_are_made_again(
+    function: Callable[..., Any], crossing: list[str], second_calls: list[str]
+) -> None:
+    _, (first, second) = cut(record(function).gm, "cos")
+    assert outputs(first) == crossing and calls(second) == second_calls
+    assert [name for name in inputs(second) if name != "p0"] == crossing
 
 
 def test_views_beside_what_they_are_views_of_are_made_for_the_caller() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    y = build.call("t", h)
-    target = build.call("detach", y)
-    gm = build.output(build.call(torch.cos, h), y, target)
-    stitched = partition_graph(gm, [find(gm, "cos")])
-    assert outputs(partitions_of(stitched)[0]) == ["sin"]
+    def function(x: Any) -> Any:
+        h = torch.sin(x)
+        y = h.t()
+        target = y.detach()
+        return torch.cos(h), y, target
+
+    stitched, (first, _) = cut(record(function).gm, "cos")
+    assert outputs(first) == ["sin"]
     x = torch.rand(4, 4)
     _, y_value, target_value = stitched(x)
     assert torch.equal(y_value, x.sin().t()) and torch.equal(target_value, y_value)
@@ -99,34 +87,33 @@ def test_views_beside_what_they_are_views_of_are_made_for_the_caller() -> None:
 
 
 def test_a_view_made_under_no_grad_is_made_again_under_no_grad() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    build.call(torch._C._set_grad_enabled, False)
-    flat = build.call("view", h, -1)
-    build.call(torch._C._set_grad_enabled, True)
-    y = build.call(torch.cos, h)
-    gm = build.output(build.call(torch.mul, y, 2), build.call(torch.exp, flat))
-    stitched = partition_graph(gm, [find(gm, "cos"), find(gm, "exp")])
-    *_, last = partitions_of(stitched)
+    def function(call: Any, x: Any) -> Any:
+        h = torch.sin(x)
+        call(torch._C._set_grad_enabled, False)
+        flat = h.view(-1)
+        call(torch._C._set_grad_enabled, True)
+        return torch.mul(torch.cos(h), 2), torch.exp(flat)
+
+    stitched, (*_, last) = cut(record(function).gm, "cos", "exp")
     assert inputs(last) == ["sin"]
-    assert [node.args for node in last.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)] == [
-        (False,),
-        (True,),
-    ]
+    modes = last.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    assert [node.args for node in modes] == [(False,), (True,)]
     x = torch.rand(4, 4, requires_grad=True)
     stitched(x)[1].sum().backward()
     assert x.grad is None
 
 
 def test_what_computes_writes_or_has_a_hook_is_not_made_again() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x", torch.ones(4, 4, requires_grad=True)))
-    reached = build.call("as_strided", h, (2,), (1,))
-    doubled = build.call("mul_", h, 2)
-    watched = build.call("view", h, -1)
-    build.call("register_hook", watched, build.input("hook", torch.neg))
-    trees = trees_of(build.output(reached, doubled, watched, build.call("t", h)))
-    assert [trees.root(node) for node in (reached, doubled, watched)] == [reached, doubled, watched]
+    def function(x: Any, hook: Any) -> Any:
+        h = torch.sin(x)
+        reached, doubled, watched = h.as_strided((2,), (1,)), h.mul_(2), h.view(-1)
+        watched.register_hook(hook)
+        return reached, doubled, watched, h.t()
+
+    gm, _ = record(function, x=torch.ones(4, 4, requires_grad=True), hook=torch.neg)
+    trees = ViewTrees(gm, mode_regions(gm))
+    returned = gm.graph.output_node().args[0][:3]
+    assert [trees.root(node) for node in returned] == list(returned)
 
 
 def user_function(x: torch.Tensor) -> torch.Tensor:
@@ -134,28 +121,30 @@ def user_function(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_a_function_of_the_users_returns_of_its_argument_does_not_cross() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    own = build.call(user_function, h)
-    build.call(torch.cos, h)
-    gm = build.output(build.call(torch.exp, own))
+    def function(call: Any, x: Any, is_returned: bool) -> Any:
+        h = torch.sin(x)
+        if is_returned:
+            y = torch.cos(h)
+            return call(user_function, h), y
+        own = call(user_function, h)
+        torch.cos(h)
+        return torch.exp(own)
+
+    gm, _ = record(lambda call, x: function(call, x, is_returned=False))
     (held,) = (h for h in find_held_cuts(gm) if "user_function" in h.reason)
     assert (held.first, held.last) == (find(gm, "user_function") + 1, find(gm, "exp"))
-    assert held.reason == "user_function lies in the memory of sin and is no view that could be made again"
-
-
-def test_what_a_function_of_the_users_returns_of_its_argument_stays_with_it_if_the_caller_gets_it() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    y = build.call(torch.cos, h)
-    gm = build.output(build.call(user_function, h), y)
+    assert held.reason == "user_function shares the memory of sin and cannot be made again as a view of it"
+    # The caller gets it: it stays with its argument.
+    gm, _ = record(lambda call, x: function(call, x, is_returned=True))
     assert {(h.first, h.last) for h in find_held_cuts(gm)} == {(find(gm, "sin") + 1, len(gm.graph.nodes) - 1)}
 
 
 def test_views_that_can_be_made_again_hold_no_cut() -> None:
-    build = GraphBuilder()
-    h = build.call(torch.sin, build.input("x"))
-    views = [build.call(name, h) for name in ("t", "detach", "contiguous")]
-    for view in views:
-        h = build.call(torch.add, h, build.call(torch.cos, view))
-    assert find_held_cuts(build.output(h, *views)) == []
+    def function(x: Any) -> Any:
+        h = torch.sin(x)
+        views = h.t(), h.detach(), h.contiguous()
+        for view in views:
+            h = torch.add(h, torch.cos(view))
+        return h, *views
+
+    assert find_held_cuts(record(function).gm) == []

@@ -1,4 +1,4 @@
-"""Charts of a benchmark run, drawn from the data files that it left behind."""
+"""Charts of a benchmark run, drawn from its data files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_compile.bench.charts.timeline import build_timeline
 
 __all__ = ["draw_charts"]
 
-#: File name of each chart, and what builds it; None comes back where the data is missing.
+#: File name of each chart, and the function that builds it, which returns None if data is missing.
 CHARTS: Mapping[str, Callable[[BenchmarkRun], Figure | None]] = {
     "step_time_by_link.png": build_step_time_by_link,
     "bucket_cap_sweep.png": build_bucket_cap_sweep,
@@ -42,7 +42,7 @@ def draw_charts(directory: Path) -> list[Path]:
         older file of its name stays as it is.
 
     Raises:
-        ValueError: A data file lacks columns, or holds something that is not a number where one belongs.
+        ValueError: A data file lacks columns, or has something else than a number.
     """
     run = read_run(directory)
     drawn = []

@@ -88,7 +88,7 @@ def link_colors(links: Iterable[str]) -> dict[str, str]:
 
 
 def short(name: str) -> str:
-    """A label of bounded length; of a long ``module:function`` the end says more."""
+    """A label of bounded length; the end of a long ``module:function``."""
     return name if len(name) <= _LONGEST_LABEL else "…" + name[1 - _LONGEST_LABEL :].lstrip(".")
 
 
@@ -97,7 +97,7 @@ def case_label(implementation: str, mode: str) -> str:
 
 
 def link_label(link: str, rows: Iterable[SummaryRow] = ()) -> str:
-    """A link's name in words, with the rate that was reached on it where one of the rows knows."""
+    """A link's name in words, with the rate that was reached, if a row has it."""
     label = link_name(link)
     measured = sorted({row.achieved_gbit for row in rows if row.link == link and row.achieved_gbit is not None})
     return f"{label} ({measured[len(measured) // 2]:.3g} Gbit/s)" if measured else label
@@ -129,7 +129,7 @@ def new_page(
     Args:
         size: Width and height in inches, without title and notes.
         title: What the chart shows.
-        subtitle: What was measured.
+        subtitle: The model and the machine.
         notes: Sentences; empty ones are left out.
         legend: Labelled entries that hold for all panels; they go below the subtitle.
     """
@@ -163,7 +163,7 @@ def new_page(
 
 
 def failed_note(rows: Iterable[SummaryRow]) -> str:
-    """ "failed: a, b (1gbit)", or "" where nothing failed."""
+    """ "failed: a, b (1gbit)", or "" if nothing failed."""
     found = [short(name) + (f" ({', '.join(where)})" if where else "") for name, where in failures(rows)]
     return f"failed: {', '.join(found)}" if found else ""
 

@@ -19,7 +19,7 @@ _UNSHAPED = ("loopback", "none")
 
 
 class Case(NamedTuple):
-    """What was run, and on which link."""
+    """An implementation with its settings, on a link."""
 
     implementation: str
     mode: str
@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 
 def implementation_order(name: str) -> tuple[int, int, str]:
-    """Sort key: ours, a user's own, peers, and then what is no data parallelism."""
+    """Sort key: ours, a user's own, peers, and then those without data parallelism."""
     if name.startswith(OURS_PREFIX):
         return 0, _position(name.removeprefix(OURS_PREFIX), _OURS), name
     if name in (LOCAL, COMMUNICATION):
@@ -101,7 +101,7 @@ def choose_cases(cases: Sequence[Case], summary: Iterable[SummaryRow]) -> list[C
     """One case of each implementation, all on one link, ordered by `implementation_order`.
 
     The link is the slowest of those with the most implementations, since waiting shows there. Of several bucket
-    capacities it is the one with the fastest step, or the one next to 25 MiB where no step was measured.
+    capacities it is the one with the fastest step, or the one closest to 25 MiB if no step was measured.
     """
     by_link = {case.link: {other.implementation for other in cases if other.link == case.link} for case in cases}
     if not by_link:
@@ -127,7 +127,7 @@ def unique(values: Iterable[str]) -> list[str]:
 
 
 def failures(rows: Iterable[SummaryRow]) -> list[tuple[str, list[str]]]:
-    """Implementations with failed rows, each with the settings under which it failed; none where it always did."""
+    """Implementations with failed rows, each with the settings under which it failed; none if it always did."""
     rows = sorted(rows, key=lambda row: link_order(row.link))
     found = []
     for name in sorted({row.implementation for row in rows if row.status != "ok"}, key=implementation_order):
@@ -139,7 +139,7 @@ def failures(rows: Iterable[SummaryRow]) -> list[tuple[str, list[str]]]:
 
 
 def _telling_apart(failed: Sequence[tuple[str, ...]], others: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
-    """The fewest positions whose values never agree between the two; all of them where even those do."""
+    """The fewest positions whose values never agree between the two; all of them if there are none."""
     positions = range(len(failed[0]))
     for num in positions:
         for chosen in itertools.combinations(positions, num):

@@ -1,4 +1,4 @@
-"""What the modes of ``torch.compile`` cost and bring."""
+"""Compile times and step times of the modes of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def build_compile_modes(run: BenchmarkRun) -> Figure | None:
 
 
 def _link_with_most_modes(rows: Sequence[SummaryRow]) -> str:
-    """Of several, the fastest link: there communication hides the least of what a mode changes."""
+    """The link with most modes; of several the fastest, on which communication hides least."""
     modes: dict[str, set[tuple[str, str]]] = {}
     for row in rows:
         if is_measured(row):

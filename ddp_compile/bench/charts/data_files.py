@@ -1,4 +1,4 @@
-"""What a benchmark run wrote: tables and one profile, read and checked."""
+"""Reads and checks the files of a benchmark run: tables and one profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ddp_compile.plan.spec import with_article
+from ddp_compile.errors import with_article
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class SummaryRow:
 
     @property
     def quartiles_ms(self) -> tuple[float, float]:
-        """Lower and upper quartile of a measured step; the median stands for one that is missing."""
+        """Lower and upper quartile of a measured step; the median if one is missing."""
         assert self.step_ms is not None
         return (
             self.step_ms if self.step_ms_p25 is None else self.step_ms_p25,
@@ -95,7 +95,7 @@ class ProfiledStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkRun:
-    """All data of one run; what is missing is empty."""
+    """All data of one run; missing tables are empty."""
 
     summary: tuple[SummaryRow, ...] = ()
     messages: tuple[MessageRow, ...] = ()
@@ -110,7 +110,7 @@ def read_run(directory: Path) -> BenchmarkRun:
     """Read ``summary.csv``, ``messages.csv``, ``ready.csv`` and ``timeline.json``; a missing file has no rows.
 
     Raises:
-        ValueError: A file lacks columns, is not JSON, or holds something that is not a number where one belongs.
+        ValueError: A file lacks columns, is not JSON, or has something else than a number.
     """
     return BenchmarkRun(
         summary=_read_table(directory / "summary.csv", SummaryRow),
@@ -181,7 +181,7 @@ def _require(where: str, what: str, needed: Iterable[str], present: object) -> N
 
 
 def _number(where: str, name: str, value: str | float | None) -> float | None:
-    """Nothing, and what is not finite, is not measured."""
+    """The number; None if there is none or it is not finite, which stand for "not measured"."""
     if value is None or value == "":
         return None
     try:

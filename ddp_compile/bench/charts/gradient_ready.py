@@ -1,4 +1,4 @@
-"""How many gradients are ready how long after the backward began."""
+"""Gradients that are ready, by time since the backward began."""
 
 from __future__ import annotations
 

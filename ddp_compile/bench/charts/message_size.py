@@ -1,4 +1,4 @@
-"""What an all-reduce of a given size takes on each link."""
+"""Time and rate of all-reduces by message size and link."""
 
 from __future__ import annotations
 

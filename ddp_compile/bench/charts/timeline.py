@@ -41,7 +41,7 @@ _LANE_COLORS = {
 _SHARD_COLORS = {"reduce-scatter": ("#c8553d", "#e39b88"), "all-gather": ("#3f8f5b", "#93c4a3")}
 _WAIT_COLOR = "#cfcfcf"
 _ALONE_LINE: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.6}
-_BEHIND_BACKWARD = "#e9f1f8"
+_BACKWARD_SHADE = "#e9f1f8"
 _NARROWEST_LABELLED = 0.06
 
 
@@ -108,7 +108,7 @@ def _lanes(step: ProfiledStep) -> list[str]:
 
 def _draw_step(axes: Axes, step: ProfiledStep, lanes: Sequence[str], end: float) -> None:
     for event in filter(_is_backward, step.events):
-        axes.axvspan(event.start_ms, event.end_ms, color=_BEHIND_BACKWARD, linewidth=0, zorder=0)
+        axes.axvspan(event.start_ms, event.end_ms, color=_BACKWARD_SHADE, linewidth=0, zorder=0)
     for position, lane in enumerate(lanes):
         rows = stack(event for event in step.events if event.lane == lane)
         in_order = sorted(itertools.chain(*rows), key=lambda event: event.start_ms)
@@ -119,7 +119,7 @@ def _draw_step(axes: Axes, step: ProfiledStep, lanes: Sequence[str], end: float)
             for event in row:
                 color = _color(event, shade[event])
                 length = event.end_ms - event.start_ms
-                # The edge keeps what is shorter than a pixel visible.
+                # The edge keeps events shorter than a pixel visible.
                 axes.barh(
                     middle, length, left=event.start_ms, height=0.9 * height, color=color, edgecolor=color, lw=0.4
                 )
@@ -138,7 +138,7 @@ def _color(event: Event, shade: int) -> str:
 
 
 def _kind(event: Event) -> str:
-    """Which collective it is; empty for what is none."""
+    """The name of the collective; empty for other events."""
     if event.lane != "communication":
         return ""
     kernels = {"ReduceScatter": "reduce-scatter", "AllGather": "all-gather"}

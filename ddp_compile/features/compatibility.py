@@ -1,0 +1,215 @@
+"""Which features exclude each other: the one table of all such pairs, and the error.
+
+A feature is something that a user switches on. What parameters are (sparse, DTensors, of some dtype) is no feature: an
+algorithm's traits and `CommAlgorithm.objection` say what it takes. docs/feature_compatibility.md is written from this
+table, and tests/multiproc/test_feature_pairs.py tries every pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank
+from ddp_compile.features.optimizer_in_backward import with_steps
+from ddp_compile.features.replica import Replica
+from ddp_compile.runtime.algorithms.all_reduce import AllReduce
+from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
+from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
+
+
+class Feature(Enum):
+    """What can be switched on. The value is its name in the docs."""
+
+    SPLIT = '`split=` other than `"auto"`'
+    REGIONS = "`regions=`"
+    MODE = "`mode=`"
+    OPTIONS = "`options=`"
+    PROCESS_GROUP = "`process_group=`"
+    DEVICE_MESH = "`device_mesh=`"
+    BUFFERS = "`broadcast_buffers=True`, if the module has buffers"
+    COPIED_GRADIENTS = "`gradient_as_bucket_view=False`"
+    LAZY_BUCKETS = "`lazy_bucket_allocation=True`"
+    FIND_UNUSED = "`find_unused_parameters=True`"
+    SKIP_UNUSED = "`skip_all_reduce_unused_params=True`"
+    STATIC_GRAPH = "`static_graph=True`"
+    CHECK_FINITE = "`check_finite_gradients=True`"
+    DELAYED = "`delay_all_reduce_named_params=`"
+    FULLY_SHARD = "submodules of `fully_shard()`"
+    ALGORITHM = "`algorithm=` other than `GradientAllReduce()`"
+    AVERAGES = "an algorithm that averages parameters"
+    ASYNC = "`AsyncModelAverage()`, or an algorithm with `Traits(in_step=False)`"
+    NO_SHADOWS = "an algorithm with `Traits(takes_shadows=False)`"
+    KEEPS_STATE = "an algorithm with a `state_dict()`"
+    COMM_HOOK = "`register_comm_hook()`"
+    BUFFER_HOOK = "`_register_buffer_comm_hook()`"
+    SHARDED_OPTIMIZER = "`shard_optimizer()`"
+    STEPS_IN_BACKWARD = "optimizer steps inside `backward()`"
+    DELAYED_STEPS = "optimizer steps inside `backward()` over delayed parameters"
+    MANUAL_FINALIZATION = "`require_manual_backward_finalization`"
+    NO_SYNC = "`no_sync()`"
+    JOIN = "`join()`"
+    ACCELERATE = "`integrations.accelerate.use()`"
+    LIGHTNING = "`integrations.lightning.DDPCompileStrategy()`"
+
+
+class Exclusion(NamedTuple):
+    """A feature, those that exclude it for the same reason, the reason, and the way out."""
+
+    feature: Feature
+    others: tuple[Feature, ...]
+    reason: str
+    way_out: str
+
+
+# fmt: off
+EXCLUSIONS = (
+    Exclusion(
+        Feature.SPLIT, (Feature.REGIONS,),
+        "all regions of a class share the code compiled for one of them, so it is never cut, and buckets are launched"
+        " after the backward of each region",
+        "Drop split, or regions"),
+    Exclusion(
+        Feature.MODE, (Feature.OPTIONS,),
+        "a mode stands for options of its own",
+        "Pass one of them"),
+    Exclusion(
+        Feature.PROCESS_GROUP, (Feature.DEVICE_MESH,),
+        "each names the ranks to average over",
+        "Pass one of them"),
+    Exclusion(
+        Feature.ASYNC, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.FULLY_SHARD,
+                        Feature.DELAYED, Feature.BUFFERS),
+        "with such an algorithm no rank waits for another in a step, and this would make them wait",
+        "Leave it out, or pass another algorithm"),
+    Exclusion(
+        Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.FULLY_SHARD, Feature.DELAYED),
+        "gradients are checked in the buckets, and here some are reduced elsewhere, or not at all",
+        "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"),
+    Exclusion(
+        Feature.COMM_HOOK, (Feature.ALGORITHM, Feature.COMM_HOOK),
+        "a hook can only replace the default all-reduce",
+        "Keep one of the two; to change it, replicate the module again: ddp_compile(model.unwrap(), ...)"),
+    Exclusion(
+        Feature.SHARDED_OPTIMIZER, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.DELAYED, Feature.FULLY_SHARD,
+                                    Feature.STEPS_IN_BACKWARD),
+        "a sharded optimizer reduces all gradients to shards by itself, and is the first to step",
+        "Leave out one or the other"),
+    Exclusion(
+        Feature.SHARDED_OPTIMIZER, (Feature.SHARDED_OPTIMIZER,),
+        "one optimizer steps all parameters of a model",
+        "Put these into groups of one optimizer"),
+    Exclusion(
+        Feature.DELAYED, (Feature.DELAYED_STEPS,),
+        "such a step would take this rank's own gradients, before they are averaged",
+        "Step them after the backward, or do not delay them"),
+    Exclusion(
+        Feature.JOIN, (Feature.AVERAGES, Feature.NO_SHADOWS, Feature.SHARDED_OPTIMIZER),
+        "a rank that has no input left contributes zeros as gradients, and has no parameters or shards to contribute",
+        "Train on as many batches on every rank, or with GradientAllReduce() and an optimizer that is not sharded"),
+    Exclusion(
+        Feature.JOIN, (Feature.DELAYED,),
+        "a rank that has no input left cannot know when those gradients come",
+        "Train on as many batches on every rank, or drop delay_all_reduce_named_params"),
+    Exclusion(
+        Feature.JOIN, (Feature.FULLY_SHARD,),
+        "a rank that has no input left takes no part in the collectives of FSDP2",
+        "Give every rank as many batches"),
+    Exclusion(
+        Feature.JOIN, (Feature.JOIN,),
+        "a rank that has no input left could shadow one of the two only",
+        "Write one torch.distributed.algorithms.Join([first, second]) around both"),
+    Exclusion(
+        Feature.ACCELERATE, (Feature.AVERAGES, Feature.KEEPS_STATE),
+        "each rank has parameters or states of its own, and a checkpoint of Accelerate or Trainer holds those of one",
+        "Drop algorithm=, or call ddp_compile(model, algorithm=...) in a training loop of your own"),
+    Exclusion(
+        Feature.LIGHTNING, (Feature.SHARDED_OPTIMIZER,),
+        "Lightning clips, logs and saves whole gradients and states",
+        "Leave shard_optimizer out"),
+)
+# fmt: on
+
+_FLAGS = {
+    Feature.FIND_UNUSED: "find_unused_parameters",
+    Feature.SKIP_UNUSED: "skip_all_reduce_unused_params",
+    Feature.STATIC_GRAPH: "static_graph",
+    Feature.CHECK_FINITE: "check_finite_gradients",
+}
+
+
+def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
+    """The features of the table that a replicated module has, each as an error names it.
+
+    Args:
+        state: The module's.
+        algorithm: The one that it has, or is to have.
+    """
+    config, delayed = state.config, list(state.config.delayed.named)
+    found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
+    if state.buffers.synchronised():
+        found[Feature.BUFFERS] = "broadcast_buffers=True"
+    if delayed:
+        found[Feature.DELAYED] = f"delay_all_reduce_named_params ({shorten_names(delayed)})"
+    if state.sharded.names:
+        found[Feature.FULLY_SHARD] = f"submodules of fully_shard ({shorten_names(state.sharded.names)})"
+    if state.optimizers.are_registered:
+        found[Feature.STEPS_IN_BACKWARD] = "optimizer steps inside backward()"
+    if stepped := with_steps(config.delayed.named):
+        found[Feature.DELAYED_STEPS] = f"_apply_optimizer_in_backward of {shorten_names(stepped)}"
+    if state.uneven_inputs.config.enable:
+        found[Feature.JOIN] = "join()"
+    return found | _features_of(algorithm, state.process_group.size())
+
+
+def _features_of(algorithm: CommAlgorithm, num_ranks: int) -> dict[Feature, str]:
+    said, traits = f"the {algorithm.name}", algorithm.traits
+    if isinstance(algorithm, AllReduce):
+        return {}
+    if isinstance(algorithm, CommHook):
+        return {Feature.COMM_HOOK: said}
+    if isinstance(algorithm, ShardedAlgorithm):
+        return {Feature.SHARDED_OPTIMIZER: said}
+    is_so = {
+        Feature.ALGORITHM: True,
+        Feature.AVERAGES: traits.payload != "gradients",
+        Feature.ASYNC: not traits.in_step and num_ranks > 1,
+        Feature.NO_SHADOWS: not traits.takes_shadows,
+    }
+    return {feature: said for feature, holds in is_so.items() if holds}
+
+
+def refuse_if_excluded(feature: Feature, said: str, present: Mapping[Feature, str]) -> None:
+    """Refuse to switch a feature on if one that is in force excludes it.
+
+    Args:
+        feature: The one that is wanted.
+        said: How the error names it, as the user wrote it.
+        present: What is in force, from `in_force`.
+
+    Raises:
+        ReplicationError: One of them excludes it; names both, the reason and the way out.
+    """
+    for exclusion in EXCLUSIONS:
+        if feature is exclusion.feature:
+            _refuse(exclusion, said, [present[other] for other in exclusion.others if other in present])
+        elif feature in exclusion.others and exclusion.feature in present:
+            _refuse(exclusion, said, [present[exclusion.feature]])
+
+
+def refuse_pairs(features: Mapping[Feature, str]) -> None:
+    """Refuse features that exclude each other, as `refuse_if_excluded` does."""
+    for exclusion in EXCLUSIONS:
+        if exclusion.feature in features:
+            others = [other for other in exclusion.others if other in features and other is not exclusion.feature]
+            _refuse(exclusion, features[exclusion.feature], [features[other] for other in others])
+
+
+def _refuse(exclusion: Exclusion, said: str, others: list[str]) -> None:
+    if others:
+        raise ReplicationError(
+            f"{this_rank()}: {said} cannot be used with {' and '.join(dict.fromkeys(others))}: {exclusion.reason}."
+            f" {exclusion.way_out}"
+        )

@@ -1,0 +1,274 @@
+"""Every pair of features: both work together, or the error of the table of exclusions is raised on every rank.
+
+The table is that of `ddp_compile.features.compatibility`. Pairs that may be used together train two steps to the
+parameters that one process gets from the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import relative_difference
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from ddp_compile import ReplicationError, ddp_compile, shard_optimizer
+from ddp_compile.algorithms import AlgorithmConfig, AsyncModelAverage, CommAlgorithm, LocalSGD, Traits
+from ddp_compile.comm_hooks import allreduce_hook
+from ddp_compile.features.compatibility import EXCLUSIONS, Feature
+
+Ranks = Callable[[int], RankPool]
+WIDTH, ROWS, LR = 4, 3, 0.1
+NO_MOMENTUM: Any = {"lr": LR}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Two blocks that repeat, and a head that may be sharded; with a buffer if one is asked for."""
+
+    def __init__(self, has_buffer: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        if has_buffer:
+            self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.head(x))
+
+
+class OwnAlgorithm(CommAlgorithm):
+    """A user's all-reduce."""
+
+    name = "all-reduce of a user"
+
+    def __init__(self, group: dist.ProcessGroup, takes_shadows: bool) -> None:
+        self.group = group
+        self.traits = Traits(takes_shadows=takes_shadows)
+
+    def launch(self, bucket: Any, is_last: bool) -> Any:
+        return self.group.allreduce([bucket.flat])
+
+
+class Own(AlgorithmConfig):
+    def __init__(self, takes_shadows: bool = True) -> None:
+        self.takes_shadows = takes_shadows
+
+    def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
+        return OwnAlgorithm(process_group, self.takes_shadows)
+
+
+#: The algorithms of parameters average gradients while they warm up, which is all that is tried here.
+ARGUMENTS: Mapping[Feature, Mapping[str, Any]] = {
+    Feature.SPLIT: {"split": "backward"},
+    Feature.REGIONS: {"regions": "auto"},
+    Feature.MODE: {"backend": "inductor", "mode": "default"},
+    Feature.OPTIONS: {"backend": "inductor", "options": {"max_autotune": False}},
+    Feature.BUFFERS: {"broadcast_buffers": True},
+    Feature.COPIED_GRADIENTS: {"gradient_as_bucket_view": False},
+    Feature.LAZY_BUCKETS: {"lazy_bucket_allocation": True},
+    Feature.FIND_UNUSED: {"find_unused_parameters": True},
+    Feature.SKIP_UNUSED: {"skip_all_reduce_unused_params": True},
+    Feature.STATIC_GRAPH: {"static_graph": True},
+    Feature.CHECK_FINITE: {"check_finite_gradients": True},
+    Feature.ALGORITHM: {"algorithm": Own()},
+    Feature.NO_SHADOWS: {"algorithm": Own(takes_shadows=False)},
+    Feature.AVERAGES: {"algorithm": LocalSGD(period=2, warmup_steps=100)},
+    Feature.ASYNC: {"algorithm": AsyncModelAverage(sync_interval_ms=50, warmup_steps=100)},
+}
+#: Switched on by a call, in both orders.
+CALLS: Mapping[Feature, Callable[[Any, Any], object]] = {
+    Feature.COMM_HOOK: lambda model, optimizer: model.register_comm_hook(None, allreduce_hook),
+    Feature.BUFFER_HOOK: lambda model, optimizer: model._register_buffer_comm_hook(None, lambda state, buffers: None),
+    Feature.SHARDED_OPTIMIZER: lambda model, optimizer: shard_optimizer(optimizer, model),
+    Feature.STEPS_IN_BACKWARD: lambda model, optimizer: _apply_optimizer_in_backward(
+        torch.optim.SGD, model.blocks.parameters(), NO_MOMENTUM
+    ),
+    Feature.DELAYED_STEPS: lambda model, optimizer: _apply_optimizer_in_backward(
+        torch.optim.SGD, [model.last.bias], NO_MOMENTUM
+    ),
+    Feature.MANUAL_FINALIZATION: lambda model, optimizer: setattr(model, "require_manual_backward_finalization", True),
+}
+#: Part of how `train` and `make` do it.
+WAYS = (
+    Feature.PROCESS_GROUP,
+    Feature.DEVICE_MESH,
+    Feature.DELAYED,
+    Feature.FULLY_SHARD,
+    Feature.NO_SYNC,
+    Feature.JOIN,
+)
+#: Tried where those libraries are, tests/integrations.
+ELSEWHERE = (Feature.ACCELERATE, Feature.LIGHTNING, Feature.KEEPS_STATE)
+#: Features that one cannot have without others.
+IMPLIED: Mapping[Feature, tuple[Feature, ...]] = {
+    Feature.NO_SHADOWS: (Feature.ALGORITHM,),
+    Feature.AVERAGES: (Feature.ALGORITHM,),
+    Feature.ASYNC: (Feature.AVERAGES, Feature.ALGORITHM),
+    Feature.BUFFER_HOOK: (Feature.BUFFERS,),
+    Feature.DELAYED_STEPS: (Feature.STEPS_IN_BACKWARD, Feature.DELAYED),
+}
+
+
+def exclusions_of(one: Feature, other: Feature) -> list[str]:
+    """The reasons that the table has against the two, each with all that it implies."""
+    ones, others = ({feature, *IMPLIED.get(feature, ())} for feature in (one, other))
+    return [
+        exclusion.reason
+        for exclusion in EXCLUSIONS
+        for with_it, against in ((ones, others), (others, ones))
+        if exclusion.feature in with_it and against & set(exclusion.others)
+    ]
+
+
+def is_one_argument(one: Feature, other: Feature) -> bool:
+    return bool(ARGUMENTS.get(one, {}).keys() & ARGUMENTS.get(other, {}).keys() & {"algorithm"})
+
+
+def pairs() -> list[tuple[Feature, Feature]]:
+    """In both orders if both are calls; a feature with itself if the table says something about it."""
+    features = [*ARGUMENTS, *WAYS, *CALLS]
+    features.remove(Feature.DELAYED_STEPS)
+    found = [pair for pair in itertools.combinations(features, 2) if not is_one_argument(*pair)]
+    found += [
+        (other, one) for one, other in itertools.combinations(CALLS, 2) if Feature.DELAYED_STEPS not in (one, other)
+    ]
+    twice = [(e.feature, e.feature) for e in EXCLUSIONS if e.feature in e.others]
+    return [*found, *twice, (Feature.DELAYED, Feature.DELAYED_STEPS)]
+
+
+def make(features: tuple[Feature, ...], backend: str) -> tuple[Any, Any]:
+    """The replicated module and its optimizer."""
+    torch.manual_seed(0)
+    net: Any = Net(has_buffer=not {Feature.BUFFERS, Feature.BUFFER_HOOK}.isdisjoint(features))
+    settings: dict[str, Any] = {"backend": backend}
+    for feature in features:
+        settings.update(ARGUMENTS.get(feature, {}))
+    if Feature.PROCESS_GROUP in features:
+        settings["process_group"] = dist.group.WORLD
+    if Feature.DEVICE_MESH in features:
+        settings["device_mesh"] = init_device_mesh("cpu", (2,))
+    if Feature.DELAYED in features:
+        settings["delay_all_reduce_named_params"] = [("last.bias", net.last.bias)]
+        settings["param_to_hook_all_reduce"] = net.blocks[0].linear.weight
+    if Feature.FULLY_SHARD in features:
+        fully_shard(net.head, mesh=init_device_mesh("cpu", (2,)))
+    model: Any = ddp_compile(net, bucket_cap_mb=0.0001, first_bucket_cap_mb=0.0001, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for number, feature in enumerate(features):
+        if feature in CALLS:
+            is_again = feature in features[:number]
+            CALLS[feature](model, torch.optim.SGD(model.parameters(), lr=LR) if is_again else optimizer)
+    return model, optimizer
+
+
+def train(features: tuple[Feature, ...], backend: str) -> float:
+    """The largest difference of a parameter to that of one process, after two steps."""
+    model, optimizer = make(features, backend)
+    alone, own = Net(has_buffer=False), slice(ROWS * dist.get_rank(), ROWS * (1 + dist.get_rank()))
+    torch.manual_seed(0)
+    alone.load_state_dict(Net(has_buffer=False).state_dict())
+    num_backwards = 2 if Feature.NO_SYNC in features else 1
+    contexts = [model.join() for feature in features if feature is Feature.JOIN]
+    with contextlib.ExitStack() as joined:
+        for context in contexts:
+            joined.enter_context(context)
+        for step in range(2):
+            torch.manual_seed(10 + step)
+            for number in range(num_backwards):
+                x = torch.randn(2 * ROWS, WIDTH)
+                with model.no_sync() if number < num_backwards - 1 else contextlib.nullcontext():
+                    model(x[own]).square().mean().backward()
+                alone(x).square().mean().backward()
+            if Feature.MANUAL_FINALIZATION in features:
+                model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in alone.parameters():
+                    parameter -= LR * parameter.grad
+                    parameter.grad = None
+    ours = {name: whole(tensor) for name, tensor in model.state_dict().items() if name != "scale"}
+    return max(relative_difference(ours[name], p.detach()) for name, p in alone.named_parameters())
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def try_pairs(first: Feature, backend: str) -> list[tuple[Feature, str]]:
+    """For each feature that is tried after the first one: the error, or how far the parameters are from the mean."""
+    said = []
+    eager = torch.compiler.set_stance("force_eager") if backend == "eager" else contextlib.nullcontext()
+    with warnings.catch_warnings(), eager:
+        warnings.simplefilter("ignore")  # pairs of which one has no effect
+        for one, other in pairs():
+            if one is not first:
+                continue
+            try:
+                difference = train((one, other), backend)
+                said.append((other, "" if difference < 1e-5 else f"differs by {difference}"))
+            except Exception as error:
+                said.append((other, f"{type(error).__name__}: {error}"))
+    return said
+
+
+def assert_table_holds(first: Feature, results: list[list[tuple[Feature, str]]]) -> None:
+    for rank, said in enumerate(results):
+        assert len(said) > 0
+        for other, text in said:
+            reasons = exclusions_of(first, other)
+            if reasons:
+                assert text.startswith(f"ReplicationError: rank {rank}: "), (first, other, text)
+                assert any(reason in text for reason in reasons), (first, other, text)
+            else:
+                assert text == "", (first, other, text)
+
+
+FIRST = list(dict.fromkeys(first for first, _ in pairs()))
+
+
+@pytest.mark.parametrize("first", FIRST, ids=lambda first: first.name)
+def test_pairs_work_or_are_refused(first: Feature, ranks: Ranks) -> None:
+    assert_table_holds(first, ranks(2).run(try_pairs, first, "eager"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", FIRST, ids=lambda first: first.name)
+def test_compiled_pairs_work_or_are_refused(first: Feature, ranks: Ranks) -> None:
+    assert_table_holds(first, ranks(2).run(try_pairs, first, "aot_eager"))
+
+
+def test_fused_steps_are_refused_beside_a_sharded_optimizer(single_rank_group: None) -> None:
+    model, _ = make((Feature.SHARDED_OPTIMIZER,), "eager")
+    with pytest.raises(ReplicationError, match="_register_fused_optim cannot be used with the sharded optimizer: "):
+        model._register_fused_optim(torch.optim.SGD, LR)
+
+
+def test_every_feature_is_tried() -> None:
+    assert {*ARGUMENTS, *CALLS, *WAYS, *ELSEWHERE} == set(Feature)
+    tried = {frozenset(pair) for pair in pairs()}
+    for exclusion in EXCLUSIONS:
+        for other in exclusion.others:
+            pair = {exclusion.feature, other}
+            assert pair in tried or not pair.isdisjoint(ELSEWHERE), pair

@@ -1,0 +1,245 @@
+"""Hooks on parameters and their AccumulateGrad nodes, and optimizers that step inside ``backward()``, as with DDP."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import beside_plain, difference, difference_to_mean, own_batch, pair, seeded, train_beside
+from in_ci import only
+from models import Mlp, largest, loss_of, relative_difference
+from rank_pool import on_ranks
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import GradientArrivalError, ddp_compile
+
+NUM_STEPS = 6
+APPEARS_AT = 4
+
+
+def small_mlp() -> nn.Module:
+    return Mlp(7, 4)
+
+
+# Hooks on nodes: what they make of a gradient is averaged, whenever they were registered.
+
+
+def shrink(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.01)  # type: ignore[union-attr]
+
+
+def write_after(parameter: nn.Parameter) -> Any:
+    """A hook after the node that writes into ``.grad``; returns the node, without which the hook is gone."""
+
+    def hook(_inputs: object, _outputs: object) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.01 * (dist.get_rank() + 1))
+
+    node = get_gradient_edge(parameter).node
+    node.register_hook(hook)
+    return node
+
+
+def write_before(parameter: nn.Parameter) -> Any:
+    """A hook before the node that writes without a change of the version."""
+
+    def hook(gradients: tuple[Tensor, ...]) -> None:
+        gradients[0].data.mul_(0.01 * (dist.get_rank() + 1))
+
+    node = get_gradient_edge(parameter).node
+    node.register_prehook(hook)
+    return node
+
+
+def write_before_on_one_rank(parameter: nn.Parameter) -> Any:
+    return write_before(parameter) if dist.get_rank() == 1 else None
+
+
+@pytest.mark.parametrize("cap_mb", [1e-4, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("when", only([APPEARS_AT], [None, 0, APPEARS_AT]))
+@pytest.mark.parametrize(
+    "kind", only([write_after, write_before_on_one_rank], [write_after, write_before, write_before_on_one_rank])
+)
+@pytest.mark.usefixtures("each_split")
+@on_ranks(2)
+def test_what_hooks_on_nodes_make_of_gradients_is_averaged(
+    kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float
+) -> None:
+    mine, theirs, alone = (seeded(small_mlp) for _ in range(3))
+    nodes = [kind(p) for model in (mine, theirs, alone) if when is None for p in model.parameters()]
+    ddp = DistributedDataParallel(theirs)
+    mine = ddp_compile(mine, bucket_cap_mb=cap_mb, backend="aot_eager")
+    for step in range(NUM_STEPS):
+        if step == when:
+            nodes += [kind(parameter) for parameter in alone.parameters()]
+            for parameter in mine.parameters():
+                kind(parameter)  # the reducer holds the node
+        for model in (mine, ddp, alone):
+            model.zero_grad()
+            loss_of(model(own_batch(step, 7))).backward()
+        assert difference_to_mean(mine, alone) < 1e-5
+        if (
+            when is None
+        ):  # a hook that is registered after the wrapping comes too late for DistributedDataParallel's mean
+            assert difference(mine, theirs) < 1e-5
+
+
+@on_ranks(2)
+def test_with_a_comm_hook_what_changes_after_a_bucket_left_is_an_error(split: str, each_split: str) -> None:
+    mine, alone = beside_plain(small_mlp, bucket_cap_mb=1e-4)
+    mine.register_comm_hook(None, allreduce_hook)
+    nodes = []
+    for step in range(NUM_STEPS):
+        if step == APPEARS_AT:
+            for model in (mine, alone):
+                nodes += [write_before_on_one_rank(parameter) for parameter in model.parameters()]
+        for model in (alone, mine):
+            model.zero_grad()
+            if step == APPEARS_AT and model is mine and split == "backward":
+                with pytest.raises(GradientArrivalError, match=r"layers\.3\.weight"):
+                    loss_of(model(own_batch(step, 7))).backward()
+                return
+            loss_of(model(own_batch(step, 7))).backward()
+        assert difference_to_mean(mine, alone) < 1e-5
+
+
+@pytest.mark.usefixtures("each_split")
+@on_ranks(2)
+def test_nodes_live_as_long_as_the_module() -> None:
+    model = ddp_compile(small_mlp(), backend="aot_eager")
+    calls = []
+    for parameter in model.parameters():
+        get_gradient_edge(parameter).node.register_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        loss_of(model(torch.randn(4, 7))).backward()
+    assert len(calls) == 3 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("on_node", [True, False])
+@pytest.mark.usefixtures("each_split")
+@on_ranks(2)
+def test_a_hook_that_clears_gradients_is_named(on_node: bool) -> None:
+    """As that of an optimizer that steps inside the backward."""
+    model = ddp_compile(small_mlp(), backend="aot_eager", bucket_cap_mb=1e-4)
+    for parameter in model.parameters():
+        clear = lambda *_, p=parameter: setattr(p, "grad", None)  # noqa: E731
+        if on_node:
+            get_gradient_edge(parameter).node.register_hook(clear)
+        else:
+            parameter.register_post_accumulate_grad_hook(clear)
+    with pytest.raises(GradientArrivalError, match=r"layers\.3\.\w+ was set to None before it was averaged"):
+        loss_of(model(torch.randn(4, 7))).backward()
+
+
+# Hooks that are registered after the forward, as in a `with clipping():` around the backward.
+
+
+@pytest.mark.parametrize(
+    ("cap_mb", "calls_module"), only([(1e-4, True), (5, False)], itertools.product([1e-4, 5], [True, False]))
+)
+@pytest.mark.usefixtures("each_split")
+@on_ranks(2)
+def test_hooks_registered_between_forward_and_backward(cap_mb: float, calls_module: bool) -> None:
+    """Without a call of the module, a backward starts at nothing that one has returned."""
+    models = pair(small_mlp, bucket_cap_mb=cap_mb)
+
+    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
+        if calls_module or step == 0:
+            loss = loss_of(model(x))
+        else:
+            loss = loss_of(torch.tanh(sum(p.sum() for p in model.parameters()) * x))
+            if model is models[1]:
+                loss = loss + 0 * loss_of(model(x))  # it reduces nothing without a forward
+        hooks = [parameter.register_post_accumulate_grad_hook(shrink) for parameter in model.parameters()]
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+
+    assert largest(train_beside(models, step_of, width=7)) < 1e-5
+
+
+# Optimizers that step inside backward().
+
+WIDTH = 33
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def wrap(module: nn.Module) -> Any:
+    return ddp_compile(module, bucket_cap_mb=0.005, backend="aot_eager")
+
+
+def nothing() -> None:
+    return None
+
+
+def applied(module: nn.Sequential) -> tuple[Any, Callable[[], None]]:
+    """One before the module is replicated, one after it; the last layer is left to an ordinary optimizer."""
+    _apply_optimizer_in_backward(torch.optim.Adam, module[0].parameters(), {"lr": 0.01})
+    model = wrap(module)
+    _apply_optimizer_in_backward(torch.optim.SGD, module[2].parameters(), {"lr": 0.1, "momentum": 0.9})
+    return model, nothing
+
+
+def applied_by_hand(module: nn.Sequential) -> tuple[Any, Callable[[], None]]:
+    """DistributedDataParallel's own way needs a GPU, even for parameters on the CPU."""
+    adam = torch.optim.Adam(module[0].parameters(), lr=0.01)
+    sgd = torch.optim.SGD(module[2].parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        for optimizer in (adam, sgd):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return DistributedDataParallel(module), step
+
+
+def fused(module: nn.Sequential, wrap: Callable[..., Any] = DistributedDataParallel) -> tuple[Any, Callable[[], None]]:
+    model = wrap(module)
+    chosen = [*module[0].parameters(), *module[2].parameters()]
+    model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=chosen, momentum=0.9)
+    return model, nothing
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "applied": (applied, applied_by_hand),
+    "fused": (lambda module: fused(module, wrap), fused),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_parameters_are_those_of_ddp(way: str, split: str, each_split: str) -> None:
+    modules = seeded(three_layers), seeded(three_layers)
+    replicated = [make_model(module) for make_model, module in zip(WAYS[way], modules, strict=True)]
+    optimizers = [torch.optim.SGD(module[4].parameters(), lr=0.1) for module in modules]
+    for step in range(5):
+        for (model, step_by_hand), module, optimizer in zip(replicated, modules, optimizers, strict=True):
+            for micro_step in range(2):
+                with model.no_sync() if micro_step == 0 else nullcontext():
+                    loss_of(model(own_batch(10 * step + micro_step, WIDTH, 6))).backward()
+            step_by_hand()
+            optimizer.step()
+            gone = [parameter.grad is None for parameter in module.parameters()]
+            assert gone == ([True] * 4 + [False] * 2 if way == "applied" else [False] * 6)
+            module.zero_grad()
+        assert largest(map(relative_difference, *(list(module.parameters()) for module in modules))) < 1e-6
+
+
+def test_parameters_of_another_module_are_refused(single_rank_group: None) -> None:
+    model: Any = ddp_compile(three_layers(), backend="eager")
+    with pytest.raises(ValueError, match="optim_params has parameters that this module does not reduce"):
+        model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError):  # torch's own
+        model._register_fused_optim(torch.optim.LBFGS)

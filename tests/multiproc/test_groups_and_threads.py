@@ -1,0 +1,221 @@
+"""Models in groups of some of the ranks, with collectives of their own, or in several threads: as with DDP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Queue
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import own_batch, seeded
+from models import Mlp, loss_of
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compile import ddp_compile
+
+pytestmark = pytest.mark.usefixtures("each_split")
+
+Gradients = list[list[float]]
+Result = TypeVar("Result")
+WIDTH, NUM_STEPS, THREAD_TIMEOUT_S = 9, 4, 60
+
+
+class AllReduced(nn.Module):
+    """Averages what each layer but the last gives over a group, as a synchronised BatchNorm does; so does its backward.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if layer is not self.layers[-1]:
+                x = all_reduce(x, group=self._group) / dist.get_world_size(self._group)
+        return x
+
+
+def replicate(by_ddp: bool, group: Any = None, seed: int = 1, make: Callable[[], nn.Module] | None = None) -> Any:
+    model = seeded(make or (lambda: Mlp(WIDTH, 4)), seed)
+    if by_ddp:
+        return DistributedDataParallel(model, process_group=group)
+    return ddp_compile(model, process_group=group, bucket_cap_mb=0.0005, backend="aot_eager")  # about a layer
+
+
+def gradients(*models: nn.Module) -> Gradients:
+    return [parameter.grad.flatten().tolist() for model in models for parameter in model.parameters()]
+
+
+def train(models: Sequence[Any], loss: Callable[[Tensor], Tensor]) -> list[Gradients]:
+    seen = []
+    for step in range(NUM_STEPS):
+        for model in models:
+            model.zero_grad()
+        loss(own_batch(step, WIDTH)).backward()
+        seen.append(gradients(*models))
+    return seen
+
+
+# Groups.
+
+
+def on_two_of_three(by_ddp: bool) -> list[Gradients]:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return []
+    model = replicate(by_ddp, group)
+    return train([model], lambda x: loss_of(model(x)))
+
+
+def in_two_groups_that_share_a_rank(by_ddp: bool) -> list[Gradients]:
+    """Rank 1 trains both models, one after the other."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    mine = [number for number, ranks in enumerate(([0, 1], [1, 2])) if dist.get_rank() in ranks]
+    models = [replicate(by_ddp, groups[number], number) for number in mine]
+    return [each for model in models for each in train([model], lambda x, model=model: loss_of(model(x)))]
+
+
+def in_one_backward(by_ddp: bool) -> list[Gradients]:
+    """Two models in two groups of all ranks, and one backward through both."""
+    models = [replicate(by_ddp, dist.new_group(), number) for number in (0, 1)]
+    return train(models, lambda x: loss_of(models[0](x)) + loss_of(models[1](x)))
+
+
+def in_one_group(by_ddp: bool) -> list[Gradients]:
+    """The same in one group, in which the collectives of both have one order on all ranks."""
+    models = [replicate(by_ddp, dist.group.WORLD, number) for number in (0, 1)]
+    return train(models, lambda x: loss_of(models[1](models[0](x))))
+
+
+def with_collectives_in_its_group(by_ddp: bool, own: Any = None) -> list[Gradients]:
+    own = own or dist.group.WORLD
+    models = [replicate(by_ddp, own, 2, lambda: AllReduced(own)), replicate(by_ddp, dist.group.WORLD)]
+    return train(models, lambda x: loss_of(models[1](models[0](x))))
+
+
+def with_collectives_in_another_group(by_ddp: bool) -> list[Gradients]:
+    return with_collectives_in_its_group(by_ddp, dist.new_group())
+
+
+# Threads.
+
+
+def in_threads(*functions: Callable[[], Result]) -> list[Result]:
+    """What each function returns in a thread of its own; raises what the first of them raised."""
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(place: int) -> None:
+        try:
+            results[place] = functions[place]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(THREAD_TIMEOUT_S)
+    if errors:
+        raise errors[0]
+    assert len(results) == len(functions), "a thread did not end"
+    return [results[place] for place in range(len(functions))]
+
+
+def in_changing_threads(by_ddp: bool) -> list[Gradients]:
+    """Forward, backward or both in another thread; the first forward, which compiles, too."""
+    model = replicate(by_ddp)
+    seen = []
+    for step in range(2 * NUM_STEPS):
+        x = own_batch(step, WIDTH)
+        model.zero_grad()
+        loss = in_threads(lambda x=x: loss_of(model(x)))[0] if step % 4 in (0, 2) else loss_of(model(x))
+        in_threads(loss.backward) if step % 4 in (0, 1) else loss.backward()
+        seen.append(gradients(model))
+    return seen
+
+
+def two_in_two_threads(by_ddp: bool) -> list[list[Gradients]]:
+    """Each with a process group of its own, since collectives of two threads come in no order."""
+    models = [replicate(by_ddp, dist.new_group(), seed) for seed in (0, 1)]
+    batches = [[own_batch(100 * seed + step, WIDTH) for step in range(NUM_STEPS)] for seed in (0, 1)]
+
+    def train_one(seed: int) -> list[Gradients]:
+        seen = []
+        for x in batches[seed]:
+            models[seed].zero_grad()
+            loss_of(models[seed](x)).backward()
+            seen.append(gradients(models[seed]))
+        return seen
+
+    return in_threads(lambda: train_one(0), lambda: train_one(1))
+
+
+def evaluates_in_a_loader(by_ddp: bool) -> list[Gradients]:
+    """A thread prepares batches with the module itself, while the main one trains it."""
+    model = replicate(by_ddp)
+    batches = [own_batch(step, WIDTH) for step in range(NUM_STEPS)]
+    prepared: Queue[Tensor] = Queue(maxsize=2)
+
+    def prepare() -> None:
+        for x in batches:
+            with torch.no_grad():
+                # Not DistributedDataParallel itself, which would broadcast its buffers, if it had some.
+                made = (model.module if by_ddp else model)(x)
+            prepared.put(x + 0 * made)
+
+    def train_prepared() -> list[Gradients]:
+        seen = []
+        for _ in range(NUM_STEPS):
+            model.zero_grad()
+            loss_of(model(prepared.get(timeout=THREAD_TIMEOUT_S))).backward()
+            seen.append(gradients(model))
+        return seen
+
+    return in_threads(train_prepared, prepare)[0]  # type: ignore[return-value]
+
+
+#: Number of ranks, and how they train.
+WAYS: dict[str, tuple[int, Callable[[bool], Any]]] = {
+    "on two of three": (3, on_two_of_three),
+    "in two groups that share a rank": (3, in_two_groups_that_share_a_rank),
+    "in one backward": (2, in_one_backward),
+    "in one group": (2, in_one_group),
+    "with collectives in its group": (2, with_collectives_in_its_group),
+    "with collectives in another group": (2, with_collectives_in_another_group),
+    "in changing threads": (2, in_changing_threads),
+    "in two threads": (2, two_in_two_threads),
+    "in a loader's thread": (2, evaluates_in_a_loader),
+}
+#: `test_iteration_message` has two models in one group too, in one backward.
+LONG = ["in two groups that share a rank", "in one group", "with collectives in another group", "in a loader's thread"]
+#: Dynamo of torch 2.11 refuses collectives in a graph (the error is in single_rank/test_compile_failures.py), and
+#: crashes if two threads compile any two modules.
+NOT_WITH_2_11 = pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 cannot do it")
+
+
+def marks_of(way: str) -> list[pytest.MarkDecorator]:
+    old = any(word in way for word in ("collectives", "two threads", "loader"))
+    return [*([NOT_WITH_2_11] if old else []), *([pytest.mark.long] if way in LONG else [])]
+
+
+def both(way: str) -> tuple[Any, Any]:
+    return WAYS[way][1](False), WAYS[way][1](True)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks_of(way)) for way in WAYS])
+def test_gradients_are_ddps(ranks: Callable[[int], RankPool], way: str) -> None:
+    for rank, (ours, theirs) in enumerate(ranks(WAYS[way][0]).run(both, way)):
+        assert ours == theirs
+        assert bool(ours) != (way == "on two of three" and rank == 2)

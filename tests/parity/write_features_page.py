@@ -1,0 +1,48 @@
+"""Writes docs/feature_compatibility.md from the table in `ddp_compile.features.compatibility`.
+
+Run ``python tests/parity/write_features_page.py``; `tests/unit/test_feature_page.py` compares the page with the table.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from ddp_compile.features.compatibility import EXCLUSIONS, Feature
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "feature_compatibility.md"
+
+HEAD = """\
+# Which features exclude each other
+
+Each line is a ReplicationError as soon as the second of the two features is switched on. All other pairs work together:
+`tests/multiproc/test_feature_pairs.py` tries every pair. `find_unused_parameters=True` has no effect with
+`static_graph=True`, which is a warning. What an algorithm takes, such as sparse gradients, DTensors and dtypes, is on
+another page: [custom_algorithms.md](custom_algorithms.md).
+
+`python tests/parity/write_features_page.py` writes this page from `ddp_compile/features/compatibility.py`; do not edit
+it.
+
+| feature | not with | because | way out |
+|---|---|---|---|
+"""
+
+TAIL = """
+`AsyncModelAverage()` averages parameters, and an algorithm that averages parameters is one other than
+`GradientAllReduce()`: it is excluded where these are.
+"""
+
+
+def format_page() -> str:
+    """The page that the table makes."""
+    rows = [
+        f"| {e.feature.value} | {'; '.join(other.value for other in e.others)} | {e.reason} | {e.way_out} |\n"
+        for e in EXCLUSIONS
+    ]
+    bound = {feature for e in EXCLUSIONS for feature in (e.feature, *e.others)}
+    free = ", ".join(feature.value for feature in Feature if feature not in bound)
+    return f"{HEAD}{''.join(rows)}\n{textwrap.fill(f'These exclude nothing: {free}.', 120)}\n{TAIL}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(format_page())
