@@ -124,8 +124,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     def abort(self) -> None:
         """Stop averaging, and leave all ranks with the same parameters.
 
-        To be called on every rank by the thread that trains. It returns when all ranks have called it; until then averages go on. Further calls do nothing. The steps that
-        follow are each rank's own, until `resume`.
+        To be called on every rank by the thread that trains. It returns when all ranks have called it; until then
+        averages go on. Further calls do nothing. The steps that follow are each rank's own, until `resume`.
 
         Raises:
             ReductionError: Averaging has failed, or a rank has not called it within the process group's timeout.
