@@ -55,7 +55,6 @@ class AfterStep(ParameterAverage):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `CommAlgorithm.load_state_dict`."""
         super().load_state_dict(state)
         self._exchange = Exchange.NONE
 

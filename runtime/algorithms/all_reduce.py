@@ -40,7 +40,6 @@ class AllReduceInChain(CollectiveChain):
     num_collectives = 1
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """See `CollectiveChain.reduce`."""
         yield torch_internals.started(dist.all_reduce(bucket.flat, group=self.process_group, async_op=True))
 
 
@@ -62,7 +61,6 @@ class WireDtypeAllReduce(CollectiveChain):
         self._factor = 2.0 ** round(math.log2(process_group.size()) / 2)
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """See `CollectiveChain.reduce`."""
         wire = torch.empty_like(bucket.flat, dtype=self._wire_dtype)
         flatten_scale([bucket.flat], wire, self._factor)
         yield torch_internals.started(dist.all_reduce(wire, group=self.process_group, async_op=True))
@@ -97,7 +95,6 @@ class GradientAllReduce(AlgorithmConfig):
             )
 
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
-        """See `AlgorithmConfig.build`."""
         if self.wire_dtype is None and not self.hierarchical:
             return AllReduce(process_group)
         algorithm: CollectiveChain = AllReduceInChain(process_group)

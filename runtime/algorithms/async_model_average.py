@@ -36,11 +36,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     As a context manager it resumes and aborts. If an exception leaves the context, the ranks agree on nothing more.
 
-    Args:
-        process_group: All ranks.
-        sync_interval_ms: See `AsyncModelAverage`.
-        warmup_steps: See `AsyncModelAverage`.
-
     Source: Bagua (Gan et al. 2021, arXiv 2107.01499). There the lock does not hold back an optimizer's step, whose
     update is lost if the average is written at the same time; forwards without backward block the thread for ever;
     evaluations count as steps; and resuming in the warm-up ends averaging for good.
@@ -68,7 +63,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._gate = ParameterGate(self._device, self._parameters.versions, self._written_outside)
 
     def detach(self, together: bool) -> None:
-        """See `CommAlgorithm.detach`."""
         self._steps.stop()
         if together:
             self._stop()
@@ -106,7 +100,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._start()
 
     def before_load(self) -> None:
-        """See `CommAlgorithm.before_load`."""
         if self._averager is not None:
             raise ReplicationError(
                 f"{this_rank()}: load_state_dict() while the {self.name} goes on, which would mix the loaded parameters"
@@ -116,7 +109,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """See `CommAlgorithm.evaluation`."""
         self._gate.enter("evaluation")
         try:
             yield
@@ -130,10 +122,10 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     # What users call.
 
     def abort(self) -> None:
-        """Stop averaging, and leave all ranks with the same parameters; to be called on every rank, where it trains.
+        """Stop averaging, and leave all ranks with the same parameters.
 
-        It returns when all ranks have called it; until then averages go on. Further calls do nothing. The steps that
-        follow are each rank's own, until `resume`.
+        To be called on every rank by the thread that trains. It returns when all ranks have called it; until then
+        averages go on. Further calls do nothing. The steps that follow are each rank's own, until `resume`.
 
         Raises:
             ReductionError: Averaging has failed, or a rank has not called it within the process group's timeout.
@@ -301,5 +293,4 @@ class AsyncModelAverage(AlgorithmConfig):
         refuse_interval("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)
 
     def build(self, process_group: dist.ProcessGroup) -> AsyncModelAverageAlgorithm:
-        """See `AlgorithmConfig.build`."""
         return AsyncModelAverageAlgorithm(process_group, self.sync_interval_ms, self.warmup_steps)

@@ -74,11 +74,7 @@ class AveragingThread:
     delays the averages, but no collective times out.
 
     Args:
-        algorithm: Runs the rounds.
-        group: The ranks.
         hosts: Their `host_group`, over which they exchange standings. Only this thread sends over it while it runs.
-        device: Of the parameters.
-        interval_s: How long it sleeps between two rounds.
         limit_s: How long `stop` waits for the other ranks.
     """
 

@@ -32,7 +32,6 @@ class ByteGradAlgorithm(CollectiveChain):
     num_collectives = 2
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """See `CollectiveChain.reduce`."""
         flat, size, rank = bucket.flat.view(-1), self.process_group.size(), self.process_group.rank()
         sent = minmax_u8_compress(flat, size, skip_chunk=rank)
         received = torch.empty_like(sent)
@@ -86,6 +85,5 @@ class ByteGrad(AlgorithmConfig):
     hierarchical: bool = False
 
     def build(self, process_group: dist.ProcessGroup) -> CollectiveChain:
-        """See `AlgorithmConfig.build`."""
         algorithm = ByteGradAlgorithm(process_group)
         return Hierarchical(process_group, algorithm) if self.hierarchical else algorithm

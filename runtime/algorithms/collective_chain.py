@@ -25,9 +25,6 @@ class CollectiveChain(CommAlgorithm):
     during a transfer. Every rank starts the collectives of one module in the same order, but their place among those of
     other modules, or of the user, differs from rank to rank. So a chain of several has a process group of its own. If
     ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the algorithm's own.
-
-    Args:
-        process_group: The ranks to reduce over.
     """
 
     #: How many collectives `reduce` yields for a bucket on this rank, the same for every bucket.

@@ -123,8 +123,6 @@ class HookWork:
     """A hook under way: the `Pending` of a bucket.
 
     Args:
-        hook: The hook.
-        future: Its return value.
         buffer: Receives the result, dense of shape (n,) or sparse; kept alive here while the hook may write it.
         bucket: The bucket's name and size, for errors.
     """
@@ -183,7 +181,6 @@ class CommHook(CommAlgorithm):
     Args:
         function: ``hook(state, bucket) -> Future``; see ``ReplicatedModule.register_comm_hook``.
         state: Passed to it with each bucket.
-        process_group: Of the module.
 
     Raises:
         TypeError: It is not callable, or does not take a state and a bucket.

@@ -23,12 +23,6 @@ class DecentralizedAlgorithm(ParameterAverage):
     """Sends the parameters when a forward begins, and replaces them by an average when its backward has ended.
 
     The optimizer steps from the average, by gradients at the previous parameters: x+ = average(x) - lr * gradient(x).
-
-    Args:
-        process_group: All ranks.
-        peer_selection: See `Decentralized`.
-        communication_interval: See `Decentralized`.
-        hierarchical: See `Decentralized`.
     """
 
     traits = Traits(payload="parameters", takes_dtypes=FLOATING)
@@ -90,7 +84,6 @@ class DecentralizedAlgorithm(ParameterAverage):
         return {**super().state_dict(), "num_exchanges": self._num_exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `CommAlgorithm.load_state_dict`."""
         super().load_state_dict(state)
         self._num_exchanges = state["num_exchanges"]
 
@@ -207,7 +200,6 @@ class Decentralized(AlgorithmConfig):
         refuse_interval("Decentralized", "communication_interval", self.communication_interval)
 
     def build(self, process_group: dist.ProcessGroup) -> DecentralizedAlgorithm:
-        """See `AlgorithmConfig.build`."""
         if self.peer_selection == "shift_one" and not self.hierarchical:
             _refuse_odd(process_group.size(), "ranks")
         return DecentralizedAlgorithm(

@@ -51,9 +51,6 @@ class FlatParameters:
     def blocks(self, numel: int) -> list[list[list[Tensor]]] | None:
         """The parameters' own memory, in the order of the buffers.
 
-        Args:
-            numel: Elements of a block.
-
         Returns:
             For each buffer its blocks, the last one shorter; each is a list of one-dimensional pieces of parameters.
             None if a parameter has gaps in its memory.

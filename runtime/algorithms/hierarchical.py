@@ -21,7 +21,6 @@ class Hierarchical(CollectiveChain):
     node has. All ranks of a node get their leader's result, bit for bit.
 
     Args:
-        process_group: The ranks to average over.
         between: Runs between the leaders; `attach` gives it their process group.
     """
 
@@ -52,7 +51,6 @@ class Hierarchical(CollectiveChain):
         return self._nodes.leaders is not None and self._nodes.leaders.size() > 1
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """See `CollectiveChain.reduce`."""
         flat, nodes = bucket.flat, self._nodes
         if (work := nodes.reduce(flat)) is not None:
             yield work

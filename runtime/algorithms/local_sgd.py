@@ -60,5 +60,4 @@ class LocalSGD(AlgorithmConfig):
         refuse_interval("LocalSGD", "warmup_steps", self.warmup_steps, least=0)
 
     def build(self, process_group: dist.ProcessGroup) -> LocalSGDAlgorithm:
-        """See `AlgorithmConfig.build`."""
         return LocalSGDAlgorithm(process_group, self.period, self.warmup_steps)

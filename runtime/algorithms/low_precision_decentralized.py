@@ -121,7 +121,6 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
         Args:
             blocks: x, see `FlatParameters.blocks`.
-            group: The ring.
         """
         for messages in self._under_way.values():
             self._await(messages)
@@ -185,7 +184,6 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `CommAlgorithm.load_state_dict`."""
         self._refuse_state(state)
         self._receive()
         for key, flats in self._kept().items():
@@ -294,5 +292,4 @@ class LowPrecisionDecentralized(AlgorithmConfig):
         refuse_interval("LowPrecisionDecentralized", "communication_interval", self.communication_interval)
 
     def build(self, process_group: dist.ProcessGroup) -> LowPrecisionDecentralizedAlgorithm:
-        """See `AlgorithmConfig.build`."""
         return LowPrecisionDecentralizedAlgorithm(process_group, self.communication_interval, self.hierarchical)

@@ -13,13 +13,7 @@ from ddp_compile.runtime.comm import error_messages, streams
 
 
 def objection_to_messages(name: str, process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks cannot send each other point-to-point messages, and the way out; empty if they can.
-
-    Args:
-        name: Of the algorithm.
-        process_group: The ranks.
-        device: Of the tensors that they send.
-    """
+    """Why the ranks cannot send each other point-to-point messages, and the way out; empty if they can."""
     backend = torch_internals.backend_name(process_group, device)
     if backend == "gloo" and streams.has_streams(device):
         return (
@@ -41,9 +35,7 @@ def exchange(
     Args:
         sent: Goes to each of them.
         received: For each of them, its rank in the group and the tensors to receive into.
-        group: The process group.
         tag: Has to be equal on both sides; NCCL ignores it.
-        name: Of the algorithm, for the error.
 
     Raises:
         ReductionError: It cannot be started, as a rank is gone.
@@ -63,10 +55,6 @@ def exchange(
 
 def wait_for(works: Sequence[dist.Work | None], name: str) -> None:
     """Wait for all works.
-
-    Args:
-        works: What to wait for; None is done.
-        name: Of the algorithm, for the error.
 
     Raises:
         ReductionError: One of them has failed.

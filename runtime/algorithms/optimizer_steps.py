@@ -22,11 +22,6 @@ class OptimizerSteps:
     If an optimizer wraps another one, as ``PostLocalSGDOptimizer`` does, the outermost step counts. Each of several
     optimizers side by side calls back; `all_have_stepped` says whether all have. A step that raises has no end; the
     next forward outside of a step resets it.
-
-    Args:
-        parameters: The parameters.
-        before: Called when a step begins.
-        after: Called when it has ended.
     """
 
     def __init__(self, parameters: Sequence[Parameter], before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -66,9 +61,6 @@ class OptimizerSteps:
     def forward_begins(self, algorithm: str) -> bool:
         """A forward with gradients begins.
 
-        Args:
-            algorithm: Its name, for the error.
-
         Returns:
             Whether it is inside of a step, in its closure.
 
@@ -83,8 +75,8 @@ class OptimizerSteps:
         if self._num_iterations_inside:
             optimizer = type(self._inside[0]()).__name__
             raise ReplicationError(
-                f"a step of {optimizer} calls its closure again, and each call would be another exchange of the"
-                f" {algorithm}, as many on each rank as its own loss asks for. Use an optimizer that computes gradients"
+                f"a step of {optimizer} calls its closure again, which with the {algorithm} would be another exchange"
+                " between the ranks, as many on each as its own loss asks for. Use an optimizer that computes gradients"
                 " once in a step, or GradientAllReduce()"
             )
         return True

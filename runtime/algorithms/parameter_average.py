@@ -21,7 +21,6 @@ class ParameterAverage(CommAlgorithm):
     Steps are counted by iterations: backwards that are reduced.
 
     Args:
-        process_group: All ranks.
         interval: Parameters are sent in each ``interval``-th step after warm-up.
         warmup_steps: Number of steps in which gradients are averaged.
     """
@@ -48,7 +47,6 @@ class ParameterAverage(CommAlgorithm):
         return self._all_reduce.launch(bucket, is_last)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """See `CommAlgorithm.attach`."""
         self._parameters = FlatParameters(parameters)
         self._steps = OptimizerSteps(parameters, self._step_begins, self._step_ends)
 
@@ -60,7 +58,6 @@ class ParameterAverage(CommAlgorithm):
             average_over(self._process_group, self._parameters, self.name)
 
     def after_backward(self) -> None:
-        """See `CommAlgorithm.after_backward`."""
         self._num_steps += 1
         self._steps.iteration_ends()
 

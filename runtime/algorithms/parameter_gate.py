@@ -90,10 +90,6 @@ class ParameterGate:
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
         """Call a function that writes the parameters, as soon as no thread is inside.
 
-        Args:
-            function: Writes them.
-            limit_s: Seconds to wait for that.
-
         Returns:
             Whether it was called.
         """

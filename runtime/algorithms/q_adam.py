@@ -109,7 +109,6 @@ class MomentumExchange(CollectiveChain):
             self._optimizer.exchange = None
 
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """See `CollectiveChain.reduce`."""
         if self._optimizer.in_warmup:
             yield from self._in_warmup.reduce(bucket)
             return
@@ -153,5 +152,4 @@ class QAdamAlgorithm(AlgorithmConfig):
     optimizer: HasMomenta
 
     def build(self, process_group: dist.ProcessGroup) -> MomentumExchange:
-        """See `AlgorithmConfig.build`."""
         return MomentumExchange(process_group, self.optimizer)

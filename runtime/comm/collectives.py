@@ -34,7 +34,6 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
 
     Args:
         description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
-        process_group: The ranks to compare.
         device: Device for the messages, one that the process group can reach.
 
     Raises:
@@ -78,9 +77,6 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
     """Check, before anything is reduced, that every rank reduces the same model in the same way.
 
     Args:
-        algorithm: Name of this rank's algorithm.
-        process_group: The ranks to compare.
-        device: Device for the messages.
         model: What this model is called among those that share the process group.
 
     Raises:

@@ -181,7 +181,6 @@ def contributor_after_launch(names: Sequence[str], launched_once: str | None, ha
     """Gradients came after a compiled backward had handed their buckets over, which cannot be launched again.
 
     Args:
-        names: Of the parameters.
         launched_once: Name of an algorithm that is not replayable, if that is why.
         has_moved: Whether gradients were moved into the flat buffer.
     """

@@ -25,7 +25,6 @@ class IterationMessage:
 
     Args:
         process_group: The ranks. All of them make one at the same time.
-        device: Where the gradients are.
         is_needed: Whether anything will be sent; the same on every rank.
         sender: Number of the model, which tells its messages from those of other models in the process group.
     """

@@ -26,9 +26,6 @@ def group_of(
     It stays until ``torch.distributed.destroy_process_group()``.
 
     Args:
-        ranks: Their global ranks.
-        like: The other one.
-        device: Of the tensors that will be sent.
         name: What the ranks have agreed on. If None, they draw one; then all ranks of ``like`` must call this.
     """
     timeout = torch_internals.group_timeout(like, device)
@@ -52,7 +49,6 @@ def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[
 
     Args:
         process_group: The ranks; all of them call this.
-        device: Of the tensors that are sent over it.
     """
     store: Any = process_group.get_group_store() if streams.has_streams(device) else None
     if store is None:  # of a process group written in Python, whose peers gloo could not find, or not needed
@@ -111,9 +107,6 @@ class NodeGroups:
         """The nodes of a process group, as the launcher numbered them; every rank of it calls this.
 
         Args:
-            process_group: The ranks.
-            device: Of the tensors that will be sent.
-            name: Of the algorithm, for the error.
             hierarchical: If False, every rank counts as a node.
 
         Raises:

@@ -97,13 +97,7 @@ backend = Backend()
 
 
 class Event:
-    """A point on a stream: all work queued on it when the event was recorded; see `record`.
-
-    Args:
-        device: Of the stream.
-        stream: The stream; None if the device has none.
-        recorded: The backend's event.
-    """
+    """A point on a stream: all work queued on it when the event was recorded; see `record`."""
 
     __slots__ = ("_device", "_recorded", "stream")
 
@@ -136,7 +130,6 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raise a ReplicationError if a call would be captured, and replayed without what Python does in each iteration.
 
     Args:
-        device: Of the parameters.
         what: The call; nothing of it has been sent.
     """
     if is_capturing(device):
@@ -215,13 +208,7 @@ def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> Non
 
 
 def launched(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-    """Report a kernel that was started on the current stream without torch's dispatcher.
-
-    Args:
-        name: For reports.
-        reads: Tensors that it reads.
-        writes: Tensors that it writes.
-    """
+    """Report a kernel that was started on the current stream without torch's dispatcher."""
     backend.launched(name, reads, writes)
 
 

@@ -34,9 +34,6 @@ class Transfer:
     A gloo message may be waited for only once: a second wait lasts until the timeout, and closes the connection (torch
     2.13). So all waits, on whatever thread, are made here, and no Python code runs between a wait and the note that it
     was done: a signal's handler, which may raise, could run there.
-
-    Args:
-        works: Works of messages that were started.
     """
 
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:

@@ -43,7 +43,6 @@ class AgreementPoints:
     Args:
         shared: The order of the models that share the process group.
         own: An order of this model alone, for iterations that send nothing over that group.
-        class_name: Of the model.
         rank: The global rank of this process.
         ranks: The global ranks of the process group.
     """
@@ -66,7 +65,6 @@ class AgreementPoints:
         """The last bucket of an iteration is about to be launched: tell the other ranks, if this is an agreement point.
 
         Args:
-            plan: The plan the bucket belongs to.
             algorithm: Name of the algorithm that reduces it.
             is_shared: Whether it is sent over the process group that models share.
         """

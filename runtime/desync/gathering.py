@@ -27,7 +27,6 @@ class Gathering:
     """Summaries of what ranks have posted under some keys.
 
     Args:
-        store: The store that they post to.
         name: Prefix of the keys of the summaries; the same on every rank.
         keys: One key for each rank.
     """
@@ -72,7 +71,6 @@ class Gathering:
 
         Args:
             num_ranks: Counted over all summaries so far.
-            wait_s: How long at most.
 
         Raises:
             StoreLostError: The store has not answered.

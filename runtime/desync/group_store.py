@@ -43,7 +43,6 @@ class GroupStore:
     Another thread may hold the group's own connection for minutes while it waits for a key.
 
     Args:
-        process_group: The ranks.
         prefix: Prepended to every key.
     """
 
@@ -87,8 +86,6 @@ class GroupStore:
         """Whether a counter has a value.
 
         Args:
-            counter: Its key.
-            value: The value.
             old_counter: Another key, deleted if the counter has the value.
 
         Raises:

@@ -35,12 +35,7 @@ def is_agreement_point(iteration_number: int) -> bool:
 
 
 class ModelOrder:
-    """The order in which the models that share a process group send gradients and buffers over it, on this rank.
-
-    Args:
-        store: The store through which the ranks compare.
-        prefix: Of its keys.
-    """
+    """The order in which the models that share a process group send gradients and buffers over it, on this rank."""
 
     def __init__(self, store: GroupStore, prefix: str = "") -> None:
         self.store = store
@@ -74,10 +69,6 @@ class ModelOrder:
 
     def last_bucket_is_launched(self, model: str, done: ModelFingerprint) -> Fingerprint | None:
         """Record an iteration.
-
-        Args:
-            model: Its name, see `add`.
-            done: What the model has done so far.
 
         Returns:
             The fingerprint that has to be equal on all ranks, if this is an agreement point.
@@ -113,10 +104,5 @@ _ORDERS: weakref.WeakKeyDictionary[dist.ProcessGroup, ModelOrder] = weakref.Weak
 
 
 def order_in(process_group: dist.ProcessGroup, store: GroupStore) -> ModelOrder:
-    """The order of the models that share a process group.
-
-    Args:
-        process_group: The ranks.
-        store: The store through which they compare, if this is the first of the models.
-    """
+    """The order of the models that share a process group."""
     return _ORDERS.setdefault(process_group, ModelOrder(store))

@@ -41,9 +41,7 @@ class DesyncMonitor:
     Every rank makes one at the same time. With one rank, or a process group without a store, nothing is exchanged.
 
     Args:
-        process_group: The ranks.
         device: Device for messages, one that the process group can reach.
-        class_name: Of the module.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, class_name: str) -> None:
@@ -91,7 +89,6 @@ class DesyncMonitor:
         """A forward has returned.
 
         Args:
-            kind: As in `forward_begins`.
             outputs: What it returned, if either every rank or none has to call its backward.
         """
         if outputs is not None and self._store.lost is None:
@@ -176,7 +173,6 @@ class DesyncMonitor:
         Waits about a second for ranks whose collectives fail at the same time.
 
         Args:
-            error: What this rank raises.
             what: Text after the step at which this rank stands, ", bucket 0" for example.
         """
         if len(self._ranks) == 1:

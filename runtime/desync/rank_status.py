@@ -51,7 +51,6 @@ class RankStatuses:
     """Where this rank stands, and where the others were heard last.
 
     Args:
-        store: The store that the ranks post to.
         rank: The global rank of this process.
         ranks: The global ranks of the process group.
     """
@@ -78,11 +77,6 @@ class RankStatuses:
         at, number, then = self._noted
         text = f"{at}{then}" if number is None else f"{at} {number}{then}"
         return RankStatus(text, time.time() - (time.perf_counter() - self._noted_at), failed=False)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a failure has been posted, and nothing has been noted since."""
-        return self._failure is not None
 
     def note(self, at: str, number: int | None = None, then: str = "") -> None:
         """This rank has come to another step of the training loop; posted if the budget allows it.
