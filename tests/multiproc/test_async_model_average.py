@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,17 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
 from rank_pool import RankFailure, RankPool, on_ranks
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_compile import ddp_compile
-from ddp_compile.algorithms import AsyncModelAverage, GradientAllReduce
+from ddp_compile.algorithms import AsyncModelAverage
 from ddp_compile.errors import ReductionError, ReplicationError
 from ddp_compile.runtime.comm import streams
 
@@ -38,16 +40,6 @@ def backward(model: Any, step: int) -> None:
     model(torch.randn(4, WIDTH)).square().mean().backward()
 
 
-def flat_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def of_all_ranks(tensor: Tensor) -> Tensor:
-    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensors, tensor)
-    return torch.stack(tensors)
-
-
 def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
@@ -58,7 +50,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
 def test_a_round_adds_the_difference_to_the_mean_to_what_was_trained_meanwhile() -> None:
-    """What was trained between copy and average is kept: how far the parameters are from the mean of all, plus that."""
+    """Steps taken between the copy and the average are kept."""
     model = make_model(NEVER, backend="eager")
     algorithm = model.comm_algorithm
     backward(model, 0)
@@ -121,13 +113,10 @@ def test_no_step_is_lost_and_the_end_is_common(with_closure: bool) -> None:
         model.zero_grad()
     model.comm_algorithm.abort()
     mean = num_steps * (dist.get_world_size() + 1) / 2
-    everyone = of_all_ranks(flat_of(model))
     off = (flat_of(model) - begin - mean).abs().max().item()
-    num_rounds = model.comm_algorithm.num_rounds
-    is_common = bool((everyone == everyone[0]).all())
     assert off < 1e-3
-    assert num_rounds > 10
-    assert is_common
+    assert model.comm_algorithm.num_rounds > 10
+    assert is_same_everywhere(flat_of(model))
 
 
 @pytest.mark.parametrize("world_size", only([2], [1, 2, 3]))
@@ -143,8 +132,7 @@ def test_many_times_aborted_and_resumed(world_size: int) -> None:
         model.comm_algorithm.abort()
         model.comm_algorithm.abort()
         if cycle % 20 == 0:
-            everyone = of_all_ranks(flat_of(model))
-            assert (everyone == everyone[0]).all()
+            assert is_same_everywhere(flat_of(model))
         model.comm_algorithm.resume()
         model.comm_algorithm.resume()
     model.unwrap()
@@ -170,8 +158,7 @@ def test_forwards_without_backward_and_several_for_one_hold_nobody_up() -> None:
     if dist.get_rank() == 0:
         model(torch.randn(3, WIDTH))  # the last one, on one rank, without a backward
     algorithm.abort()
-    everyone = of_all_ranks(flat_of(model))
-    assert bool((everyone == everyone[0]).all()) and algorithm.num_rounds > 0
+    assert is_same_everywhere(flat_of(model)) and algorithm.num_rounds > 0
 
 
 def trains_while_the_other_waits(algorithm: Any) -> int:
@@ -215,22 +202,6 @@ def test_a_killed_peer_ends_in_an_error(ranks: Ranks) -> None:
 
 
 @on_ranks(2)
-def test_another_algorithm_may_take_over_between_two_steps() -> None:
-    """From all-reduce to averages and back; afterwards the ranks are alike in every step."""
-    model = make_model(GradientAllReduce(), backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(9):
-        if step in (3, 6):
-            model.set_comm_algorithm(OFTEN if step == 3 else GradientAllReduce(), [optimizer])
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not 3 <= step < 6:
-            everyone = of_all_ranks(flat_of(model))
-            assert (everyone == everyone[0]).all(), step
-
-
-@on_ranks(2)
 def test_what_is_loaded_stays() -> None:
     model = make_model(OFTEN, backend="eager")
     backward(model, 0)
@@ -244,9 +215,8 @@ def test_what_is_loaded_stays() -> None:
     time.sleep(0.05)
     model.comm_algorithm.abort()
     assert (flat_of(model) - 10.0).abs().max() < 1e-4
-    rank = dist.get_rank()
-    said = str(refused.value)
-    assert said.startswith(f"rank {rank}: load_state_dict() while the asynchronous model average")
+    loading = f"rank {dist.get_rank()}: load_state_dict() while the asynchronous model average"
+    assert str(refused.value).startswith(loading)
 
 
 def add_one(model: nn.Module) -> None:
@@ -267,7 +237,7 @@ def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
     wait_until(lambda: algorithm.num_rounds >= 2)
     algorithm.abort()
     off = (flat_of(model) - begin - num_writes).abs().max().item()
-    add_one(model)  # nobody else writes now
+    add_one(model)  # nothing else writes now
     algorithm.resume()
     with algorithm.evaluation():
         pass
@@ -275,10 +245,9 @@ def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
     with pytest.raises(ReductionError) as said:
         wait_until(lambda: backward(model, 0) is not None, 1.0)
     algorithm._let_go()
-    rank = dist.get_rank()
-    said = str(said.value)
     assert off < 1e-3
-    assert said.startswith(f"rank {rank}: parameters were written, and not by a step of an optimizer"), said
+    written = f"rank {dist.get_rank()}: parameters were written, and not by a step of an optimizer"
+    assert str(said.value).startswith(written)
 
 
 @on_ranks(2, timeout_s=1.0)
@@ -301,8 +270,7 @@ def test_an_open_forward_and_a_pause_fail_no_collective() -> None:
         optimizer.zero_grad()
         time.sleep(0.01)
     model.comm_algorithm.abort()
-    everyone = of_all_ranks(flat_of(model))
-    assert bool((everyone == everyone[0]).all())
+    assert is_same_everywhere(flat_of(model))
 
 
 @torch.compiler.set_stance("force_eager")
@@ -349,25 +317,61 @@ def test_a_script_that_forgets_to_abort_ends_and_the_other_one_as_well(how: str,
         assert {script.wait(60) for script in scripts} <= {0, 1}
 
 
+@pytest.mark.parametrize("setting", ["broadcast_buffers", "find_unused_parameters"])
 @on_ranks(2)
-def test_settings_by_which_ranks_would_wait_are_refused() -> None:
-    said = []
-    for module, settings in (
-        (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {}),
-        (nn.Linear(3, 3), {"find_unused_parameters": True}),
-    ):
-        with pytest.raises(ReplicationError) as refused:
-            ddp_compile(module, algorithm=OFTEN, **settings)
-        said.append(str(refused.value))
-    rank = dist.get_rank()
-    (buffers, unused) = said
-    assert buffers.startswith(f"rank {rank}: the asynchronous model average")
-    assert "cannot be used with broadcast_buffers=True: " in buffers
-    assert "Leave it out, or pass another algorithm" in buffers
-    assert "cannot be used with find_unused_parameters=True: " in unused
+def test_settings_by_which_ranks_would_wait_are_refused(setting: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    said = f"cannot be used with {setting}=True: .*Leave it out, or pass another algorithm"
+    with pytest.raises(ReplicationError, match=said) as refused:
+        ddp_compile(module, algorithm=OFTEN, **{"broadcast_buffers": False, setting: True})
+    assert str(refused.value).startswith(f"rank {dist.get_rank()}: the asynchronous model average")
 
 
 @pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("inf")}, {"warmup_steps": -1}])
 def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"AsyncModelAverage\({next(iter(setting))}="):
         AsyncModelAverage(**setting)
+
+
+# When the process of one rank, or its part in the averages, ends, the others hear of it within seconds.
+
+ENDING = Path(__file__).with_name("ends_while_averaging.py")
+ENDED = "rank 1 has come to the end of its process"
+#: How rank 1 ends, what rank 0 is told of it, and how rank 1's process ends, by SIGTERM if it had to be helped.
+HOW = {
+    "exit": (ENDED, 1),
+    "blocked": (ENDED, -15),  # another exit function takes long
+    "child": (ENDED, 1),  # of multiprocessing, which skips atexit
+    "leave": ("rank 1 has left the averaging after an error", -15),
+}
+LONG_HOW = {
+    "raise": (ENDED, 1),
+    "child_exit": (ENDED, 1),
+    "end": (ENDED, 0),  # the last line of its script
+    "let_go": ("rank 1 has let its model go", -15),
+}
+
+
+class Ended(NamedTuple):
+    said: str
+    codes: list[int]
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """By scenario, what rank 0 was told and both exit codes; all of them run at the same time."""
+    selected = [
+        item.callspec.params["how"] for item in request.session.items if "ended" in getattr(item, "fixturenames", ())
+    ]
+    command = [sys.executable, str(ENDING), str(tmp_path_factory.mktemp("stores")), *selected]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = dict(line.split(": ", 1) for line in run.stdout.splitlines())
+    values = {name: ast.literal_eval(text) for name, text in lines.items()}
+    return {how: Ended(values[f"{how} said"], values[f"{how} codes"]) for how in selected}
+
+
+@pytest.mark.parametrize("how", [*HOW, *(pytest.param(how, marks=pytest.mark.long) for how in LONG_HOW)])
+def test_a_rank_that_ends_is_known_by_name_within_seconds(how: str, ended: dict[str, Ended]) -> None:
+    told, exit_code = (HOW | LONG_HOW)[how]
+    assert f"has ended, because {told} without model.comm_algorithm.abort()" in ended[how].said
+    assert ended[how].codes == [0, exit_code]

@@ -122,7 +122,7 @@ def test_ddps_checkpoint_and_ours_are_the_same(ranks: Ranks, tmp_path: Path) -> 
 
 @on_ranks(2)
 def test_state_dicts_are_ddps() -> None:
-    """Names and values, of all or on rank 0 alone; and back."""
+    """Names and values, on all ranks or on rank 0 alone; and set again from rank 0."""
     ours, theirs = Training(), Training(by_ddp=True)
     for each in (ours, theirs):
         each.train(0, 2)

@@ -179,9 +179,8 @@ def test_debugging_compares_and_prints(tmp_path: Path) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         run_recipe("Debugging", replicate_quickly, tmp_path)
-    printed = printed.getvalue()
-    assert printed.count("5 gradients") == 2  # the table, and once more in what explain() says
-    assert "graph 0: " in printed
+    assert printed.getvalue().count("5 gradients") == 2  # the table, and once more in what explain() says
+    assert "graph 0: " in printed.getvalue()
 
 
 def run_script(folder: Path) -> str:

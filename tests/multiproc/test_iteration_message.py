@@ -6,14 +6,15 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import difference_to_mean, own_batch, seeded
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
+from models import Mlp, largest, loss_of
 from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 
@@ -39,25 +40,13 @@ NUM_STEPS = 6
 )
 @on_ranks(2)
 def test_there_is_one_message_in_an_iteration_whatever_is_on(settings: dict[str, Any], messages: list[int]) -> None:
-    started = 0
-    send = IterationMessage.send
-
-    def counting(message: IterationMessage, parts: Any) -> None:
-        nonlocal started
-        started += 1
-        send(message, parts)
-
     model = ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.003, backend="aot_eager", **settings)
     numbers = []
     for _ in range(NUM_STEPS):
         loss = loss_of(model(torch.randn(2, 33)))
-        started = 0
-        IterationMessage.send = counting  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(IterationMessage, "send", autospec=True, side_effect=IterationMessage.send) as send:
             loss.backward()
-        finally:
-            IterationMessage.send = send  # type: ignore[method-assign]
-        numbers.append(started)
+        numbers.append(send.call_count)
     assert numbers == messages
 
 
@@ -88,18 +77,6 @@ def counting_waits() -> Iterator[list[str]]:
         yield waits
 
 
-def waits_in_each_backward(settings: dict[str, Any]) -> list[list[str]]:
-    model = ddp_compile(Mlp(width=33, num_layers=4), bucket_cap_mb=0.003, backend="aot_eager", **settings)
-    waits = []
-    for _ in range(8):
-        loss = loss_of(model(torch.randn(2, 33)))
-        with counting_waits() as counted:
-            loss.backward()
-        waits.append(counted)
-        model.zero_grad()
-    return waits
-
-
 OPTIONAL: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 
@@ -110,14 +87,23 @@ OPTIONAL: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static
         itertools.product(("forward", "backward", "none"), OPTIONAL),
     ),
 )
-def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str, Any], ranks: Ranks) -> None:
-    """But in the first one: for the plan of rank 0, and once for all comparisons of values where buckets are watched.
+@on_ranks(2)
+def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str, Any]) -> None:
+    """But the first one: for the plan of rank 0, and once for all comparisons of values if buckets are watched.
 
     On a GPU, tests/gpu says the same with torch's own detection.
     """
-    for waits in ranks(2).run(waits_in_each_backward, {"split": split, **settings}):
-        assert waits[1:] == [[]] * 7
-        assert [name for name in waits[0] if name != "item"] == (["tolist"] if split == "backward" else [])
+    settings = {"split": split, "bucket_cap_mb": 0.003, "backend": "aot_eager", **settings}
+    model = ddp_compile(Mlp(width=33, num_layers=4), **settings)
+    for step in range(8):
+        loss = loss_of(model(torch.randn(2, 33)))
+        with counting_waits() as waits:
+            loss.backward()
+        if step == 0:
+            assert [name for name in waits if name != "item"] == (["tolist"] if split == "backward" else [])
+        else:
+            assert waits == []
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -143,13 +129,6 @@ def without_a_gpu() -> Iterator[None]:
         yield
 
 
-def ranks_that_train_beside_a_gpu() -> list[list[int]]:
-    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0))
-    inputs = UnevenInputs(state)
-    with without_a_gpu():
-        return [inputs._ranks_that_train(dist.get_rank() in training) for training in ([0, 1], [1], [])]
-
-
 def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
     """What is made for gradients on a CUDA device, which need not be there for that; and what it hears."""
     dist.new_group([0])  # which rank 0 alone knows, as the groups of pipelines and tensor parallelism
@@ -167,8 +146,13 @@ def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
     return str(message._device), [list(part) for part in message.wait()]
 
 
-def test_inside_join_the_hosts_tell_each_other_who_trains(ranks: Ranks) -> None:
-    assert ranks(2).run(ranks_that_train_beside_a_gpu) == [[[0, 1], [1], []]] * 2
+@on_ranks(2)
+def test_inside_join_the_hosts_tell_each_other_who_trains() -> None:
+    state: Any = SimpleNamespace(process_group=dist.group.WORLD, device=torch.device("cuda", 0))
+    inputs = UnevenInputs(state)
+    with without_a_gpu():
+        for training in ([0, 1], [1], []):
+            assert inputs._ranks_that_train(dist.get_rank() in training) == training
 
 
 class WithoutStore:
@@ -204,34 +188,17 @@ class Encoder(nn.Module):
         return hidden, self.head(hidden)
 
 
-def train_two_modules(settings: dict[str, Any]) -> float:
-    """The largest difference to the mean of what plain copies compute.
-
-    On rank 1 the encoder's bucket lacks the gradients of the head, and is launched when the backward is over; on rank 0
-    it leaves before.
-    """
-    torch.manual_seed(3)
-    decoder = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    models = [ddp_compile(module, find_unused_parameters=True, **settings) for module in (Encoder(), decoder)]
-    worst = 0.0
+@pytest.mark.parametrize("split", only(["forward"], ["none", "forward"]))
+@on_ranks(2)
+def test_two_modules_in_one_backward(split: str) -> None:
+    """On rank 1 the encoder's bucket lacks the gradients of the head, and is launched when the backward is over."""
+    settings: Any = {"backend": "aot_eager" if split == "forward" else "eager", "split": split}
+    plain = [seeded(Encoder), seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))]
+    models = [ddp_compile(copy.deepcopy(each), find_unused_parameters=True, **settings) for each in plain]
     for step in range(3):
-        plain = [copy.deepcopy(model) for model in models]
-        torch.manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, 8)
+        uses_head = dist.get_rank() == 0 or step == 0
         for encode, decode in (models, plain):
             encode.zero_grad(), decode.zero_grad()
-            hidden, auxiliary = encode(x)
-            uses_head = dist.get_rank() == 0 or step == 0
+            hidden, auxiliary = encode(own_batch(step, 8))
             (loss_of(decode(hidden)) + (loss_of(auxiliary) if uses_head else 0.0)).backward()
-        for ours, alone in zip(models, plain, strict=True):
-            for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
-                total = torch.zeros_like(p) if q.grad is None else q.grad
-                dist.all_reduce(total)
-                worst = max(worst, relative_difference(p.grad, total / dist.get_world_size()))
-    return worst
-
-
-@pytest.mark.parametrize("split", only(["forward"], ["none", "forward"]))
-def test_two_modules_in_one_backward(split: str, ranks: Ranks) -> None:
-    settings = {"backend": "aot_eager" if split == "forward" else "eager", "split": split}
-    assert max(ranks(2).run(train_two_modules, settings)) < 1e-6
+        assert largest(map(difference_to_mean, models, plain)) < 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import beside_plain, difference, own_batch, pair, seeded
 from halves import Built
 from in_ci import only
-from models import Mlp, loss_of, relative_difference
+from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -83,24 +83,18 @@ def train(
     return [*states, state_of(model)]
 
 
-def train_both(counts: list[int], settings: dict[str, Any], arguments: dict[str, Any]) -> list[float]:
-    """The largest difference of any parameter or buffer to DistributedDataParallel's, after each step."""
-    torch.manual_seed(0)
-    module = Model(arguments.get("has_branch", False))
-    of_ddp = {name: value for name, value in settings.items() if name != "split"}
-    reference = DistributedDataParallel(copy.deepcopy(module), **of_ddp)
-    model = ddp_compile(module, bucket_cap_mb=0.005, backend="aot_eager", **settings)
+def train_both(counts: list[int], arguments: dict[str, Any], split: str, **both: bool) -> None:
+    """Parameters and buffers are DistributedDataParallel's after each step."""
+    models = pair(lambda: Model(arguments.get("has_branch", False)), both, bucket_cap_mb=0.005, split=split)
     if arguments.get("with_hook"):
-        for each in (model, reference):
+        for each in models:
             each.register_comm_hook(None, allreduce_hook)
-    differences = []
     for epoch in range(3):
         # Another rank runs out first each time, and in the last epoch none does.
         rolled = counts[epoch:] + counts[:epoch] if epoch < 2 else [2] * len(counts)
-        pairs = zip(*(train(each, rolled, epoch, **arguments) for each in (model, reference)), strict=True)
-        differences += [worst_difference(ours, theirs) for ours, theirs in pairs]
-    assert model._ddp_compile_state.compiler.failures == []
-    return differences
+        states = (train(each, rolled, epoch, **arguments) for each in models)
+        assert largest(map(worst_difference, *states)) < 1e-6, epoch
+    assert models[0]._ddp_compile_state.compiler.failures == []
 
 
 WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -113,79 +107,45 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gradient_as_bucket_view": False}, {"divide_by_initial_world_size": False}),
     ({"broadcast_buffers": False}, {}),
 ]
-TWO_RANKS, THREE_RANKS = [3, 6], [6, 3, 4]  # how many batches each has
+COUNTS = {2: [3, 6], 3: [6, 3, 4]}  # how many batches each rank has
 
 
 @pytest.mark.parametrize(
-    ("counts", "settings", "arguments"),
-    only(
-        [(TWO_RANKS, *WAYS[4]), (THREE_RANKS, *WAYS[2])],
-        [(counts, *way) for counts in (TWO_RANKS, THREE_RANKS) for way in WAYS],
-    ),
+    ("world_size", "settings", "arguments"),
+    only([(2, *WAYS[4]), (3, *WAYS[2])], [(world_size, *way) for world_size in COUNTS for way in WAYS]),
     ids=str,
 )
+@on_ranks()
 def test_uneven_inputs_train_as_with_ddp(
-    counts: list[int], settings: dict[str, Any], arguments: dict[str, Any], split: str, ranks: Ranks
+    world_size: int, settings: dict[str, bool], arguments: dict[str, Any], split: str
 ) -> None:
-    for differences in ranks(len(counts)).run(train_both, counts, {"split": split, **settings}, arguments):
-        assert max(differences) < 1e-6, differences
+    train_both(COUNTS[world_size], arguments, split, **settings)
 
 
-@pytest.mark.parametrize("counts", only([[3, 0, 2]], [[0, 3], [3, 0, 2]]), ids=str)
-def test_a_rank_may_have_no_input_at_all(counts: list[int], split: str, ranks: Ranks) -> None:
-    for differences in ranks(len(counts)).run(train_both, counts, {"split": split}, {}):
-        assert max(differences) < 1e-6, differences
+@pytest.mark.parametrize("world_size", only([3], [2, 3]))
+@on_ranks()
+def test_a_rank_may_have_no_input_at_all(world_size: int, split: str) -> None:
+    train_both([3, 0, 2][-world_size:], {}, split)
 
 
-def train_with_early_launches() -> tuple[float, list[int]]:
-    """The difference to the mean done by hand, and how many buckets may be launched early in each step of rank 1.
-
-    Rank 0 has two batches fewer. In the last step of rank 1 a contribution comes too late.
-    """
-    torch.manual_seed(0)
-    module = Mlp(WIDTH, 4)
-    reference = copy.deepcopy(module)
-    model = ddp_compile(module, bucket_cap_mb=0.003, split="backward", backend="aot_eager")
+@on_ranks(2)
+def test_buckets_are_launched_early_and_again_beside_shadows() -> None:
+    """Rank 0 has two batches fewer. In the last step of rank 1 a contribution comes too late."""
+    model, reference = beside_plain(lambda: Mlp(WIDTH, 4), bucket_cap_mb=0.003, split="backward")
     num_early = []
-    worst = 0.0
     with model.join():
         for step in range(3 + 2 * dist.get_rank()):
-            x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             for each in (model, reference):
                 each.zero_grad()
-                loss = loss_of(each(x))
+                loss = loss_of(each(own_batch(step, WIDTH, 5)))
                 if step == 4:
                     loss = loss + each.layers[1].weight.square().sum()
                 loss.backward()
             num_early.append(len(model._ddp_compile_state.reducer.early_buckets))
             if step >= 3:  # rank 0 contributes zeros
-                pairs = zip(model.parameters(), reference.parameters(), strict=True)
-                worst = max(relative_difference(ours.grad, theirs.grad / 2) for ours, theirs in pairs)
-    return worst, num_early
-
-
-def test_buckets_are_launched_early_and_again_beside_shadows(ranks: Ranks) -> None:
-    short, long = ranks(2).run(train_with_early_launches)
-    assert short == (0.0, [3, 3, 3])
-    assert long[0] < 1e-6 and long[1] == [3, 3, 3, 3, 2]
-
-
-def train_with_zero(with_ours: bool) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    module = Model()
-    model: Any = ddp_compile(module, bucket_cap_mb=0.005, backend="aot_eager") if with_ours else None
-    model = model or DistributedDataParallel(module)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    counter = CountsSteps()
-    num_batches = 3 + 2 * dist.get_rank()
-    with Join([model, optimizer, counter], divide_by_initial_world_size=False):
-        for x in batches(num_batches, 0):
-            optimizer.zero_grad()
-            loss_of(model(x)).backward()
-            optimizer.step()
-            counter.count()  # behind the first of them, which says that this rank still trains
-    assert counter.total == 3 + 5
-    return state_of(model)
+                for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                    assert relative_difference(ours.grad, theirs.grad / 2) < 1e-6
+    assert num_early == ([3, 3, 3] if dist.get_rank() == 0 else [3, 3, 3, 3, 2])
 
 
 class CountsSteps(Joinable):
@@ -222,8 +182,18 @@ class CountsSteps(Joinable):
 
 @on_ranks(2)
 def test_other_joinables_may_be_in_the_same_context() -> None:
-    difference = worst_difference(train_with_zero(True), train_with_zero(False))
-    assert difference < 1e-6
+    models = pair(Model, bucket_cap_mb=0.005)
+    for model in models:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        counter = CountsSteps()
+        with Join([model, optimizer, counter], divide_by_initial_world_size=False):
+            for x in batches(3 + 2 * dist.get_rank(), 0):
+                optimizer.zero_grad()
+                loss_of(model(x)).backward()
+                optimizer.step()
+                counter.count()  # after the first of them, which says that this rank still trains
+        assert counter.total == 3 + 5
+    assert worst_difference(*map(state_of, models)) < 1e-6
 
 
 class Branches(nn.Module):
@@ -239,21 +209,15 @@ class Branches(nn.Module):
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_a_shadow_does_not_use_up_what_it_has_still_to_send() -> None:
-    torch.manual_seed(0)
-    module, x = Branches(), torch.ones(2, 5)
-    reference = DistributedDataParallel(copy.deepcopy(module), find_unused_parameters=True)
-    model = ddp_compile(module, backend="eager", find_unused_parameters=True)
-    differences = []
-    for each in (model, reference):
+    models, x = pair(Branches, {"find_unused_parameters": True}, backend="eager"), torch.ones(2, 5)
+    for each in models:
         with each.join():
             with each.no_sync():
                 each(x, dist.get_rank() == 0).sum().backward()
             if dist.get_rank() == 1:
                 each(x).sum().backward()
         each(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        differences.append(relative_difference(ours.grad, theirs.grad))
-    assert max(differences) < 1e-6, differences
+    assert difference(*models) < 1e-6
 
 
 class CountsCalls(CommAlgorithm):
@@ -288,20 +252,20 @@ def test_an_algorithm_is_told_the_same_on_every_rank() -> None:
 # How a Join ends, what it refuses, and what it leaves behind.
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def stop_when_one_has_no_input() -> str:
+def test_all_ranks_stop_as_soon_as_one_has_no_input_left() -> None:
     model = ddp_compile(Model(), backend="eager")
-    with pytest.raises(RuntimeError) as raised, model.join(throw_on_early_termination=True):
-        for x in batches(2 + dist.get_rank(), 0):
-            loss_of(model(x)).backward()
-    return str(raised.value)
-
-
-def test_all_ranks_stop_as_soon_as_one_has_no_input_left(ranks: Ranks) -> None:
-    assert ranks(2).run(stop_when_one_has_no_input) == [
+    said = (
         "Rank 0 exhausted all inputs.",
         "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
-    ]
+    )
+    with (
+        pytest.raises(RuntimeError, match=said[dist.get_rank()]),
+        model.join(throw_on_early_termination=True),
+    ):
+        for x in batches(2 + dist.get_rank(), 0):
+            loss_of(model(x)).backward()
 
 
 @on_ranks(2)
@@ -313,10 +277,9 @@ def test_nothing_is_left_of_a_context() -> None:
         with model.join(enable=enable):
             model(torch.ones(1, 2)).sum().backward()
         assert not model._join_config.enable
-    before = set(vars(model))
+    assert "_join_config" not in vars(model)
     plain = model.unwrap()
-    attributes, *has = [sorted(before), hasattr(plain, "join_hook"), hasattr(plain, "_join_config")]
-    assert "_join_config" not in attributes and has == [False, False]
+    assert not hasattr(plain, "join_hook") and not hasattr(plain, "_join_config")
 
 
 class SendsParameters(CommAlgorithm):
@@ -344,7 +307,7 @@ def test_what_shadows_cannot_follow_is_refused_by_name() -> None:
     with pytest.raises(ReplicationError) as refused:
         exchanges.join()
     rank = dist.get_rank()
-    (two, second, algorithm) = [*said, str(refused.value)]
+    two, second, algorithm = [*said, str(refused.value)]
     assert two.startswith(f"rank {rank}: Linear.join() cannot be used with Linear.join() around it")
     assert "Join([first, second])" in two
     assert "a second forward inside a Join before the backward of the first one" in second
@@ -360,23 +323,17 @@ def learn_without_input() -> None:
 
 
 def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
-    failures = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
-    assert (
-        "static_graph=True learns from the first iteration, in which this rank has had no input" in failures[0].message
-    )
+    without_input, _ = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
+    said = "static_graph=True learns from the first iteration, in which this rank has had no input"
+    assert said in without_input.message
 
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_nothing_is_left_of_a_context_that_an_error_has_ended() -> None:
-    """A gradient inside another context that is not enabled, and one outside of any, beside DistributedDataParallel."""
-    torch.manual_seed(0)
-    module, x = nn.Linear(5, 5), torch.ones(2, 5) * (1 + dist.get_rank())
-    reference = DistributedDataParallel(copy.deepcopy(module))
-    model = ddp_compile(module, backend="eager")
-    gradients: list[list[Tensor]] = []
-    for each in (model, reference):
-        gradients.append([])
+    """Gradients inside a context that is not enabled are as with DistributedDataParallel."""
+    models, x = pair(lambda: nn.Linear(5, 5), backend="eager"), torch.ones(2, 5) * (1 + dist.get_rank())
+    for each in models:
         with (
             pytest.raises(RuntimeError),
             each.join(divide_by_initial_world_size=False, throw_on_early_termination=True),
@@ -387,33 +344,25 @@ def test_nothing_is_left_of_a_context_that_an_error_has_ended() -> None:
         each.zero_grad()
         with each.join(enable=False):
             each(x).sum().backward()
-        gradients[-1].append(next(each.parameters()).grad.clone())
+    assert difference(*models) < 1e-6
+    model = models[0]
     one, other = model(x), model(2 * x)  # nothing is left that would refuse a second forward
     (one.sum() + other.sum()).backward()
     assert not model._join_config.enable
-    differences = [relative_difference(ours, theirs) for ours, theirs in zip(*gradients, strict=True)]
-    assert max(differences) < 1e-6, differences
 
 
 @on_ranks(2)
 def test_an_error_that_concerns_all_is_raised_by_shadows_too_and_training_goes_on() -> None:
-    torch.manual_seed(0)
-    model = ddp_compile(Mlp(WIDTH, 4), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
+    model = ddp_compile(seeded(lambda: Mlp(WIDTH, 4)), bucket_cap_mb=0.003, split="backward", backend="aot_eager")
     model.register_comm_hook(None, allreduce_hook)
-    said = []
-    try:
-        with model.join():
-            for step in range(3 + 2 * dist.get_rank()):
-                loss = loss_of(model(torch.randn(5, WIDTH)))
-                if step == 4:
-                    loss = loss + model.layers[1].weight.square().sum()
-                loss.backward()
-    except RuntimeError as error:
-        said.append(str(error))
+    with pytest.raises(RuntimeError, match=r"layers\.1\.weight got another gradient"), model.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            loss = loss_of(model(torch.randn(5, WIDTH)))
+            if step == 4:
+                loss = loss + model.layers[1].weight.square().sum()
+            loss.backward()
     model.zero_grad()
     loss_of(model(torch.randn(5, WIDTH))).backward()
-    (said,) = said
-    assert "layers.1.weight got another gradient" in said
 
 
 @torch.compiler.set_stance("force_eager")

@@ -77,21 +77,23 @@ def compile_for_long(group: dist.ProcessGroup) -> None:
     forward_and_backward(model)
 
 
-def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    model = ddp_compile(model, process_group=group, backend="eager")
+def after_one_iteration(model: nn.Module, on_rank_1: Callable[[Any], object]) -> None:
     forward_and_backward(model)
     if dist.get_rank() == 1:
-        model(some_rows())
+        on_rank_1(model)
     forward_and_backward(model)
+
+
+def model_with_buffers(group: dist.ProcessGroup) -> nn.Module:
+    return ddp_compile(with_batch_norm(), process_group=group, backend="eager")
+
+
+def forward_once_more_with_buffers(group: dist.ProcessGroup) -> None:
+    after_one_iteration(model_with_buffers(group), lambda model: model(some_rows()))
 
 
 def evaluate_with_gradients_and_buffers(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(with_batch_norm(), process_group=group, backend="eager")
-    forward_and_backward(model)
-    if dist.get_rank() == 1:
-        evaluate_with_gradients(model)
-    forward_and_backward(model)
+    after_one_iteration(model_with_buffers(group), evaluate_with_gradients)
 
 
 def stop_early(group: dist.ProcessGroup) -> None:
@@ -126,11 +128,7 @@ def refuse(_gradient: Tensor) -> None:
 
 
 def raise_in_backward(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    forward_and_backward(model)
-    if dist.get_rank() == 1:
-        model.layers[0].weight.register_hook(refuse)
-    forward_and_backward(model)
+    after_one_iteration(make_model(group), lambda model: model.layers[0].weight.register_hook(refuse))
 
 
 class Branches(nn.Module):
@@ -149,17 +147,12 @@ def take_another_branch(group: dist.ProcessGroup) -> None:
 
 
 def register_a_hook_on_rank_1(group: dist.ProcessGroup) -> None:
-    model = make_model(group)
-    forward_and_backward(model)
-    if dist.get_rank() == 1:
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    forward_and_backward(model)
+    hook = default_hooks.allreduce_hook
+    after_one_iteration(make_model(group), lambda model: model.register_comm_hook(None, hook))
 
 
 def late_for_the_broadcast(group: dist.ProcessGroup) -> None:
-    model = ddp_compile(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), process_group=group, backend="eager"
-    )
+    model = model_with_buffers(group)
     if dist.get_rank() == 1:
         model(some_rows())
 
