@@ -97,7 +97,7 @@ class BucketReceiver:
     @property
     def gathers_parameters(self) -> bool:
         """Whether parameters may still be written when a forward begins."""
-        return self._queue.algorithm.traits.gathers_parameters
+        return self._queue.algorithm.sharding.gathers_parameters
 
     def await_parameters(self, param_indices: Sequence[int]) -> None:
         """Compiled code is about to read these parameters: return when they are complete.
@@ -105,7 +105,7 @@ class BucketReceiver:
         Args:
             param_indices: Their numbers.
         """
-        self._queue.algorithm.await_parameters(param_indices)
+        self._queue.algorithm.sharding.await_parameters(param_indices)
 
     def ignore_computed_buckets(self, buckets: Sequence[tuple[int, ...]]) -> None:
         """Let these buckets wait for their hooks from now on, whatever graphs compute.

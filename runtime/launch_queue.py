@@ -305,7 +305,7 @@ class LaunchQueue:
             bucket.point_gradients_at_views(untouched)
         self.wait()
         self._monitor.compare()
-        self.algorithm.hand_over(self._set.buckets, launched, untouched)
+        self.algorithm.sharding.hand_over(self._set.buckets, launched, untouched)
         if not self.sends:  # what DistributedDataParallel makes of the mean of one rank
             undefined = self._undefined.indices - untouched
             for index in undefined:

@@ -257,7 +257,6 @@ class Reducer:
                 raise error_messages.out_of_step()
             self._undefined.watch_all(self._hooks.with_hooks_of_others())  # once more: hooks may be new
         if before is State.ARMED:
-            self.algorithm.before_backward()
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._seal_plan()

@@ -25,7 +25,6 @@ from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
 from ddp_compile.plan.spec import shorten_names, with_article
-from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 
 #: The oldest Lightning that this has been run with.
 OLDEST = "2.5"
@@ -121,7 +120,7 @@ class DDPCompileStrategy(DDPStrategy):
             ReplicationError: One of them is sharded.
         """
         super().setup_optimizers(trainer)
-        if isinstance(self.model, _Steps) and isinstance(state_of(self.model).reducer.algorithm, ShardedAlgorithm):
+        if isinstance(self.model, _Steps) and state_of(self.model).reducer.algorithm.sharding.gathers_parameters:
             raise ReplicationError(
                 f"{this_rank()}: configure_optimizers has called shard_optimizer, and Lightning clips, logs"
                 " and saves whole gradients and states; leave shard_optimizer out"

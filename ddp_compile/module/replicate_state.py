@@ -73,7 +73,8 @@ class ReplicateState:
         self.process_group = process_group
         self.config = config
         self.requires_sync = True
-        self._is_generating = self._is_training = False  # ``generate``, or a forward with gradients, is under way
+        # ``generate``, or a forward with gradients, is under way; see `naming_parameters` and `await_parameters`.
+        self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
         # All forwards; calls with gradients; these, and forwards announced by `prepare_for_backward_of`.
         self._num_forwards = self._num_called = self._num_with_gradients = 0
         # A DistributedDataParallel that has called the module, and reduces nothing of it.
@@ -196,7 +197,6 @@ class ReplicateState:
 
     def region_begins(self) -> None:
         """Python is about to call a region."""
-        self.await_parameters()
         self.breaks.note_block()
 
     def describe(self) -> str:
@@ -218,6 +218,7 @@ class ReplicateState:
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
             evaluate = self._call_eagerly if self.evaluates_eagerly else self._call_evaluation
+            self.await_parameters()
             with self.reducer.algorithm.evaluation():
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
@@ -240,8 +241,19 @@ class ReplicateState:
         return outputs
 
     def await_parameters(self) -> None:
-        """Parameters are about to be read: return when they are complete."""
-        self.reducer.algorithm.await_parameters()
+        """Return when all parameters are complete."""
+        if not self._names_parameters:
+            self._has_waited = True
+            self.reducer.algorithm.sharding.await_parameters()
+
+    @contextmanager
+    def naming_parameters(self) -> Iterator[None]:
+        """Inside, parameters are listed, and their values are not read."""
+        before, self._names_parameters = self._names_parameters, True
+        try:
+            yield
+        finally:
+            self._names_parameters = before
 
     @property
     def evaluates_eagerly(self) -> bool:
@@ -263,22 +275,22 @@ class ReplicateState:
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
     ) -> Any:
-        algorithm, runs = self.reducer.algorithm, self.backend.runs
+        runs = self.backend.runs
         number, number_whole = runs.number, runs.number_whole
-        is_one_graph = False
+        is_one_graph = self._has_waited = False
         try:
             # In evaluation mode as well, as DistributedDataParallel: a rank may be in another mode than the others.
             if self.requires_sync:
                 self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
             self._is_training = True
             if not module.training:
-                algorithm.await_parameters()
+                self.await_parameters()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
         finally:
             self._is_training = False
-            algorithm.after_forward(is_one_graph)
+            self.reducer.algorithm.sharding.after_forward(is_one_graph, self._has_waited)
         return outputs
 
     def _refuse_distributed_autograd(self) -> None:
@@ -294,7 +306,8 @@ class ReplicateState:
         self._num_forwards += 1
         ddp = torch_internals.active_ddp()
         if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
-            refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
+            with self.naming_parameters():
+                refuse_wrapper_around(self.process_group.rank(), module, self.parameters.named)
             self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
@@ -330,7 +343,8 @@ class ReplicateState:
             self.reducer.search_unused_parameters(loss)
 
     def _refuse_changes(self, module: nn.Module) -> None:
-        self.parameters.refuse_changes(self.process_group.rank(), module)
+        with self.naming_parameters():
+            self.parameters.refuse_changes(self.process_group.rank(), module)
 
     @property
     def _num_graphs(self) -> int:
