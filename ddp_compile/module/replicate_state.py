@@ -73,7 +73,7 @@ class ReplicateState:
         self.process_group = process_group
         self.config = config
         self.requires_sync = True
-        # ``generate``, or a forward with gradients, is under way; see `naming_parameters` and `await_parameters`.
+        # ``generate``, or a forward with gradients, is under way; see `naming_parameters` and `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
         # All forwards; calls with gradients; these, and forwards announced by `prepare_for_backward_of`.
         self._num_forwards = self._num_called = self._num_with_gradients = 0
@@ -170,7 +170,7 @@ class ReplicateState:
     def _compile_calls(self, module: nn.Module, compile_settings: CompileSettings, by_regions: bool) -> None:
         state = weakref.ref(self)
         call = torch_internals.traced_call_of(
-            type(module), _await_parameters_of(state), None if by_regions else _compile_inside_of(state)
+            type(module), _await_before_python_of(state), None if by_regions else _compile_inside_of(state)
         )
         self.backend.root = call
         self._call_eagerly = self._call_training = self._call_evaluation = call
@@ -243,8 +243,12 @@ class ReplicateState:
     def await_parameters(self) -> None:
         """Return when all parameters are complete."""
         if not self._names_parameters:
-            self._has_waited = True
             self.reducer.algorithm.sharding.await_parameters()
+
+    def await_before_python(self) -> None:
+        """Python is about to run the whole forward: return when all parameters are complete."""
+        self._has_waited = True
+        self.await_parameters()
 
     @contextmanager
     def naming_parameters(self) -> Iterator[None]:
@@ -284,7 +288,7 @@ class ReplicateState:
                 self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
             self._is_training = True
             if not module.training:
-                self.await_parameters()
+                self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
@@ -384,13 +388,13 @@ class ReplicateState:
                 log.warning("%s", at_once)
 
 
-def _await_parameters_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
+def _await_before_python_of(state: weakref.ref[ReplicateState]) -> Callable[[], None]:
     # Dynamo keeps the function that calls this for good.
-    def await_parameters() -> None:
+    def await_before_python() -> None:
         if (alive := state()) is not None:
-            alive.await_parameters()
+            alive.await_before_python()
 
-    return await_parameters
+    return await_before_python
 
 
 def _compile_inside_of(state: weakref.ref[ReplicateState]) -> Callable[[nn.Module], None]:

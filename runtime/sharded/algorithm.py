@@ -33,13 +33,6 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     After its step a bucket is gathered, and waited for when it is read, see `ParameterReader`.
 
-    Args:
-        process_group: All ranks.
-        optimizer: Steps the pieces.
-        names: Of the parameters that are reduced.
-        master_weights: Whether pieces of low precision are stepped in float32.
-        overlaps: Whether gathers may be under way when ``step()`` returns.
-
     Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; Megatron-core's distributed optimizer,
     whose gathers overlap with the next forward too.
     """
@@ -294,15 +287,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     @contextmanager
     def on_every_rank(self, what: str) -> Iterator[None]:
-        """Inside, this rank waits for all others.
-
-        Args:
-            what: The user's call.
-
-        Raises:
-            ReductionError: A rank has not come.
-            RanksDifferError: A rank has called something else.
-        """
+        """Around a wait for all ranks in the user's call ``what``: raise if one has not come, or calls another."""
         try:
             self.transfers.agree_on(what)
             yield

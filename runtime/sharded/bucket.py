@@ -46,12 +46,7 @@ class Piece:
         return shard[self.place : self.place + self.end - self.begin].view(self.stepped.shape)
 
     def accumulate(self, shard: Tensor, unscaled: Callable[[Tensor], None]) -> None:
-        """Set ``.grad`` to its part of a reduced shard, or add that to it.
-
-        Args:
-            shard: Shape (n,), on memory of its own.
-            unscaled: See `GradientShard.of`.
-        """
+        """Set ``.grad`` to its part of a reduced shard, shape (n,) on memory of its own, or add that to it."""
         gradient = self.of_shard(shard)
         if self.stepped.grad is None:
             self.stepped.grad = GradientShard.of(gradient.to(self.stepped.dtype), unscaled)
@@ -70,13 +65,8 @@ class Piece:
 class ShardedBucket:
     """The flat buffer that the parameters of a bucket lie in from now on, and this rank's shard of it.
 
-    Each parameter stays the same object, with a storage of its own on the buffer's memory, so that compilers and
-    ``torch.save`` see separate tensors. A gather writes that memory; what was computed from it before keeps its values.
-
-    Args:
-        bucket: The bucket, whose gradients are cut into the same shards.
-        transfers: Sends shards.
-        master_weights: Whether pieces of low precision are stepped in float32.
+    Gradients are cut into the same shards. Each parameter stays the same object, with a storage of its own on the
+    buffer's memory, so that compilers and ``torch.save`` see separate tensors. A gather writes that memory.
     """
 
     def __init__(self, bucket: Bucket, transfers: ShardTransfers, master_weights: bool) -> None:
@@ -171,11 +161,7 @@ class ShardedBucket:
                 piece.stepped.copy_(torch.where(is_same, piece.stepped, low.to(self.stepped_dtype)))
 
     def gather(self, stepped: Set[int]) -> None:
-        """Start to give all ranks what this one has stepped.
-
-        Args:
-            stepped: Numbers of the parameters that may have changed.
-        """
+        """Start to give all ranks what this one has stepped; ``stepped`` are the parameters that may have changed."""
         with torch.no_grad():
             for piece in self._copied_pieces:
                 piece.of_shard(self.shard_of(self.flat)).copy_(piece.stepped)
@@ -203,14 +189,7 @@ class ShardedBucket:
     # Conversions.
 
     def assemble(self, shards: Tensor) -> dict[int, Tensor]:
-        """The part of each parameter of a tensor that holds all shards.
-
-        Args:
-            shards: All shards one after the other, shape (n,), of any dtype.
-
-        Returns:
-            Mapping from number to a new tensor of the parameter's shape and strides.
-        """
+        """For each parameter a new tensor of its shape and strides, from one that holds all shards, of any dtype."""
         assembled = {}
         for index, place, offset in zip(self.param_indices, self._layout.views, self._offsets, strict=True):
             values = shards[offset : offset + place.numel()].clone()
@@ -218,11 +197,7 @@ class ShardedBucket:
         return assembled
 
     def whole_gradients(self) -> dict[int, Tensor]:
-        """The gradients of all ranks' pieces together; to be called on every rank.
-
-        Returns:
-            Mapping from number to a new tensor, for each parameter that has a gradient on any rank.
-        """
+        """A new tensor for each parameter that has a gradient on any rank; to be called on every rank."""
         present = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.flat.device)
         shards = torch.zeros_like(self.flat)
         with torch.no_grad():

@@ -20,17 +20,8 @@ if TYPE_CHECKING:
     from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 
 
-_ATTRIBUTE = "_ddp_compile_pieces"  # of an optimizer; a table of optimizers would keep them, as the pieces refer to it
-
-
-def register(optimizer: Optimizer, sharded: SteppedPieces) -> None:
-    """An optimizer has pieces from now on."""
-    vars(optimizer)[_ATTRIBUTE] = sharded
-
-
-def unregister(optimizer: Optimizer) -> None:
-    """An optimizer has whole parameters again."""
-    vars(optimizer).pop(_ATTRIBUTE, None)
+#: Attribute of an optimizer that has pieces; a table would keep optimizers alive, as their pieces refer to them.
+PIECES = "_ddp_compile_pieces"
 
 
 def sharded_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
@@ -71,7 +62,7 @@ def load_sharded_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[
 
 
 def _pieces_of(optimizer: Optimizer) -> SteppedPieces:
-    sharded: SteppedPieces | None = vars(optimizer).get(_ATTRIBUTE)
+    sharded: SteppedPieces | None = vars(optimizer).get(PIECES)
     if sharded is None:
         raise ReplicationError(
             f"this {type(optimizer).__name__} has no pieces: it is not sharded, or no backward of the model has ended"

@@ -40,12 +40,7 @@ _OF_ALL_ELEMENTS = frozenset((
 
 
 class HiddenGradient(Tensor):
-    """Stands for a gradient of which this rank has parts only; any use of its values raises a ReplicationError.
-
-    Args:
-        parameter: Has the shape, dtype and device.
-        fqn: Its name.
-    """
+    """Stands for a gradient of which this rank has parts only; any use of its values raises a ReplicationError."""
 
     fqn: str
     is_zeroed: bool  #: a user has called ``zero_()``
@@ -93,12 +88,7 @@ class HiddenGradient(Tensor):
 
 
 class HiddenGradients:
-    """Those of all parameters of a module; see Note [Gradients in shards].
-
-    Args:
-        parameters: Those that are reduced, by their numbers.
-        names: Their names.
-    """
+    """Those of all reduced parameters of a module; see Note [Gradients in shards]."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
         self._parameters = parameters
@@ -169,11 +159,7 @@ class HiddenGradients:
         return gone, zeroed
 
     def refuse_others(self, what: str) -> None:
-        """Raise a ReplicationError if a parameter has a gradient that is not hidden.
-
-        Args:
-            what: The user's call.
-        """
+        """Raise a ReplicationError if a parameter has a gradient that is not hidden, in the user's call ``what``."""
         for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
             if parameter.grad is not None and parameter.grad is not hidden:
                 raise ReplicationError(
@@ -183,11 +169,7 @@ class HiddenGradients:
                 )
 
     def replace(self, gradients: Mapping[int, Tensor]) -> None:
-        """Set ``.grad`` to whole gradients for good, unless a user has set it; add local gradients that came since.
-
-        Args:
-            gradients: By number of the parameter.
-        """
+        """Set ``.grad`` to whole gradients for good, unless a user has set it; add local gradients that came since."""
         set_by_user = {i for i in self._shown if self._parameters[i].grad is not self._hidden[i]}
         zeroed = {i for i in self._shown if self._hidden[i].is_zeroed}
         self.remove()
@@ -208,13 +190,7 @@ class GradientShard(Tensor):
 
     @classmethod
     def of(cls, values: Tensor, unscaled: Callable[[Tensor], None]) -> GradientShard:
-        """The same values on the same memory.
-
-        Args:
-            values: Shape (n,).
-            unscaled: A bound method, called with the flag of a GradScaler that has unscaled gradients. It does not
-                keep its object alive.
-        """
+        """The same values, shape (n,), on the same memory; ``unscaled`` is a bound method."""
         shard: GradientShard = values.as_subclass(cls)
         shard.plain = values
         shard.unscaled = weakref.WeakMethod(unscaled)
@@ -242,19 +218,10 @@ class GradientShard(Tensor):
 def norm_over_ranks(
     pieces: Sequence[Tensor], norm_type: float, parameters: Sequence[Tensor], transfers: ShardTransfers
 ) -> Tensor:
-    """The norm of all gradients of all ranks together; to be called on every rank.
-
-    Args:
-        pieces: Those of this rank.
-        norm_type: Order of the norm, above zero; may be infinite.
-        parameters: Of all ranks' pieces.
-        transfers: Between the ranks.
+    """The norm of the gradients of all ranks' pieces; to be called on every rank.
 
     Returns:
         Shape (), of at least float32, the same bits on every rank.
-
-    Raises:
-        ValueError: The order is not above zero.
     """
     if not norm_type > 0:
         raise ValueError(

@@ -33,12 +33,7 @@ _METADATA = frozenset((
 
 
 class ParameterGuard:
-    """Calls back when one of some parameters is about to be read.
-
-    Args:
-        parameters: The parameters.
-        complete: Returns when they are complete; any thread may call it.
-    """
+    """Calls ``complete``, on any thread, when one of some parameters is about to be read."""
 
     def __init__(self, parameters: Sequence[Parameter], complete: Callable[[], None]) -> None:
         self._parameters = list(parameters)

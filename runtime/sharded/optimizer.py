@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
-from ddp_compile.runtime.sharded.checkpoint import register, unregister
+from ddp_compile.runtime.sharded.checkpoint import PIECES
 from ddp_compile.runtime.sharded.gradients import GradientShard
 from ddp_compile.runtime.sharded.states import ShardedStates
 
@@ -27,12 +27,8 @@ class SteppedPieces:
     GradScaler too. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
     first bucket is stepped, and after the last.
 
-    Args:
-        optimizer: The optimizer.
-        numbers: Of the reduced parameters, by ``id``.
-        names: Of all parameters, by ``id``.
-        is_stepped_by_bucket: Whether its step may be called for some of its parameters after others.
-        objection: Says why the parameters cannot be moved into flat buffers; empty if they can.
+    ``numbers`` are those of the reduced parameters, ``names`` those of all, by ``id``. ``objection`` says why the
+    parameters cannot be moved into flat buffers; its result is empty if they can.
     """
 
     algorithm: ShardedAlgorithm
@@ -61,7 +57,7 @@ class SteppedPieces:
         self._loading: dict[str, Any] | None = None  # states that come before there are pieces
         self._loaded: dict[str, Any] | None = None  # those that torch has taken
         self._handles: list[Any] = []
-        self._methods: dict[str, Any] = {}  # of the optimizer's instance
+        self._attributes: list[str] = []  # of the optimizer, that it has from here
 
     def attach(self) -> None:
         """Take over the optimizer's steps and states."""
@@ -84,14 +80,19 @@ class SteppedPieces:
             _move(before, last=True)
             return handle
 
-        self._methods = {
-            "add_param_group": _refuse_group,
-            "zero_grad": self._zero_grad,
-            "register_step_pre_hook": register_step_pre_hook,
-            "__deepcopy__": _refuse_copy,
-            "__reduce_ex__": _refuse_copy,
-        }
-        vars(optimizer).update(self._methods)
+        self._add_attributes(
+            {
+                "add_param_group": _refuse_group,
+                "zero_grad": self._zero_grad,
+                "register_step_pre_hook": register_step_pre_hook,
+                "__deepcopy__": _refuse_copy,
+                "__reduce_ex__": _refuse_copy,
+            }
+        )
+
+    def _add_attributes(self, attributes: Mapping[str, Any]) -> None:
+        vars(self._optimizer).update(attributes)
+        self._attributes += attributes
 
     def before_sharding(self) -> None:
         """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
@@ -110,7 +111,7 @@ class SteppedPieces:
         self._states.cut(self._loaded)
         self._loaded = None
         self._show(self._params)
-        register(self._optimizer, self)
+        self._add_attributes({PIECES: self})
 
     def _divide(self, pieces: Mapping[int, Parameter]) -> None:
         """Find the pieces of each group in each bucket; parameters that are not sharded go with the last bucket."""
@@ -137,9 +138,8 @@ class SteppedPieces:
         self._restore_after_error()
         for handle in self._handles:
             handle.remove()
-        for name in self._methods:
+        for name in self._attributes:
             vars(self._optimizer).pop(name, None)
-        unregister(self._optimizer)
         if not self._buckets:
             return
         self._buckets = ()

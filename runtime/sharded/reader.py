@@ -19,12 +19,7 @@ class ParameterReader:
     """Waits for parameters before they are read.
 
     A forward that is one compiled graph waits for each bucket at its first use; every other reader waits for all of
-    them.
-
-    Args:
-        parameters: Those that are reduced.
-        overlaps: Whether gathers may be under way when ``step()`` returns.
-        failed: Makes the error to raise from that of a gather.
+    them. ``overlaps`` is the user's setting, ``failed`` makes the error to raise from that of a gather.
     """
 
     def __init__(

@@ -21,13 +21,7 @@ class ShardedStates:
     """Converts between states of whole parameters and states of this rank's pieces.
 
     A state is a tensor of the parameter's shape, of which a piece has its elements, or a number, which it copies.
-
-    Args:
-        optimizer: Has the states.
-        numbers: Of the parameters that are sharded, by ``id``.
-        whole: The parameters of each group before it was sharded.
-        buckets: Have the pieces.
-        transfers: Between the ranks.
+    ``whole`` are the parameters of each group before it was sharded, ``numbers`` those of the sharded ones by ``id``.
     """
 
     def __init__(
@@ -51,11 +45,7 @@ class ShardedStates:
             self._place_of[id(mine)] = place
 
     def cut(self, loaded: Mapping[str, Any] | None) -> None:
-        """Give the pieces their parts of the states that whole parameters have.
-
-        Args:
-            loaded: The state_dict that the states were loaded from, with its own dtypes; None if they were not loaded.
-        """
+        """Give the pieces their parts of the states of whole parameters, which were ``loaded`` unless that is None."""
         states = self._optimizer.state
         saved = {} if loaded is None else self._by_place(loaded)
         for place, (parameter, index) in enumerate(self._whole):
@@ -69,7 +59,7 @@ class ShardedStates:
         return {place: state_dict["state"][key] for place, key in enumerate(saved) if key in state_dict["state"]}
 
     def join(self) -> None:
-        """Give whole parameters their states again; on every rank at once."""
+        """Give whole parameters their states again; to be called on every rank."""
         states = self._optimizer.state
         gathered = self._gather()
         for piece in self._pieces.values():
@@ -85,12 +75,7 @@ class ShardedStates:
                 }
 
     def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
-        """A state_dict with the states and numbers of whole parameters; on every rank at once.
-
-        Args:
-            state_dict: The optimizer's own, of this rank's pieces.
-            names: The groups' names of the parameters, if they have any.
-        """
+        """A state_dict of whole parameters from one of this rank's pieces; to be called on every rank."""
         places = range(len(self._whole))
         groups = [
             {**group, **({} if of_group is None else {"param_names": list(of_group)}), "params": params}
@@ -99,11 +84,7 @@ class ShardedStates:
         return {**state_dict, "state": self._states_by(places, self._gather()), "param_groups": groups}
 
     def parts(self, names: Sequence[str]) -> dict[str, Any]:
-        """States by names, with this rank's part in the place of each tensor; on every rank at once.
-
-        Args:
-            names: Of all whole parameters, in the order of the groups.
-        """
+        """States by names, with this rank's part in the place of each tensor; to be called on every rank."""
         described = self._describe_all()
         parts = {index: self._parts_of(index, described[index]) for index in described}
         groups = [
@@ -220,13 +201,9 @@ class ShardedStates:
 
 
 def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:
-    """The state that torch would have loaded for ``stepped``, which may have another dtype than the parameter.
+    """The state that torch would have loaded for ``stepped``, not for a parameter of another dtype.
 
-    Args:
-        stepped: The parameter's piece.
-        value: The parameter's state. When torch loaded it, it cast everything but the number of steps.
-        loaded: The state as it was saved; None if it was not loaded.
-        dtype: The parameter's.
+    When torch loaded the state, it cast everything but the number of steps; ``loaded`` is from before that.
     """
     is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype == dtype != loaded.dtype
     return loaded.to(value.device, stepped.dtype) if is_cast else value

@@ -28,12 +28,9 @@ from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 
 
 class ReducedShard:
-    """A bucket on its way to shards; what the reducer waits for.
+    """A bucket on its way to shards; the reducer waits for it.
 
-    Args:
-        transfer: What is under way.
-        parts: What the ranks contribute to this rank's shard, in their order. One alone is the sum already.
-        flat: The flat buffer, whose other shards hold anything.
+    ``parts`` are the ranks' contributions to this rank's shard, in their order; one alone is the sum already.
     """
 
     def __init__(self, transfer: Transfer, parts: Sequence[Tensor], flat: Tensor) -> None:
@@ -117,13 +114,8 @@ class _Messages:
 class ShardTransfers:
     """Sends shards between the ranks of process groups that nobody else uses.
 
-    Gathers and gradients have a group each: if one rank has left out a step, no gather meets a reduction of another
-    rank. Both wait until the timeout reports it.
-
-    Args:
-        for_gathers: The ranks.
-        for_gradients: The same ranks.
-        device: Where the buffers lie.
+    Gathers and gradients have a group each, of the same ranks: if one rank has left out a step, no gather meets a
+    reduction of another rank. Both wait until the timeout reports it.
     """
 
     def __init__(self, for_gathers: dist.ProcessGroup, for_gradients: dist.ProcessGroup, device: torch.device) -> None:
@@ -153,11 +145,7 @@ class ShardTransfers:
         return -(-numel // (self.world_size * unit)) * unit
 
     def reduce_scatter(self, flat: Tensor) -> ReducedShard:
-        """Start to add up a flat buffer over the ranks, each of which gets the sum of its own shard.
-
-        Args:
-            flat: Shape (n,); not to be written before the result is there.
-        """
+        """Start to add up a flat buffer, shape (n,), over the ranks, each of which gets the sum of its own shard."""
         size = self.shard_numel(flat.numel(), flat.element_size())
         shards = [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
         if self.world_size == 1:
@@ -165,11 +153,7 @@ class ShardTransfers:
         return self._reduce_scatter(flat, shards)
 
     def all_gather(self, flat: Tensor) -> Transfer:
-        """Start to give every rank the shards of all others; on every rank in the same order.
-
-        Args:
-            flat: Shape (n,), a multiple of the world size, with this rank's shard in its place.
-        """
+        """Start to give every rank the others' shards of a flat buffer; on every rank in the same order."""
         if self.world_size == 1:
             return Transfer()
         gather = self._all_gather(flat, flat.chunk(self.world_size))
@@ -180,12 +164,6 @@ class ShardTransfers:
         """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
 
         With gloo alone: with NCCL the host would wait for the GPU to have the answer.
-
-        Args:
-            what: The user's call.
-
-        Raises:
-            RanksDifferError: On every rank, if they are not.
         """
         if self.world_size == 1 or not self._by_messages:
             return
