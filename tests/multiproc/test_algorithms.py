@@ -79,8 +79,9 @@ class ParameterAverage(CommAlgorithm):
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
 
-    def before_forward(self) -> None:
-        average(self.parameters)
+    def before_forward(self, synchronize: bool) -> None:
+        if synchronize:
+            average(self.parameters)
 
     def after_backward(self) -> None:
         self.num_backwards += 1
