@@ -201,7 +201,7 @@ def test_what_is_no_algorithm_of_this_model_is_refused_by_name() -> None:
     assert "algorithm=Halves(...) is an algorithm at work" in live
     assert "Built.build() returned 'all-reduce'" in none
     assert "Built.build() returned the reduce-scatter and all-gather of another model" in again
-    assert "<locals>.<lambda>, cannot be used with the reduce-scatter and all-gather: a hook can only replace" in hook
+    assert "<locals>.<lambda> cannot be used with the reduce-scatter and all-gather: a hook can only replace" in hook
 
 
 @dataclass(frozen=True)
