@@ -17,7 +17,7 @@ from ddp_compile.errors import (
 from ddp_compile.functions import explain, is_replicated, no_sync, unwrap
 from ddp_compile.plan.packing import plan_buckets
 from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec
-from ddp_compile.runtime.sharded.sharded_checkpoints import (
+from ddp_compile.runtime.sharded.checkpoint import (
     load_sharded_optimizer_state_dict,
     sharded_optimizer_state_dict,
 )

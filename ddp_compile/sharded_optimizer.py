@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError, ReplicationError, shorten_names, this_rank, with_article
 from ddp_compile.features.algorithm_switch import set_comm_algorithm
 from ddp_compile.features.compatibility import Feature
@@ -19,12 +21,11 @@ from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
-from ddp_compile.runtime.sharded.sharded_aliases import objection_to_moving
-from ddp_compile.runtime.sharded.stepped_pieces import SteppedPieces
+from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-# What each of them does to an element depends on that element's values alone, and on settings.
+# Their effect on an element depends on that element's values alone, and on settings.
 _ELEMENTWISE = (
     optim.ASGD,
     optim.Adadelta,
@@ -47,16 +48,21 @@ _BY_NAME = {
 
 
 def shard_optimizer(
-    optimizer: OptimizerT, model: nn.Module, *, elementwise: bool = False, master_weights: bool = False
+    optimizer: OptimizerT,
+    model: nn.Module,
+    *,
+    elementwise: bool = False,
+    master_weights: bool = False,
+    overlap: bool = True,
 ) -> OptimizerT:
     """Let each rank keep the states of its part of the parameters and step that part alone.
 
-    Backwards reduce each bucket to one shard for each rank, ``optimizer.step()`` steps this rank's, and the others'
-    come behind the next forward, while it computes; as many bytes travel as with an all-reduce. It is the same
-    training, to rounding. The optimizer stays the same object, with its groups, settings and schedulers. From the end
-    of the first backward on its groups hold pieces of parameters, one-dimensional, and ``.grad`` of the model's
-    parameters raises when it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call
-    it on every rank, between two steps, before or after schedulers are made::
+    Backwards reduce each bucket to one shard for each rank, ``optimizer.step()`` steps this rank's, and those of the
+    others arrive during the next forward; as many bytes travel as with an all-reduce. It is the same training, to
+    rounding. The optimizer stays the same object, with its groups, settings and schedulers. From the end of the first
+    backward on its groups hold pieces of parameters, one-dimensional, and ``.grad`` of the model's parameters raises
+    when it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call it on every rank,
+    between two steps, before or after schedulers are made::
 
         model = ddp_compile(model)
         optimizer = ddp_compile.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
@@ -66,13 +72,16 @@ def shard_optimizer(
     it.
 
     Args:
-        optimizer: Over all parameters that the model reduces, and others of the model's, such as frozen ones, at most.
-            Of torch's those that work element by element: SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
+        optimizer: Over all parameters that the model reduces; it may have others of the model, frozen ones for example.
+            One of torch's that work element by element: SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
             Adagrad, Adadelta, ASGD.
-        model: What ``ddp_compile`` has returned, with the default algorithm.
-        elementwise: Promise for another optimizer that what it does to an element depends on nothing but that element's
+        model: Returned by ``ddp_compile``, with the default algorithm.
+        elementwise: Promise for another optimizer that its effect on an element depends only on that element's
             parameter, gradient and states, which have the parameter's shape, or are numbers.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
+        overlap: Let parameters arrive after ``step()`` has returned. Then code that reads them in ways that torch does
+            not tell of has to call ``model.await_parameters()`` first, see docs/sharded_optimizer.md. False: ``step()``
+            returns when all parameters are complete.
 
     Returns:
         ``optimizer`` itself.
@@ -90,16 +99,15 @@ def shard_optimizer(
             " ddp_compile(model) first, and pass what it returns"
         )
     state = state_of(model)
-    rank = state.process_group.rank()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduced = {id(parameter): i for i, parameter in enumerate(state.reducer.parameters)}
     refusal: ReplicationError | None = None
     try:
-        _refuse_optimizer(optimizer, elementwise, rank)
-        _refuse_model(model, state, rank)
-        _refuse_parameters(optimizer, names, state.reducer.parameters, rank)
-        described = f"{type(optimizer).__name__} {master_weights} {_settings_of(optimizer, names)}"
-    except ReplicationError as error:  # raised when the others know of it, which would wait for this rank
+        _refuse_optimizer(optimizer, elementwise)
+        _refuse_model(model, state)
+        _refuse_parameters(optimizer, names, state.reducer.parameters)
+        described = f"{type(optimizer).__name__} {master_weights} {overlap} {_settings_of(optimizer, names)}"
+    except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
         refusal, described = error, "refused"
     different = ranks_unlike_rank_0(described.encode(), state.process_group, state.device)
     if refusal is not None:
@@ -109,14 +117,14 @@ def shard_optimizer(
             f"{this_rank()}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
-    pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of_now(model))
-    set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), master_weights), None)
+    pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of(model))
+    set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), master_weights, overlap), None)
     return optimizer
 
 
-def _objection_of_now(model: nn.Module) -> Callable[[], str]:
-    """`objection_to_moving`, when it is called."""
-    alive = weakref.ref(model)  # which has the optimizer's pieces: a cycle would keep them until a collection
+def _objection_of(model: nn.Module) -> Callable[[], str]:
+    """`_objection_to_moving` as a function without arguments."""
+    alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
 
     def objection() -> str:
         module = alive()
@@ -126,8 +134,45 @@ def _objection_of_now(model: nn.Module) -> Callable[[], str]:
 
 
 def _objection_to_moving(model: nn.Module) -> str:
+    """Says which memory of trained parameters is shared, and would not be after they have moved into flat buffers.
+
+    Empty if none is. Attributes of modules that are no buffers are not looked at: ``torch.nn.utils.spectral_norm`` has
+    one on the memory of a parameter, and makes it anew in each forward.
+    """
     state = state_of(model)
-    return objection_to_moving(model, state.reducer.parameters, _names_of_reduced(state))
+    named = list(zip(_names_of_reduced(state), state.reducer.parameters, strict=True))
+    with state.naming_parameters():
+        shared = _on_one_storage(model, {id(p): (p, name) for name, p in named})
+    if shared:
+        return (
+            f"parameters lie in one storage, and would not any more: {'; '.join(map(', '.join, shared))}."
+            " Register one Parameter in both places, or give each memory of its own: p.data = p.data.clone()"
+        )
+    if between_processes := [name for name, p in named if p.device.type == "cpu" and p.is_shared()]:
+        return (
+            "parameters lie in memory that other processes share (share_memory(), or a model passed to a process), and"
+            f" would not any more: {shorten_names(between_processes)}. Give each memory of its own,"
+            " p.data = p.data.clone(), and let other processes have a copy of the model, written after steps:"
+            " copy.load_state_dict(model.state_dict())"
+        )
+    return ""
+
+
+def _on_one_storage(module: nn.Module, trained: Mapping[int, tuple[Parameter, str]]) -> list[list[str]]:
+    """Names of the tensors that share a storage with a trained parameter, for each such storage."""
+    of_storage: dict[int, list[str]] = {}
+    for parameter, name in trained.values():
+        if parameter.numel() and (key := torch_internals.storage_key(parameter)) is not None:
+            of_storage.setdefault(key, []).append(name)
+    others = chain(
+        (("parameter", name, p) for name, p in module.named_parameters()),
+        (("buffer", name, b) for name, b in module.named_buffers()),
+    )
+    for kind, name, tensor in others:
+        key = None if id(tensor) in trained else torch_internals.storage_key(tensor)
+        if key in of_storage:
+            of_storage[key].append(f"the {kind} {name}, which is not trained")
+    return [names for names in of_storage.values() if len(names) > 1]
 
 
 def _names_of_reduced(state: Any) -> list[str]:
@@ -135,16 +180,13 @@ def _names_of_reduced(state: Any) -> list[str]:
 
 
 class _Sharded(AlgorithmConfig):
-    """What `set_comm_algorithm` builds the algorithm of."""
-
-    def __init__(self, optimizer: SteppedPieces, names: Sequence[str], master_weights: bool) -> None:
+    def __init__(self, optimizer: SteppedPieces, names: Sequence[str], master_weights: bool, overlap: bool) -> None:
         self._optimizer = optimizer
-        self._names = names
-        self._master_weights = master_weights
+        self._settings = names, master_weights, overlap
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        algorithm = ShardedAlgorithm(process_group, self._optimizer, self._names, self._master_weights)
+        algorithm = ShardedAlgorithm(process_group, self._optimizer, *self._settings)
         self._optimizer.algorithm = algorithm
         return algorithm
 
@@ -159,7 +201,7 @@ def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
 
 
 def _in_full(value: Any) -> Any:
-    """The same with lists in the place of tensors, of which ``repr`` would show four digits."""
+    """The same with lists instead of tensors, of which ``repr`` would show four digits."""
     if isinstance(value, Tensor):
         return "tensor", str(value.dtype), value.tolist()
     if isinstance(value, Mapping):
@@ -169,7 +211,7 @@ def _in_full(value: Any) -> Any:
     return value
 
 
-def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> None:
+def _refuse_optimizer(optimizer: Optimizer, elementwise: bool) -> None:
     name = type(optimizer).__name__
     if "add_param_group" in vars(optimizer):
         raise ReplicationError(f"{this_rank()}: this {name} is sharded already; shard it once, for one model")
@@ -188,18 +230,18 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, rank: int) -> Non
         )
 
 
-def _refuse_model(model: nn.Module, state: Any, rank: int) -> None:
+def _refuse_model(model: nn.Module, state: Any) -> None:
     state.refuse_if_excluded(Feature.SHARDED_OPTIMIZER, "a sharded optimizer")
     if objection := _objection_to_moving(model):
         raise ReplicationError(f"{this_rank()}: {objection}")
     if present := [parameter for parameter in state.reducer.parameters if parameter.grad is not None]:
         raise ReplicationError(
             f"{this_rank()}: {len(present)} parameters have gradients, which are no shards; call shard_optimizer"
-            " between two steps, behind zero_grad()"
+            " between two steps, after zero_grad()"
         )
 
 
-def _refuse_parameters(optimizer: Optimizer, names: Mapping[int, str], reduced: Sequence[Parameter], rank: int) -> None:
+def _refuse_parameters(optimizer: Optimizer, names: Mapping[int, str], reduced: Sequence[Parameter]) -> None:
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if foreign := len(present - names.keys()):
         raise ReplicationError(

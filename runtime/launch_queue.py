@@ -288,7 +288,7 @@ class LaunchQueue:
             bucket.point_gradients_at_views(untouched)
         self.wait()
         self._monitor.compare()
-        self.algorithm.hand_over(self._set.buckets, launched, untouched)
+        self.algorithm.sharding.hand_over(self._set.buckets, launched, untouched)
         if not self.sends:  # as DistributedDataParallel on one rank
             undefined = self._set.iteration.undefined - untouched
             for index in undefined:

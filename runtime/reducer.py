@@ -126,11 +126,11 @@ class Reducer:
     @property
     def gathers_parameters(self) -> bool:
         """Whether parameters may still be written when a forward begins."""
-        return self.algorithm.traits.gathers_parameters
+        return self.algorithm.sharding.gathers_parameters
 
     def await_parameters(self, param_indices: Sequence[int]) -> None:
         """Compiled code is about to read these parameters: return when they are complete."""
-        self.algorithm.await_parameters(param_indices)
+        self.algorithm.sharding.await_parameters(param_indices)
 
     # A forward.
 
@@ -165,10 +165,7 @@ class Reducer:
             # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
             raise error_messages.out_of_step()
         try:
-            if synchronize:
-                self.algorithm.before_forward()
-            else:
-                self.algorithm.before_local_forward()
+            self.algorithm.before_forward(synchronize)
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__
 
@@ -303,8 +300,6 @@ class Reducer:
                 raise error_messages.not_finalized(f"a gradient of {self._set.names[arriving[0]]}")
             raise error_messages.out_of_step()
         if before is State.ARMED:
-            if arriving:
-                self.algorithm.before_backward()
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
             self._set.settings.on_plan_sealed(self._set.seal(self.algorithm.name))

@@ -17,7 +17,6 @@ from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.all_reduce import AllReduce
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
-from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 
 
 class Feature(Enum):
@@ -170,7 +169,7 @@ def _features_of(algorithm: CommAlgorithm, num_ranks: int) -> dict[Feature, str]
         return {}
     if isinstance(algorithm, CommHook):
         return {Feature.COMM_HOOK: said}
-    if isinstance(algorithm, ShardedAlgorithm):
+    if algorithm.sharding.gathers_parameters:
         return {Feature.SHARDED_OPTIMIZER: said}
     is_so = {
         Feature.ALGORITHM: True,

@@ -20,7 +20,7 @@ def explain(state: ReplicateState, plan: BucketPlan) -> str:
     reports = [_format_report(report) for report in state.backend.reports]
     by_region = state.regions.explain(compiled_only=bool(state.breaks))
     eager = _format_eager(plan, state.builder.region_of) if state.breaks or not state.regions else []
-    by_algorithm = state.reducer.algorithm.explain()
+    by_algorithm = state.reducer.algorithm.sharding.explain()
     not_compiled = [*eager, *state.breaks.explain()]
     return "\n".join([plan.format_table(), *reports, *by_region, *not_compiled, *by_algorithm, *failures])
 

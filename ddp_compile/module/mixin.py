@@ -24,7 +24,6 @@ from ddp_compile.module.replicate_state import ReplicateState
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm
-from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 
 STATE = "_ddp_compile_state"
 
@@ -221,10 +220,10 @@ class ReplicatedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the module's own; with a sharded optimizer also the gradients of its pieces."""
-        super().zero_grad(set_to_none)
-        algorithm = state_of(self).reducer.algorithm
-        if isinstance(algorithm, ShardedAlgorithm):
-            algorithm.zero_gradients(set_to_none)
+        state = state_of(self)
+        with state.naming_parameters():
+            super().zero_grad(set_to_none)
+        state.reducer.algorithm.sharding.zero_gradients(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -241,10 +240,8 @@ class ReplicatedModule(nn.Module):
 
         Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called where nothing is sharded.
         """
-        algorithm = state_of(self).reducer.algorithm
-        if isinstance(algorithm, ShardedAlgorithm) and algorithm.buckets:
-            return algorithm.clip_grad_norm_(max_norm, float(norm_type), error_if_nonfinite)
-        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        sharding = state_of(self).reducer.algorithm.sharding
+        return sharding.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The mean gradient of each parameter that has one, by name; with a sharded optimizer too, on every rank.
@@ -253,10 +250,32 @@ class ReplicatedModule(nn.Module):
             New tensors of the parameters' shapes.
         """
         state = state_of(self)
-        algorithm = state.reducer.algorithm
-        if isinstance(algorithm, ShardedAlgorithm) and algorithm.buckets:
-            return algorithm.full_gradients()
-        return {name: p.grad.clone() for name, p in state.parameters.named.items() if p.grad is not None}
+        return state.reducer.algorithm.sharding.full_gradients(state.parameters.named)
+
+    def await_parameters(self) -> None:
+        """Return when all parameters are complete; with an accelerator, when the current stream waits for them.
+
+        A step of a sharded optimizer leaves them on their way. Calls of the module, `state_dict`, `load_state_dict`,
+        `parameters`, `named_parameters`, copies of the module, and most uses of a parameter wait by themselves; call
+        this before others, a fork or a transform of torch.func over parameters that you hold. Without a sharded
+        optimizer it returns at once.
+
+        Raises:
+            ReductionError: A rank has not come to the same step.
+            ReplicationError: The step has raised before its end.
+        """
+        state_of(self).await_parameters()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the module's own, after `await_parameters`; ``parameters()`` calls it."""
+        if not torch.compiler.is_compiling():  # a forward that is compiled waits by itself
+            self.await_parameters()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, after `await_parameters`."""
+        self.await_parameters()
+        return super().state_dict(*args, **kwargs)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
@@ -329,6 +348,7 @@ class ReplicatedModule(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that ddp_compile reduces with new ones;"
                 " load before ddp_compile(module), or with assign=False"
             )
+        self.await_parameters()
         state_of(self).reducer.algorithm.before_load()
         return super().load_state_dict(_without_prefixes(state_dict, self), *args, **kwargs)
 
@@ -365,6 +385,7 @@ def state_of(module: nn.Module) -> ReplicateState:
 
 def _plain_shell(module: nn.Module) -> nn.Module:
     """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
+    state_of(module).await_parameters()
     shell: nn.Module = object.__new__(original_class(type(module)))
     for name, value in module.__dict__.items():
         if name != STATE:

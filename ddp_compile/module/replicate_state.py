@@ -71,7 +71,8 @@ class ReplicateState:
             process_group = group_of(ranks, process_group, next(module.parameters()).device)
         self.process_group, self.config = process_group, config
         self.requires_sync = True
-        self._is_generating = self._is_training = False  # inside ``generate``, or a forward with gradients
+        # ``generate``, or a forward with gradients, is under way; see `naming_parameters` and `await_before_python`.
+        self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
         self._was_called = False  # with gradients
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
@@ -169,7 +170,7 @@ class ReplicateState:
         self._evaluation_backend = EvaluationBackend(self.compiler)
         self.breaks = GraphBreaks()
         inside = None if by_regions else _while_alive(self.compile_inside)
-        call = torch_internals.traced_call_of(type(module), _while_alive(self.await_parameters), inside)
+        call = torch_internals.traced_call_of(type(module), _while_alive(self.await_before_python), inside)
         self.backend.root = call
         self._call_eagerly = self._call_training = self._call_evaluation = call
         if by_regions:
@@ -199,7 +200,6 @@ class ReplicateState:
 
     def region_begins(self) -> None:
         """Python is about to call a region."""
-        self.await_parameters()
         self.breaks.note_block()
 
     def describe(self) -> str:
@@ -221,6 +221,7 @@ class ReplicateState:
         self._refuse_wrapper_around(module)
         if not torch.is_grad_enabled():
             evaluate = self._call_eagerly if self.evaluates_eagerly else self._call_evaluation
+            self.await_parameters()
             with self.reducer.algorithm.evaluation():
                 outputs = evaluate(module, *args, **kwargs)
             self.monitor.forward_ends(kind)
@@ -244,7 +245,22 @@ class ReplicateState:
 
     def await_parameters(self) -> None:
         """Return when all parameters are complete."""
-        self.reducer.algorithm.await_parameters()
+        if not self._names_parameters:
+            self.reducer.algorithm.sharding.await_parameters()
+
+    def await_before_python(self) -> None:
+        """Python is about to run the whole forward: return when all parameters are complete."""
+        self._has_waited = True
+        self.await_parameters()
+
+    @contextmanager
+    def naming_parameters(self) -> Iterator[None]:
+        """Inside, parameters are listed, and their values are not read."""
+        before, self._names_parameters = self._names_parameters, True
+        try:
+            yield
+        finally:
+            self._names_parameters = before
 
     @property
     def evaluates_eagerly(self) -> bool:
@@ -266,22 +282,23 @@ class ReplicateState:
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
     ) -> Any:
-        algorithm, runs = self.reducer.algorithm, self.backend.runs
+        runs = self.backend.runs
         number, number_whole = runs.number, runs.number_whole
-        is_one_graph = False
+        is_one_graph = self._has_waited = False
         try:
             # In evaluation mode too, as in DistributedDataParallel: ranks may be in different modes.
             if self.requires_sync:
                 self.reducer.await_at_the_end(self.buffers.before_forward(kind, source))
             self._is_training = True
             if not module.training:
-                algorithm.await_parameters()
+                self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
             is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
         finally:
             self._is_training = False
-            algorithm.after_forward(is_one_graph)
+            self.reducer.algorithm.after_forward()
+            self.reducer.algorithm.sharding.forward_ends(is_one_graph, self._has_waited)
         return outputs
 
     def _refuse_distributed_autograd(self) -> None:
@@ -297,7 +314,8 @@ class ReplicateState:
         self._num_forwards += 1
         ddp = torch_internals.active_ddp()
         if ddp is not self._ddp_beside() or is_agreement_point(self._num_forwards):
-            refuse_wrapper_around(module, self.parameters.named)
+            with self.naming_parameters():
+                refuse_wrapper_around(module, self.parameters.named)
             self._ddp_beside = _nothing if ddp is None else weakref.ref(ddp)
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
@@ -333,7 +351,8 @@ class ReplicateState:
             self.reducer.search_unused_parameters(loss)
 
     def _refuse_changes(self, module: nn.Module) -> None:
-        self.parameters.refuse_changes(module)
+        with self.naming_parameters():
+            self.parameters.refuse_changes(module)
 
     @property
     def _num_graphs(self) -> int:

@@ -31,7 +31,6 @@ from ddp_compile.torch_internals.backward_compile import (
     positions_of_inputs,
     repeats_random_numbers,
 )
-from ddp_compile.torch_internals.checkpoints import ask_before_states_by_name
 from ddp_compile.torch_internals.compile_caches import right_cache_entries
 from ddp_compile.torch_internals.dynamo import (
     InnerBackend,
@@ -59,7 +58,6 @@ from ddp_compile.torch_internals.fully_shard import (
     state_of_fully_shard,
 )
 from ddp_compile.torch_internals.graph_breaks import GraphBreaks, in_python, leave_call_to_python
-from ddp_compile.torch_internals.hidden_readers import watch_hidden_readers
 from ddp_compile.torch_internals.module_calls import (
     active_ddp,
     compiled_call_of,

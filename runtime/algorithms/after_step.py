@@ -38,9 +38,9 @@ class AfterStep(ParameterAverage):
     def communicate(self) -> None:
         """Exchange with the other ranks: an iteration has ended, and its step was done or skipped."""
 
-    def before_forward(self) -> None:
+    def before_forward(self, synchronize: bool) -> None:
         """Communicate if it is still due."""
-        if not self._steps.forward_begins(self.name):
+        if synchronize and not self._steps.forward_begins(self.name):
             self._communicate_if_due()
 
     def after_backward(self) -> None:

@@ -69,7 +69,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         else:
             self._let_go()
 
-    def before_forward(self) -> None:
+    def before_forward(self, synchronize: bool) -> None:
         """Keep the parameters as they are until the backward has ended.
 
         Raises:
@@ -80,11 +80,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self._gate.leave("step")  # one that has raised
         self._gate.enter_once("backward")
 
-    def before_local_forward(self) -> None:
-        """As `before_forward`; the parameters stay until the last micro-batch's backward or a step has ended."""
-        self.before_forward()
-
-    def after_forward(self, as_one_graph: bool) -> None:
+    def after_forward(self) -> None:
         """Its stream may be another one than the backward's, or no backward follows it."""
         self._gate.note_reads()
 

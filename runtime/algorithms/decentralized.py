@@ -63,10 +63,11 @@ class DecentralizedAlgorithm(ParameterAverage):
         exchanges = self._is_with_one_peer and self._groups.leaders is not None
         self._received = self._parameters.new() if exchanges else []
 
-    def before_forward(self) -> None:
+    def before_forward(self, synchronize: bool) -> None:
         """Send the parameters, in each step that is one of the interval."""
-        self._steps.forward_begins(self.name)
-        self._send()
+        if synchronize:
+            self._steps.forward_begins(self.name)
+            self._send()
 
     def after_backward(self) -> None:
         """Replace the parameters by the average, before the optimizer steps.

@@ -10,7 +10,7 @@ each replicated module builds an algorithm of its own, since algorithms hold buf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile.plan.spec import Layout
+from ddp_compile.runtime.buckets.sharding import NOT_SHARDED, Sharding
 
 if TYPE_CHECKING:
     from ddp_compile.runtime.buckets.bucket import Bucket
@@ -50,8 +51,6 @@ class Traits:
             them; otherwise those of parameters that no graph shows are packed anew behind it.
         takes_shadows: A rank that has no input left may take part with zeros, inside ``Join``. Never where parameters
             are communicated.
-        gathers_parameters: Parameters are written behind the optimizer's step, so that forwards are compiled with waits
-            in them, see `CommAlgorithm.await_parameters`.
         in_step: The ranks come to the same iterations together. If False, no rank waits for another, so nothing else,
             such as buffers, may be sent between them in an iteration.
 
@@ -68,7 +67,6 @@ class Traits:
     takes_dtypes: tuple[torch.dtype, ...] | None = None
     keeps_buckets: bool = False
     takes_shadows: bool = True
-    gathers_parameters: bool = False
     in_step: bool = True
 
     def __post_init__(self) -> None:
@@ -138,6 +136,11 @@ class CommAlgorithm(ABC):
         return ""
 
     @property
+    def sharding(self) -> Sharding:
+        """Who hands gradients over, and waits for parameters that are read."""
+        return NOT_SHARDED
+
+    @property
     def meets_others(self) -> bool:
         """Whether the ranks exchange something else than buckets in this iteration."""
         return not self.sends_gradients and self.traits.in_step
@@ -160,45 +163,18 @@ class CommAlgorithm(ABC):
                 nothing under way. False after an error: only release what this rank holds.
         """
 
-    def before_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """A forward whose backward is to be reduced begins; inside ``Join`` also on ranks that have no input left.
+    def before_forward(self, synchronize: bool) -> None:  # noqa: B027  # most have nothing to do
+        """A forward with gradients begins; inside ``Join`` also on ranks that have no input left.
 
         There may be several forwards for one backward, and forwards without any.
-        """
-
-    def before_local_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """A forward inside ``no_sync`` begins, whose backward is not reduced."""
-
-    def await_parameters(self, indices: Sequence[int] | None = None) -> None:  # noqa: B027  # most have nothing to do
-        """Parameters are about to be read, by compiled code or by anybody: return when they are complete.
 
         Args:
-            indices: Their numbers; all if None.
+            synchronize: Whether its backward is to be reduced. False inside ``no_sync``, where a rank may be alone, so
+                nothing may be sent.
         """
 
-    def after_forward(self, as_one_graph: bool) -> None:  # noqa: B027  # most have nothing to do
-        """A forward with gradients has ended.
-
-        Args:
-            as_one_graph: Whether it was the whole of one compiled graph, without any Python code of the module.
-        """
-
-    def before_backward(self) -> None:  # noqa: B027  # most have nothing to do
-        """The first gradient of an iteration has come, and nothing has been made of it yet.
-
-        On any rank by itself.
-        """
-
-    def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
-        """The buckets of an iteration have been reduced: let every ``.grad`` be the result.
-
-        Args:
-            buckets: All of the module, in plan order.
-            launched: Those that were launched, and have been waited for.
-            untouched: Numbers of parameters that got no gradient on any rank: theirs stay what they were.
-        """
-        for bucket in launched:
-            bucket.hand_over(untouched)
+    def after_forward(self) -> None:  # noqa: B027  # most have nothing to do
+        """A forward with gradients has ended, or raised, inside ``no_sync`` too; on the stream on which it ran."""
 
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
         """An iteration ends: every ``.grad`` has its final value, reduced or this rank's own.
@@ -247,10 +223,6 @@ class CommAlgorithm(ABC):
             ReductionError: It cannot be started.
         """
         raise NotImplementedError(f"the {self.name} has no launch()")
-
-    def explain(self) -> list[str]:
-        """Lines for ``model.explain()``, about what the plan does not show."""
-        return []
 
     def drain(self) -> None:  # noqa: B027  # most have nothing to do
         """Return when no launched reduction will start another collective.

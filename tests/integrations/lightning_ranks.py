@@ -306,7 +306,7 @@ REFUSED: list[tuple[type[DDPStrategy], Callable[[], Any], str]] = [
         HoldsParts,
         "head.weight are DTensors, of which a checkpoint of this strategy would hold rank 0's part alone",
     ),
-    (DDPCompileStrategy, ShardsOptimizer, "configure_optimizers has called shard_optimizer"),
+    (DDPCompileStrategy, ShardsOptimizer, "DDPCompileStrategy cannot be used with the sharded optimizer"),
     (
         DDPStrategy,
         lambda: ddp_compile(Net(), backend="eager"),

@@ -79,8 +79,9 @@ class ParameterAverage(CommAlgorithm):
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
 
-    def before_forward(self) -> None:
-        average(self.parameters)
+    def before_forward(self, synchronize: bool) -> None:
+        if synchronize:
+            average(self.parameters)
 
     def after_backward(self) -> None:
         self.num_backwards += 1
@@ -200,7 +201,7 @@ def test_what_is_no_algorithm_of_this_model_is_refused_by_name() -> None:
     assert "algorithm=Halves(...) is an algorithm at work" in live
     assert "Built.build() returned 'all-reduce'" in none
     assert "Built.build() returned the reduce-scatter and all-gather of another model" in again
-    assert "<locals>.<lambda>, cannot be used with the reduce-scatter and all-gather: a hook can only replace" in hook
+    assert "<locals>.<lambda> cannot be used with the reduce-scatter and all-gather: a hook can only replace" in hook
 
 
 @dataclass(frozen=True)

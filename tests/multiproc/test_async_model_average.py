@@ -360,9 +360,8 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """By scenario, what rank 0 was told and both exit codes; all of them run at the same time."""
-    selected = [
-        item.callspec.params["how"] for item in request.session.items if "ended" in getattr(item, "fixturenames", ())
-    ]
+    here = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params["how"] for item in here if "ended" in getattr(item, "fixturenames", ())]
     command = [sys.executable, str(ENDING), str(tmp_path_factory.mktemp("stores")), *selected]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     lines = dict(line.split(": ", 1) for line in run.stdout.splitlines())

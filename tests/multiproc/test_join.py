@@ -229,8 +229,8 @@ class CountsCalls(CommAlgorithm):
         self.group = group
         self.calls = [0, 0]
 
-    def before_forward(self) -> None:
-        self.calls[0] += 1
+    def before_forward(self, synchronize: bool) -> None:
+        self.calls[0] += synchronize
 
     def after_backward(self) -> None:
         self.calls[1] += 1

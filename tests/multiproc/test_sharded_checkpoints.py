@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ddp_compile import ReplicationError, load_sharded_optimizer_state_dict, sharded_optimizer_state_dict
-from ddp_compile.runtime.sharded.sharded_checkpoints import PartOfTensor
+from ddp_compile.runtime.sharded.checkpoint import PartOfTensor
 
 Ranks = Callable[[int], RankPool]
 
@@ -121,7 +121,7 @@ def load_into_new_run(path: str, kind: str, sharded: bool) -> Any:
             lambda: get_optimizer_state_dict(model, optimizer),
             lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]),
         ):
-            with pytest.raises(ReplicationError, match=r"Save and load them with ddp_compile\.sharded_optimizer_state"):
+            with pytest.raises(KeyError):  # torch's own: the groups hold no parameters of the model
                 by_name()
     return ([p.detach().clone() for p in model.parameters()], optimizer.state_dict()), ([], loaded)
 

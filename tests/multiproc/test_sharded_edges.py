@@ -104,39 +104,38 @@ def measured(model: Any, optimizer: Any) -> None:
     """Forwards without a backward between backward and step, and parameters that are left out of the step."""
     for step in range(4):
         loss_of(model(batch(step))).backward()
+        for parameter in list(model.parameters())[:step]:
+            parameter.grad = None
         if step % 2:
             model(batch(step + 50))
         with model.no_sync():
             model(batch(step + 60))
         assert float(model.clip_grad_norm_(100.0)) > 0.0
-        for parameter in list(model.parameters())[:step]:
-            parameter.grad = None
         optimizer.step()
         optimizer.zero_grad()
 
 
 def zeroed(model: Any, optimizer: Any) -> None:
-    """In all ways, behind a step or a forward: zeros are stepped by, None is not."""
+    """In all ways, after a step: zeros are stepped by, None is not."""
     first, second, *_ = model.parameters()
     for step in range(6):
-        loss = loss_of(model(batch(step)))
+        loss_of(model(batch(step))).backward()
+        if step == 4:
+            first.grad.zero_()
+        optimizer.step()
         if step == 2:
             for parameter in model.parameters():
                 parameter.grad.zero_()
         elif step == 3:
             for parameter in model.parameters():
                 parameter.grad = None
-        loss.backward()
-        if step == 4:
-            first.grad.zero_()
-        optimizer.step()
-        if step in (0, 4):
+        elif step in (0, 4):
             model.zero_grad(set_to_none=False)
             second.grad = None
             optimizer.step()
             model.zero_grad(set_to_none=False)
-        elif step not in (1, 2):
-            optimizer.zero_grad(set_to_none=step != 3)
+        else:
+            optimizer.zero_grad(set_to_none=step != 1)
 
 
 class Chosen(Mlp):
@@ -155,12 +154,14 @@ def added_up(model: Any, optimizer: Any) -> None:
     """Reduced backwards, local ones and none, of which not all reach every parameter."""
     for step in range(4):
         loss_of(model(batch(step))).backward()
-        with model.no_sync():
-            model(batch(step + 50), 1)
-            loss_of(model(batch(step + 60), 2)).backward()
         if step == 1:
             for parameter in model.parameters():
                 parameter.grad = None
+        with model.no_sync():
+            model(batch(step + 50), 1)
+            loss_of(model(batch(step + 60), 2)).backward()
+        if step == 2:
+            model.zero_grad()
         loss_of(model(batch(step + 70), 3)).backward()
         optimizer.step()
         model.zero_grad()
@@ -342,7 +343,7 @@ def test_what_becomes_of_the_optimizer(ranks: Ranks) -> None:
         assert "takes no sparse gradients" in found["sparse"]
         assert "cannot be copied or pickled" in found["copied"] and "cannot be copied or pickled" in found["pickled"]
         assert "isfinite of gradients that are reduced to shards would be that of this rank's part" in found["isfinite"]
-        assert "was sharded for a model that has been unwrapped behind an error" in found["unwrapped behind an error"]
+        assert "was sharded for a model that has been unwrapped after an error" in found["unwrapped behind an error"]
 
 
 @torch.compiler.set_stance("force_eager")

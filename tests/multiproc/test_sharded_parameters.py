@@ -27,18 +27,23 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import GradientAllReduce
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
+from ddp_compile.runtime.sharded.state import State
 
 Ranks = Callable[[int], RankPool]
 
 
 def make(
-    kind: str = "adamw", module: nn.Module | None = None, sharded: bool = True, **settings: Any
+    kind: str = "adamw",
+    module: nn.Module | None = None,
+    sharded: bool = True,
+    overlap: bool = True,
+    **settings: Any,
 ) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(1)
     module = Mlp(WIDTH, 4) if module is None else module
     model = ddp_compile(module, bucket_cap_mb=CAP_MB, **{"backend": "eager", **settings})
     optimizer = OPTIMIZERS[kind](groups_of(module))
-    return model, shard_optimizer(optimizer, model) if sharded else optimizer
+    return model, shard_optimizer(optimizer, model, overlap=overlap) if sharded else optimizer
 
 
 @contextmanager
@@ -70,19 +75,24 @@ READERS: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "average": lambda model, held: torch.cat([p.detach().flatten() for p in averaged(model).parameters()]),
     "submodule": lambda model, held: model.layers[0](torch.ones(1, WIDTH)).detach(),
     "function": lambda model, held: F.linear(torch.ones(1, WIDTH), held[0]).detach(),
-    "functional call": lambda model, held: functionally(model),
-    "vjp": lambda model, held: torch.func.vjp(lambda p: p * 2, held[0])[0].detach(),
     "jvp": lambda model, held: torch.func.jvp(lambda p: p * 2, (held[0],), (torch.ones_like(held[0]),))[0].detach(),
     "hessian": lambda model, held: torch.func.hessian(lambda p: (p**3).sum())(held[0]).detach(),
     "linearize": lambda model, held: torch.func.linearize(lambda p: p * 2, held[0])[0].detach(),
-    "functionalize": lambda model, held: torch.func.functionalize(lambda p: p * 2)(held[0]).detach(),
     "vmap": lambda model, held: torch.vmap(lambda row: row * 2)(held[0]).detach(),
-    "parameter": lambda model, held: nn.Parameter(held[0]).detach(),
     "as another class": lambda model, held: held[0].as_subclass(Tensor).detach(),
-    "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
-    "in a child": lambda model, held: in_a_child(lambda: held[0].detach()),
+    "functional call, asked for anew": lambda model, held: functionally(dict(model.named_parameters()), "layers.0."),
     "without gradients": lambda model, held: evaluated(model),
     "in evaluation mode": lambda model, held: model.eval()(torch.ones(2, WIDTH)).detach(),
+}
+#: No class is asked before these read a parameter that is held: `await_parameters` has to be called.
+UNSEEN: dict[str, Callable[[Any, list[Any]], Tensor]] = {
+    "functional call": lambda model, held: functionally(dict(model.layers[0].named_parameters())),
+    "vjp": lambda model, held: torch.func.vjp(lambda p: p * 2, held[0])[0].detach(),
+    "functionalize": lambda model, held: torch.func.functionalize(lambda p: p * 2)(held[0]).detach(),
+    "parameter": lambda model, held: nn.Parameter(held[0]).detach(),
+    "of a tensor": lambda model, held: torch.tensor(held[0]),
+    "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
+    "in a child": lambda model, held: in_a_child(lambda: held[0].detach()),
 }
 
 
@@ -92,14 +102,15 @@ def averaged(model: nn.Module) -> nn.Module:
     return average
 
 
-def functionally(model: nn.Module) -> Tensor:
+def functionally(named: dict[str, Tensor], prefix: str = "") -> Tensor:
     """Of the gradients of a loss of another one than the replicated module."""
+    named = {name.removeprefix(prefix): p for name, p in named.items() if name.startswith(prefix)}
     layer = nn.Linear(WIDTH, WIDTH, device="meta")
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(layer, parameters, (torch.ones(1, WIDTH),)).square().sum()
 
-    return torch.func.grad(loss)(dict(model.layers[0].named_parameters()))["bias"].detach()
+    return torch.func.grad(loss)(named)["bias"].detach()
 
 
 def in_a_child(read: Callable[[], Tensor]) -> Tensor:
@@ -124,26 +135,71 @@ def evaluated(model: nn.Module) -> Tensor:
     return model(torch.ones(2, WIDTH))
 
 
-def stale_readers() -> list[str]:
-    """What saw other values than other ranks right behind a step."""
-    model, optimizer = make()
+def stale_readers(way: str) -> list[str]:
+    """What saw other values than other ranks after a step."""
+    model, optimizer = make(overlap=way != "overlap=False")
     held = list(model.parameters())
     plain(model, optimizer, 0)
     stale = []
-    for step, (name, read) in enumerate(READERS.items()):
+    for step, (name, read) in enumerate((READERS if way == "noticed" else READERS | UNSEEN).items()):
         loss_of(model.train()(batch(step))).backward()
         with late_rank():
             optimizer.step()
+        if way == "await_parameters":
+            model.await_parameters()
+        assert way == "noticed" or all(type(p) is nn.Parameter for p in held)
         values = read(model, held)
-        assert all(type(p) is nn.Parameter for p in held)
+        assert all(type(p) is nn.Parameter for p in held), name
         optimizer.zero_grad()
         if not equal_on_all_ranks(values):
             stale.append(name)
     return stale
 
 
-def test_whoever_reads_a_parameter_behind_a_step_sees_it_complete(ranks: Ranks) -> None:
-    assert ranks(2).run(stale_readers) == [[], []]
+@pytest.mark.parametrize("way", ["noticed", "await_parameters", "overlap=False"])
+def test_parameters_that_are_read_after_a_step_are_complete(ranks: Ranks, way: str) -> None:
+    assert ranks(2).run(stale_readers, way) == [[], []]
+
+
+def waits_of_calls() -> list[str]:
+    """Calls of a model that wait, of those that might."""
+    model, optimizer = make()
+    calls: dict[str, Callable[[], Any]] = {
+        "zero_grad": model.zero_grad,
+        "parameters": lambda: list(model.parameters()),
+        "named_parameters": model.named_parameters,
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(model.state_dict()),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.dumps(model),
+        "await_parameters": model.await_parameters,
+        "optimizer.zero_grad": optimizer.zero_grad,
+        "optimizer.state_dict": optimizer.state_dict,
+    }
+    waiting = []
+    for step, (name, call) in enumerate(calls.items()):
+        plain(model, optimizer, step)
+        assert {bucket.state for bucket in model.comm_algorithm.buckets} == {State.GATHERING}
+        call()
+        states = {bucket.state for bucket in model.comm_algorithm.buckets}
+        waiting += [name] if states == {State.WHOLE} else []
+        model.await_parameters()
+    return waiting
+
+
+def test_the_places_that_wait_are_those_that_are_documented(ranks: Ranks) -> None:
+    waiting = ["parameters", "named_parameters", "state_dict", "load_state_dict", "deepcopy", "pickle"]
+    expected = [*waiting, "await_parameters", "optimizer.state_dict"]
+    assert ranks(2).run(waits_of_calls) == [expected, expected]
+
+
+def test_awaiting_parameters_does_nothing_without_a_sharded_optimizer(ranks: Ranks) -> None:
+    assert ranks(1).run(await_without_shards) == [None]
+
+
+def await_without_shards() -> None:
+    model, _ = make(sharded=False)
+    return model.await_parameters()
 
 
 class Broken(Mlp):
@@ -204,7 +260,9 @@ def forward_in_order(backend: str, split: str) -> list[int | str]:
 
     def noted(indices: Any = None) -> None:
         wait(indices)
-        with torch.profiler.record_function(f"left {sum(bucket.is_gathering for bucket in algorithm.buckets)}"):
+        with torch.profiler.record_function(
+            f"left {sum(bucket.state is State.GATHERING for bucket in algorithm.buckets)}"
+        ):
             pass
 
     algorithm.await_parameters = noted

@@ -17,6 +17,7 @@ from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
 from ddp_compile import ReductionError
+from ddp_compile.runtime.sharded.state import State
 
 Ranks = Callable[[int], RankPool]
 
@@ -77,7 +78,7 @@ def read_behind_a_forward_that_fails() -> tuple[int, bool]:
 
     def fail(*_: Any) -> None:
         nonlocal under_way
-        under_way = sum(bucket.is_gathering for bucket in model.comm_algorithm.buckets)
+        under_way = sum(bucket.state is State.GATHERING for bucket in model.comm_algorithm.buckets)
         raise ValueError
 
     model._register_buffer_comm_hook(None, fail, "PRE_FORWARD")
@@ -112,4 +113,4 @@ def read_after_a_failure(stance: str) -> list[str]:
 def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> None:
     said, nothing = ranks(2).run_expecting_failures(read_after_a_failure, stance, timeout_s=8.0)
     assert nothing == []
-    assert all("gather of parameters behind step 2 failed" in each for each in said)
+    assert all("gather of parameters after step 2 failed" in each for each in said)

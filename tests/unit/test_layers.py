@@ -268,9 +268,7 @@ def writes_of_grad(tree: ast.Module) -> int:
 def test_the_bucket_alone_writes_gradients() -> None:
     writers = {module for module in below("ddp_compile.runtime") if writes_of_grad(TREES[module])}
     # The other one makes a gradient of its own, whose references it counts.
-    sharded = {
-        f"ddp_compile.runtime.sharded.{name}" for name in ("sharded_bucket", "sharded_gradients", "stepped_pieces")
-    }
+    sharded = {f"ddp_compile.runtime.sharded.{name}" for name in ("bucket", "gradients", "optimizer")}
     assert writers == {"ddp_compile.runtime.buckets.bucket", "ddp_compile.runtime.buckets.gradient_views", *sharded}
     assert writes_of_grad(ast.parse("a.grad, b = c\nd.grad += e\ndel f.grad\ng = h.grad")) == 3
 

@@ -50,7 +50,6 @@ HUNDREDS = gradients(*[100] * 9)  # of 400 bytes
         (
             [gradient(0, 1), gradient(1, 1, "bfloat16"), gradient(2, 1, "bfloat16"), gradient(3, 1)],
             1000,
-            None,
             [[1, 2], [0, 3]],
         ),
         ([gradient(0, 100), gradient(1, 1, "bfloat16"), gradient(2, 100)], 800, [[1], [0, 2]]),

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
-from ddp_compile.runtime.sharded.sharded_bucket import ShardedBucket
-from ddp_compile.runtime.sharded.sharded_checkpoints import register, unregister
-from ddp_compile.runtime.sharded.sharded_gradients import GradientShard
-from ddp_compile.runtime.sharded.sharded_states import ShardedStates
+from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.checkpoint import PIECES
+from ddp_compile.runtime.sharded.gradients import GradientShard
+from ddp_compile.runtime.sharded.states import ShardedStates
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 
 
 class SteppedPieces:
-    """Lets an optimizer step this rank's pieces, bucket by bucket, and speak of whole parameters in its state_dict.
+    """Lets an optimizer step this rank's pieces, bucket by bucket, and give whole parameters in its state_dict.
 
-    Hooks do it, so that whoever calls ``optimizer.step()``, a scheduler's wrapper or a GradScaler, comes by here. What
-    comes before the hooked step are the steps of all buckets but the last, without their hooks. Hooks of others run
-    outside of ours: before the first bucket is stepped, and behind the last.
+    It uses the optimizer's hooks, so every caller of ``optimizer.step()`` passes here, a scheduler's wrapper or a
+    GradScaler too. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
+    first bucket is stepped, and after the last.
 
-    Args:
-        optimizer: The optimizer.
-        numbers: Of the reduced parameters, by ``id``.
-        names: Of all parameters, by ``id``.
-        is_stepped_by_bucket: Whether its step may be called for some of its parameters after others.
-        objection: Says what keeps the parameters from being moved into flat buffers, if anything.
+    ``numbers`` are those of the reduced parameters, ``names`` those of all, by ``id``. ``objection`` says why the
+    parameters cannot be moved into flat buffers; its result is empty if they can.
     """
 
     algorithm: ShardedAlgorithm
@@ -53,17 +51,16 @@ class SteppedPieces:
         self._buckets: Sequence[ShardedBucket] = ()  # in the order in which they are stepped
         self._params: list[list[Parameter]] = []  # of each group
         self._params_of_bucket: list[list[list[Parameter]]] = []
-        self._shown = self._whole  # what the groups have now, unless a user has edited them
+        self._shown = self._whole  # the groups' parameters now, unless a user has edited them
         self._guarded: list[tuple[Parameter, GradientShard]] = []  # gradients that are plain tensors during a step
-        self._states: ShardedStates | None = None
+        self._states: ShardedStates | None = None  # once there are pieces
         self._loading: dict[str, Any] | None = None  # states that come before there are pieces
         self._loaded: dict[str, Any] | None = None  # those that torch has taken
         self._handles: list[Any] = []
-
-    # What is stepped.
+        self._attributes: list[str] = []  # of the optimizer, that it has from here
 
     def attach(self) -> None:
-        """See `ddp_compile.runtime.sharded.algorithm.StepsPieces`."""
+        """Take over the optimizer's steps and states."""
         optimizer = self._optimizer
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
@@ -72,7 +69,7 @@ class SteppedPieces:
         self._handles = [
             before,
             after,
-            optimizer.register_state_dict_pre_hook(self._forget_what_was_read),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(self._whole_state_dict, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._state_dict_of_pieces),
             optimizer.register_load_state_dict_post_hook(self._note_what_was_loaded),
@@ -83,16 +80,22 @@ class SteppedPieces:
             _move(before, last=True)
             return handle
 
-        vars(optimizer).update(
-            add_param_group=_refuse_group,
-            zero_grad=self._zero_grad,
-            register_step_pre_hook=register_step_pre_hook,
-            __deepcopy__=_refuse_copy,
-            __reduce_ex__=_refuse_copy,
+        self._add_attributes(
+            {
+                "add_param_group": _refuse_group,
+                "zero_grad": self._zero_grad,
+                "register_step_pre_hook": register_step_pre_hook,
+                "__deepcopy__": _refuse_copy,
+                "__reduce_ex__": _refuse_copy,
+            }
         )
 
+    def _add_attributes(self, attributes: Mapping[str, Any]) -> None:
+        vars(self._optimizer).update(attributes)
+        self._attributes += attributes
+
     def before_sharding(self) -> None:
-        """See `ddp_compile.runtime.sharded.algorithm.StepsPieces`."""
+        """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
         with self.algorithm.on_every_rank("the first backward with a sharded optimizer"):
             of_all = self.algorithm.transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
@@ -100,7 +103,7 @@ class SteppedPieces:
                 raise ReplicationError(f"rank {rank}: {objection}")
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
-        """See `ddp_compile.runtime.sharded.algorithm.StepsPieces`."""
+        """Step the pieces from now on; called once, at the end of the first backward."""
         self._buckets = tuple(reversed(buckets))  # about the order in which a forward reads them
         self._divide({piece.index: piece.stepped for bucket in buckets for piece in bucket.pieces})
         transfers = self.algorithm.transfers
@@ -108,10 +111,10 @@ class SteppedPieces:
         self._states.cut(self._loaded)
         self._loaded = None
         self._show(self._params)
-        register(self._optimizer, self)
+        self._add_attributes({PIECES: self})
 
     def _divide(self, pieces: Mapping[int, Parameter]) -> None:
-        """Find out what each group has of each bucket; what is not sharded is stepped with the last one."""
+        """Find the pieces of each group in each bucket; parameters that are not sharded go with the last bucket."""
         of_bucket = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.param_indices}
         self._params, self._params_of_bucket = [], [[[] for _ in self._whole] for _ in self._buckets]
         for number, whole in enumerate(self._whole):
@@ -127,17 +130,16 @@ class SteppedPieces:
             self._params.append(stepped)
             if (names := self._names[number]) is not None:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
-        # Not to be stepped bucket by bucket: Adagrad, up to torch 2.12, has states of what it was made with alone.
+        # Not stepped bucket by bucket: Adagrad, up to torch 2.12, has states only of what it was made with.
         self._params[0] += [piece.stepped for piece in self.algorithm.witnesses]
 
     def detach(self, together: bool) -> None:
-        """See `ddp_compile.runtime.sharded.algorithm.StepsPieces`."""
-        self._restore_behind_error()
+        """Step whole parameters again; if not all ranks are there, refuse to step."""
+        self._restore_after_error()
         for handle in self._handles:
             handle.remove()
-        for name in ("add_param_group", "zero_grad", "register_step_pre_hook", "__deepcopy__", "__reduce_ex__"):
+        for name in self._attributes:
             vars(self._optimizer).pop(name, None)
-        unregister(self._optimizer)
         if not self._buckets:
             return
         self._buckets = ()
@@ -152,6 +154,9 @@ class SteppedPieces:
             self._states.join()
         else:
             vars(self._optimizer).update(step=_refuse_step, state_dict=_refuse_step)
+        self._states = None
+
+    # The groups.
 
     def _show(self, params: list[list[Parameter]]) -> None:
         self._refuse_edits()
@@ -160,21 +165,21 @@ class SteppedPieces:
     def _put(self, params: list[list[Parameter]]) -> None:
         self._shown = params
         for group, of_group in zip(self._optimizer.param_groups, params, strict=False):
-            group["params"] = list(of_group)  # what users do to the list is compared with ours
+            group["params"] = list(of_group)  # a list of its own: edits are found by comparing it with ours
 
     def _refuse_edits(self) -> None:
         if edit := self._edit():
             raise ReplicationError(f"{this_rank()}: {edit}")
 
     def _edit(self) -> str:
-        """What a user has made of the groups' parameters, which nobody could tell from the pieces; empty if nothing."""
+        """Says that a user has changed the groups' parameters; empty if nobody has."""
         present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if present == [list(map(id, of_group)) for of_group in self._shown]:
             return ""
         return (
             'group["params"], or the number of groups, of a sharded optimizer has been changed, where the ranks have'
             " parts of the parameters that it was sharded with. Put back what was there; to leave parameters out, set"
-            " their .grad to None behind a backward, or make the groups before shard_optimizer"
+            " their .grad to None after a backward, or make the groups before shard_optimizer"
         )
 
     # A step.
@@ -183,8 +188,9 @@ class SteppedPieces:
         args, kwargs = _with_loss(args, kwargs)
         if not self._buckets:
             self.algorithm.refuse_step_before_sharding()
+            self._loaded = None  # the states are not what was loaded any more
             return args, kwargs
-        self._restore_behind_error()
+        self._restore_after_error()
         self._refuse_edits()
         self.algorithm.step_begins()
         try:
@@ -192,7 +198,7 @@ class SteppedPieces:
             if self._is_stepped_by_bucket:
                 self._step_all_but_the_last()
         except BaseException:
-            self._restore_behind_error()
+            self._restore_after_error()
             raise
         return args, kwargs
 
@@ -214,7 +220,7 @@ class SteppedPieces:
             self.algorithm.step_ends()
 
     def _unguard_gradients(self) -> None:
-        """Nobody but the step asks now, which may be compiled; compilers do not know the class."""
+        """Let the step, which may be compiled, see plain tensors: compilers do not know the class."""
         for parameter in (parameter for of_group in self._params for parameter in of_group):
             if isinstance(gradient := parameter.grad, GradientShard):
                 self._guarded.append((parameter, gradient))
@@ -226,56 +232,55 @@ class SteppedPieces:
                 parameter.grad = gradient
         self._guarded = []
 
-    def _restore_behind_error(self) -> None:
-        """A step that has raised, where hooks behind it are not called, has left what it was to see."""
+    def _restore_after_error(self) -> None:
+        """Show all pieces again if a step has raised, so that the hook after it was not called."""
         if self._buckets and self._shown is not self._params:
             self._put(self._params)
         self._guard_gradients()
 
-    def _refuse_states_of_now(self) -> None:
-        """Before states are read or written: raise where they are not those of the groups behind a step."""
-        self._restore_behind_error()
-        self.algorithm.gathered.refuse_half_a_step()
-        self._refuse_edits()
-
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """``optimizer.zero_grad``: also of what the model's parameters have accumulated, which it does not step."""
-        self._restore_behind_error()
+        """``optimizer.zero_grad``: also what the model's parameters, which it does not step, have accumulated."""
+        self._restore_after_error()
         type(self._optimizer).zero_grad(self._optimizer, set_to_none)
         self.algorithm.zero_gradients(set_to_none)
 
-    # Checkpoints.
+    # States.
 
-    def _forget_what_was_read(self, optimizer: Optimizer) -> None:
-        """Reading ``optimizer.state[parameter]`` of a parameter that is in no group makes an empty entry."""
-        self._refuse_states_of_now()
-        if self._buckets:
+    def _before_states(self) -> None:
+        """States are about to be read or written: raise if they are not those of the groups after a step."""
+        self._restore_after_error()
+        self.algorithm.reader.refuse_half_a_step()
+        self._refuse_edits()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self._before_states()
+        if self._buckets:  # reading ``optimizer.state[parameter]`` of a whole parameter makes an empty entry
             for parameter in [key for key, state in optimizer.state.items() if not state]:
                 del optimizer.state[parameter]
 
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._states is None or not self._buckets:
+        if self._states is None:
             return None
         self.algorithm.await_parameters()
         with self.algorithm.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict, self._names)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """See `ddp_compile.runtime.sharded.sharded_checkpoints.sharded_optimizer_state_dict`."""
+        """See `ddp_compile.runtime.sharded.checkpoint.sharded_optimizer_state_dict`."""
         assert self._states is not None
-        self._refuse_states_of_now()
+        self._before_states()
         with self.algorithm.on_every_rank("sharded_optimizer_state_dict()"):
             return self._states.parts(self._fqns)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `ddp_compile.runtime.sharded.sharded_checkpoints.load_sharded_optimizer_state_dict`."""
+        """See `ddp_compile.runtime.sharded.checkpoint.load_sharded_optimizer_state_dict`."""
         assert self._states is not None
-        self._refuse_states_of_now()
+        self._before_states()
         self._states.load_parts(state_dict, self._fqns)
 
     def _state_dict_of_pieces(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        self._refuse_states_of_now()
-        if self._states is None or not self._buckets:
+        self._before_states()
+        if self._states is None:
             self._loading = state_dict  # torch casts states to the dtype of whole parameters; pieces may have another
             return None
         return self._states.of_pieces(state_dict)
@@ -307,13 +312,13 @@ def _refuse_copy(*_args: Any) -> NoReturn:
 
 def _refuse_step(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise ReplicationError(
-        "the optimizer was sharded for a model that has been unwrapped behind an error, and each rank has the states of"
+        "the optimizer was sharded for a model that has been unwrapped after an error, and each rank has the states of"
         " its part alone; make a new optimizer, and load a checkpoint"
     )
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with its closure, if there is one, called and replaced by what it has returned."""
+    """Call the closure, if there is one; returns the step's arguments with one that returns its result instead."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

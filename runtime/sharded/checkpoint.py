@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,52 +17,26 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-
-class HasPieces(Protocol):
-    """What a sharded optimizer knows of itself."""
-
-    def sharded_state_dict(self) -> dict[str, Any]: ...
-
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+    from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 
 
-_ATTRIBUTE = "_ddp_compile_pieces"  # of an optimizer, which a table of optimizers would keep: its pieces refer to it
-
-
-def register(optimizer: Optimizer, sharded: HasPieces) -> None:
-    """An optimizer has pieces from now on."""
-    vars(optimizer)[_ATTRIBUTE] = sharded
-    torch_internals.ask_before_states_by_name(_refuse_states_by_name)
-
-
-def _refuse_states_by_name(optimizer: Optimizer) -> None:
-    if _ATTRIBUTE in vars(optimizer):
-        raise ReplicationError(
-            "torch.distributed.checkpoint.state_dict cannot get or set the states of a sharded optimizer, whose groups"
-            " have pieces of the model's parameters. Save and load them with"
-            " ddp_compile.sharded_optimizer_state_dict(optimizer) and ddp_compile.load_sharded_optimizer_state_dict(),"
-            " or whole, with optimizer.state_dict() and optimizer.load_state_dict() on every rank"
-        )
-
-
-def unregister(optimizer: Optimizer) -> None:
-    """An optimizer has whole parameters again."""
-    vars(optimizer).pop(_ATTRIBUTE, None)
+#: Attribute of an optimizer that has pieces; a table would keep optimizers alive, as their pieces refer to them.
+PIECES = "_ddp_compile_pieces"
 
 
 def sharded_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """The states of a sharded optimizer for ``torch.distributed.checkpoint``, of which each rank saves its own part.
 
-    To be called on every rank, for ``dcp.save`` and, as what is written into, for ``dcp.load``; behind that,
-    `load_sharded_optimizer_state_dict`. A checkpoint holds what ``get_optimizer_state_dict`` of an optimizer that is
-    not sharded writes, so that such a one can load it, and the other way round, on any number of ranks::
+    Call it on every rank: for ``dcp.save``, and for ``dcp.load``, which writes into what it returns; then call
+    `load_sharded_optimizer_state_dict`. A checkpoint holds what ``get_optimizer_state_dict`` returns for an optimizer
+    that is not sharded, so either can load the other's, on any number of ranks::
 
         state = {"optimizer": ddp_compile.sharded_optimizer_state_dict(optimizer)}
         dcp.load(state, checkpoint_id=path)
         ddp_compile.load_sharded_optimizer_state_dict(optimizer, state["optimizer"])
 
     Args:
-        optimizer: One that `shard_optimizer` has sharded, and that has stepped.
+        optimizer: Sharded by `shard_optimizer`, after the first backward.
 
     Returns:
         ``{"state": {name of a parameter: {name of a state: value}}, "param_groups": [...]}``. Tensors of the
@@ -75,11 +49,11 @@ def sharded_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_sharded_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take over what ``dcp.load`` has read; see `sharded_optimizer_state_dict`.
+    """Take over the states that ``dcp.load`` has read; see `sharded_optimizer_state_dict`.
 
     Args:
-        optimizer: The optimizer whose state_dict it was.
-        state_dict: What `sharded_optimizer_state_dict` returned, after ``dcp.load``.
+        optimizer: The optimizer of the state_dict.
+        state_dict: Returned by `sharded_optimizer_state_dict`, after ``dcp.load``.
 
     Raises:
         ReplicationError: The optimizer is not sharded, or has no pieces yet.
@@ -87,8 +61,8 @@ def load_sharded_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[
     _pieces_of(optimizer).load_sharded_state_dict(state_dict)
 
 
-def _pieces_of(optimizer: Optimizer) -> HasPieces:
-    sharded: HasPieces | None = vars(optimizer).get(_ATTRIBUTE)
+def _pieces_of(optimizer: Optimizer) -> SteppedPieces:
+    sharded: SteppedPieces | None = vars(optimizer).get(PIECES)
     if sharded is None:
         raise ReplicationError(
             f"this {type(optimizer).__name__} has no pieces: it is not sharded, or no backward of the model has ended"
@@ -99,12 +73,12 @@ def _pieces_of(optimizer: Optimizer) -> HasPieces:
 
 
 class PartOfTensor(Tensor):
-    """This rank's part of a tensor, as ``torch.distributed.checkpoint`` saves and loads it: no, or several, boxes.
+    """This rank's part of a tensor, as ``torch.distributed.checkpoint`` saves and loads it: any number of boxes.
 
     Args:
-        values: The elements from ``begin`` on, shape (n,), of the tensor's in the order of its memory; written when it
-            is loaded. None where this rank has none.
-        begin: The first one.
+        values: The tensor's elements from ``begin`` on, shape (n,), in the order of its memory; loading writes them.
+            None if this rank has none.
+        begin: Number of the first one.
         whole: Has the shape, the strides, which leave no gaps, and the device of the whole tensor.
         dtype: Of the whole tensor.
     """
@@ -143,8 +117,8 @@ class PartOfTensor(Tensor):
             " optimizer.state_dict() gives whole states"
         )
 
-    # What torch.distributed.checkpoint asks of tensors that are no plain ones (torch 2.13, checkpoint/planner_helpers).
-    # It has been imported then, which takes long.
+    # torch.distributed.checkpoint calls these for subclasses of Tensor (torch 2.13, checkpoint/planner_helpers). It has
+    # been imported by then, which takes long.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

@@ -1,0 +1,73 @@
+"""What a sharded optimizer does otherwise with parameters and gradients than every other algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.buckets.bucket import Bucket
+
+
+class Sharding:
+    """How gradients are handed over and parameters are read, if every rank has all of them.
+
+    A sharded optimizer overrides all of it.
+    """
+
+    #: Whether parameters may still be written when a forward begins, so that graphs are compiled with waits in them.
+    gathers_parameters: bool = False
+
+    def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
+        """The buckets of an iteration have been reduced: set every ``.grad``.
+
+        Args:
+            buckets: All of the module, in plan order.
+            launched: Those that were launched, and have been waited for.
+            untouched: Numbers of parameters that got no gradient on any rank: theirs stay as they were.
+        """
+        for bucket in launched:
+            bucket.hand_over(untouched)
+
+    def await_parameters(self, indices: Sequence[int] | None = None) -> None:
+        """Parameters are about to be read: return when they are complete.
+
+        Args:
+            indices: Their numbers; all if None.
+
+        Raises:
+            ReductionError: A rank has not come to the same step.
+        """
+
+    def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
+        """A forward with gradients has ended.
+
+        Args:
+            as_one_graph: Whether it was one compiled graph, without any Python code of the module.
+            has_waited: Whether it waited for all parameters before it read any.
+        """
+
+    def explain(self) -> list[str]:
+        """Lines for ``model.explain()``."""
+        return []
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """The module's own ``zero_grad`` has returned: zero what else there is."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """See ``ReplicatedModule.clip_grad_norm_``."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def full_gradients(self, named: Mapping[str, Parameter]) -> dict[str, Tensor]:
+        """See ``ReplicatedModule.full_gradients``."""
+        return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+
+
+#: Of every algorithm but the sharded optimizer's.
+NOT_SHARDED = Sharding()

@@ -1,0 +1,247 @@
+"""``.grad`` of parameters and of pieces after gradients have been reduced to shards.
+
+Note [Gradients in shards]
+After a backward no rank has a parameter's whole gradient, only the pieces in its own shards. If ``.grad`` were None,
+``clip_grad_norm_`` over the model's parameters would silently clip nothing. So ``.grad`` of a parameter is a
+`HiddenGradient`, which has the gradient's shape and no values: any use of it raises, and names the call to make
+instead. It stands there from the end of the backward to the next forward or ``zero_grad``; meanwhile a user may set it
+to None or zero it, which then happens to the pieces' gradients as well. A forward removes it, since compilers look at
+``.grad``, and the backward adds to it.
+
+``.grad`` of a piece is a `GradientShard`. Questions about all of its elements, its norm for example, are refused: each
+rank would get another answer, and ranks that skip steps by their own answers part ways. What a GradScaler asks, whether
+all elements are finite, is answered alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import reduce
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
+
+# Names of functions whose result depends on all elements, among those that decide whether a step is skipped.
+# fmt: off
+_OF_ALL_ELEMENTS = frozenset((
+    "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm", "_foreach_max", "all", "allclose",
+    "amax", "amin", "any", "dot", "equal", "isfinite", "isinf", "isnan", "item", "max", "mean", "min", "std", "sum",
+    "var",
+))
+# fmt: on
+
+
+class HiddenGradient(Tensor):
+    """Stands for a gradient of which this rank has parts only; any use of its values raises a ReplicationError."""
+
+    fqn: str
+    is_zeroed: bool  #: a user has called ``zero_()``
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, fqn: str) -> HiddenGradient:
+        hidden: HiddenGradient = torch_internals.wrapper_subclass(
+            cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+        )
+        hidden.fqn, hidden.is_zeroed = fqn, False
+        return hidden
+
+    def __init__(self, parameter: Tensor, fqn: str) -> None:
+        """Nothing is left to do."""
+
+    def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
+        return f"HiddenGradient({self.fqn}, {list(self.shape)}, {self.dtype}: reduced to shards)"
+
+    def share_memory_(self) -> NoReturn:
+        """Not an operator: without this, ``module.share_memory()`` would copy memory that is not there, and crash."""
+        raise ReplicationError(
+            f"{this_rank()}: share_memory() and the gradient of {self.fqn}, which is reduced to shards. A sharded"
+            " optimizer cannot write memory that is shared: let other processes have a copy of the model, written"
+            " after steps: copy.load_state_dict(model.state_dict())"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub says what a disabled one is
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        hidden = next(value for value in _flattened(args, kwargs or {}) if isinstance(value, HiddenGradient))
+        if func is torch.ops.aten.zero_.default:
+            hidden.is_zeroed = True
+            return hidden
+        place = f"{this_rank()}: {func} of the gradient of {hidden.fqn}, which is reduced to shards"
+        if func is torch.ops.aten.add_.Tensor:  # AccumulateGrad
+            raise ReplicationError(
+                f"{place}: a second backward after one that has been reduced, without a forward of the module between."
+                " Call model(x) before each backward, or all forwards but the last one inside model.no_sync()"
+            )
+        raise ReplicationError(
+            f"{place}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
+            " model.full_gradients(), zero with optimizer.zero_grad() or model.zero_grad()"
+        )
+
+
+class HiddenGradients:
+    """Those of all reduced parameters of a module; see Note [Gradients in shards]."""
+
+    def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+        self._parameters = parameters
+        self._hidden = [HiddenGradient(p, name) for p, name in zip(parameters, names, strict=True)]
+        self._reduced: set[int] = set()
+        self._shown: set[int] = set()
+
+    @property
+    def reduced(self) -> Set[int]:
+        """Numbers of the parameters whose pieces have gradients, on the ranks that have a piece."""
+        return self._reduced
+
+    def show(self, indices: Iterable[int]) -> None:
+        """These parameters have been reduced: set ``.grad`` of all that have been, but not over later gradients."""
+        new = set(indices)
+        self._reduced |= new
+        for index in self._reduced:
+            if index in new or self._parameters[index].grad is None:
+                self._hidden[index].is_zeroed = False
+                self._parameters[index].grad = self._hidden[index]
+                self._shown.add(index)
+
+    def remove(self) -> None:
+        """Set ``.grad`` to None where it is hidden."""
+        for index in self._shown:
+            if self._parameters[index].grad is self._hidden[index]:
+                self._parameters[index].grad = None
+        self._shown.clear()
+
+    def zero(self, set_to_none: bool) -> None:
+        """The pieces' gradients are zeroed: zero what this rank has accumulated and not reduced as well."""
+        if set_to_none:
+            self.remove()
+            self._reduced.clear()
+        for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
+            hidden.is_zeroed = False
+            if parameter.grad is not None and parameter.grad is not hidden:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+
+    def take_edits(self) -> tuple[set[int], set[int]]:
+        """What a user has done to hidden gradients.
+
+        Returns:
+            The numbers of those that were set to None, and of those that were zeroed: each is told once.
+
+        Raises:
+            ReplicationError: One was replaced by something else.
+        """
+        gone, zeroed = set(), set()
+        for index in self._shown:
+            hidden, gradient = self._hidden[index], self._parameters[index].grad
+            if gradient is None:
+                gone.add(index)
+            elif gradient is not hidden:
+                raise ReplicationError(
+                    f"{this_rank()}: .grad of {hidden.fqn} has been set after a backward that has reduced it to"
+                    " shards, where no step would see it. Change gradients before they are reduced, by hooks on the"
+                    " parameter, or scale those of optimizer.param_groups, which are this rank's parts"
+                )
+            elif hidden.is_zeroed:
+                hidden.is_zeroed = False
+                zeroed.add(index)
+        self._reduced -= gone
+        self._shown -= gone
+        return gone, zeroed
+
+    def refuse_others(self, what: str) -> None:
+        """Raise a ReplicationError if a parameter has a gradient that is not hidden, in the user's call ``what``."""
+        for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
+            if parameter.grad is not None and parameter.grad is not hidden:
+                raise ReplicationError(
+                    f"{this_rank()}: {what} and a gradient of this rank alone, of backwards inside of"
+                    " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
+                    " outside of it, or drop the gradients with model.zero_grad()"
+                )
+
+    def replace(self, gradients: Mapping[int, Tensor]) -> None:
+        """Set ``.grad`` to whole gradients for good, unless a user has set it; add local gradients that came since."""
+        set_by_user = {i for i in self._shown if self._parameters[i].grad is not self._hidden[i]}
+        zeroed = {i for i in self._shown if self._hidden[i].is_zeroed}
+        self.remove()
+        for index in gradients.keys() - set_by_user:
+            parameter = self._parameters[index]
+            gradient = gradients[index].zero_() if index in zeroed else gradients[index]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._reduced.clear()
+
+
+class GradientShard(Tensor):
+    """The part of a gradient that this rank steps by; refuses questions about all elements."""
+
+    plain: Tensor  #: The same memory as a plain tensor, which compilers take.
+    #: Called with the flag of a GradScaler, to make it the same on all ranks. Weak, since the garbage collector does
+    #: not look into ``.grad``, so that a cycle through it would never be freed.
+    unscaled: weakref.WeakMethod[Callable[[Tensor], None]]
+
+    @classmethod
+    def of(cls, values: Tensor, unscaled: Callable[[Tensor], None]) -> GradientShard:
+        """The same values, shape (n,), on the same memory; ``unscaled`` is a bound method."""
+        shard: GradientShard = values.as_subclass(cls)
+        shard.plain = values
+        shard.unscaled = weakref.WeakMethod(unscaled)
+        return shard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _OF_ALL_ELEMENTS:
+            raise ReplicationError(
+                f"{name} of gradients that are reduced to shards would be that of this rank's part alone, and another"
+                " one on each rank; clip with model.clip_grad_norm_(max_norm), which returns the norm over all ranks,"
+                " and look at model.full_gradients()"
+            )
+        with torch_internals.as_plain_tensors():
+            result = func(*args, **(kwargs or {}))
+            if func is torch_internals.UNSCALE:
+                gradients, found_non_finite = args[:2]
+                unscaled = next(each for each in gradients if isinstance(each, GradientShard)).unscaled()
+                assert unscaled is not None  # the optimizer, whose gradients these are, keeps it
+                unscaled(found_non_finite)
+        return result
+
+
+def norm_over_ranks(
+    pieces: Sequence[Tensor], norm_type: float, parameters: Sequence[Tensor], transfers: ShardTransfers
+) -> Tensor:
+    """The norm of the gradients of all ranks' pieces; to be called on every rank.
+
+    Returns:
+        Shape (), of at least float32, the same bits on every rank.
+    """
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type={norm_type}: with a sharded optimizer the order of a norm is above zero; for another one ask"
+            " torch.nn.utils.get_total_norm(model.full_gradients().values(), norm_type)"
+        )
+    dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)  # pieces may differ in it
+    gradients = [piece.grad.as_subclass(Tensor) for piece in pieces if piece.grad is not None and piece.numel()]
+    # The norm of the ranks' norms, each in a place of its own: a sum keeps infinities and NaNs, a maximum may not.
+    norms = torch.zeros(transfers.world_size, dtype=dtype, device=parameters[0].device)
+    norms[transfers.rank] = get_total_norm(gradients, norm_type)
+    transfers.sum_over_ranks(norms)
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+def _flattened(*values: Any) -> Any:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flattened(*value)
+        elif isinstance(value, dict):
+            yield from _flattened(*value.values())
+        else:
+            yield value

@@ -1,0 +1,123 @@
+"""Who waits for parameters, and when: from the step that changes them to their next reader."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch.nn import Parameter
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import ReductionError, ReplicationError, this_rank
+from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.guard import ParameterGuard
+from ddp_compile.runtime.sharded.state import State
+
+
+class ParameterReader:
+    """Waits for parameters before they are read.
+
+    A forward that is one compiled graph waits for each bucket at its first use; every other reader waits for all of
+    them. ``overlaps`` is the user's setting, ``failed`` makes the error to raise from that of a gather.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], overlaps: bool, failed: Callable[[RuntimeError], ReductionError]
+    ) -> None:
+        self._failed = failed
+        self._overlaps = overlaps
+        self._guard = ParameterGuard(parameters, self._complete)
+        self.buckets: Sequence[ShardedBucket] = ()  #: in plan order
+        #: Cleared by the first forward of which Python runs a part: Python could read any parameter.
+        self._overlaps_forward = overlaps
+        self.has_overlapped = False  #: whether the last forward waited for each bucket at its first use
+        self._stepping_thread = 0
+        self._stop_watching: Callable[[], None] | None = None
+
+    def step_begins(self) -> None:
+        """Parameters are about to be stepped; those of the step before are complete."""
+        self._stepping_thread = threading.get_ident()
+        self.raise_guard()
+
+    def step_ends(self) -> None:
+        """All buckets are being gathered."""
+        self._stepping_thread = 0
+        if not self._overlaps:
+            self.wait()
+
+    def raise_guard(self) -> None:
+        """From now on, whoever reads a parameter that he holds waits."""
+        if self._overlaps:
+            self._guard.raise_up()
+
+    def refuse_half_a_step(self) -> None:
+        """Raise a ReplicationError if a step has begun and not ended."""
+        if any(bucket.state is State.STEPPING for bucket in self.buckets):
+            raise ReplicationError(
+                f"{this_rank()}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
+                " not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
+            )
+
+    def wait(self, indices: Sequence[int] | None = None) -> None:
+        """See `Sharding.await_parameters`."""
+        if indices is None:
+            self._complete()
+            self._guard.take_down()
+        else:
+            wanted = set(indices)
+            for bucket in reversed(self.buckets):
+                if not wanted.isdisjoint(bucket.param_indices):
+                    self._wait_for(bucket)
+
+    def _complete(self) -> None:
+        # Other threads may read while this one steps, and so may the step's own code.
+        if self._stepping_thread == threading.get_ident() and not torch_internals.inside_optimizer_step():
+            self.refuse_half_a_step()
+        for bucket in reversed(self.buckets):
+            self._wait_for(bucket)
+
+    def _wait_for(self, bucket: ShardedBucket) -> None:
+        if bucket.state is not State.GATHERING:
+            bucket.wait()
+            return
+        try:
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
+                bucket.wait()
+        except RuntimeError as error:
+            self.raise_guard()  # a forward may have taken it down
+            raise self._failed(error) from error
+
+    def before_forward(self) -> None:
+        """Leave gathers under way only if nothing but one compiled graph is going to read the parameters."""
+        if not torch_internals.inside_optimizer_step():
+            self.refuse_half_a_step()
+        if self._overlaps_forward:
+            self._guard.take_down()
+            self._watch_compilations()
+        else:
+            self.wait()
+
+    def _watch_compilations(self) -> None:
+        """A compilation is the sign that this forward is another graph than the one before, perhaps a broken one."""
+        self._end_watching()
+        alive = weakref.ref(self)  # torch keeps the callbacks if a forward never ends
+
+        def begins(_number: str) -> None:
+            if (reader := alive()) is not None:
+                reader.wait()
+
+        self._stop_watching = torch_internals.watch_compilations(begins, lambda: None)
+
+    def _end_watching(self) -> None:
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+
+    def after_forward(self, as_one_graph: bool, has_waited: bool) -> None:
+        """See `Sharding.after_forward`."""
+        self._end_watching()
+        if not (as_one_graph or has_waited):
+            self._overlaps_forward = False
+        self.has_overlapped = self._overlaps_forward and not has_waited
+        self.wait()

@@ -1,0 +1,217 @@
+"""The states of a sharded optimizer: cut into pieces, and put together again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_compile.errors import ReplicationError
+from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.checkpoint import PartOfTensor
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
+
+
+class ShardedStates:
+    """Converts between states of whole parameters and states of this rank's pieces.
+
+    A state is a tensor of the parameter's shape, of which a piece has its elements, or a number, which it copies.
+    ``whole`` are the parameters of each group before it was sharded, ``numbers`` those of the sharded ones by ``id``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        numbers: Mapping[int, int],
+        whole: Sequence[Sequence[Parameter]],
+        buckets: Sequence[ShardedBucket],
+        transfers: ShardTransfers,
+    ) -> None:
+        self._optimizer = optimizer
+        self._whole = [(parameter, numbers.get(id(parameter))) for group in whole for parameter in group]
+        self._sizes = [len(group) for group in whole]
+        self._buckets = buckets
+        self._transfers = transfers
+        self._bucket_of = {index: bucket for bucket in buckets for index in bucket.param_indices}
+        self._pieces = {piece.index: piece for bucket in buckets for piece in bucket.pieces}
+        self._place_of = {}  # among the whole parameters, by ``id``
+        for place, (parameter, index) in enumerate(self._whole):
+            mine = self._pieces[index].stepped if index in self._pieces else parameter
+            self._place_of[id(mine)] = place
+
+    def cut(self, loaded: Mapping[str, Any] | None) -> None:
+        """Give the pieces their parts of the states of whole parameters, which were ``loaded`` unless that is None."""
+        states = self._optimizer.state
+        saved = {} if loaded is None else self._by_place(loaded)
+        for place, (parameter, index) in enumerate(self._whole):
+            if index is not None and (state := states.pop(parameter, None)) and index in self._pieces:
+                stepped, of_saved = self._pieces[index].stepped, saved.get(place, {})
+                state = {k: _loaded_for(stepped, v, of_saved.get(k), parameter.dtype) for k, v in state.items()}
+                states[stepped] = self._cut(index, state)
+
+    def _by_place(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        return {place: state_dict["state"][key] for place, key in enumerate(saved) if key in state_dict["state"]}
+
+    def join(self) -> None:
+        """Give whole parameters their states again; to be called on every rank."""
+        states = self._optimizer.state
+        gathered = self._gather()
+        for piece in self._pieces.values():
+            states.pop(piece.stepped, None)
+        for parameter, index in self._whole:
+            if index is not None and index in gathered:
+                stepped = self._bucket_of[index].stepped_dtype
+                states[parameter] = {
+                    key: value.to(parameter.device, parameter.dtype if value.dtype == stepped else None)
+                    if isinstance(value, Tensor) and value.dim()
+                    else value
+                    for key, value in gathered[index].items()
+                }
+
+    def whole(self, state_dict: Mapping[str, Any], names: Sequence[list[str] | None]) -> dict[str, Any]:
+        """A state_dict of whole parameters from one of this rank's pieces; to be called on every rank."""
+        places = range(len(self._whole))
+        groups = [
+            {**group, **({} if of_group is None else {"param_names": list(of_group)}), "params": params}
+            for group, of_group, params in zip(state_dict["param_groups"], names, self._grouped(places), strict=True)
+        ]
+        return {**state_dict, "state": self._states_by(places, self._gather()), "param_groups": groups}
+
+    def parts(self, names: Sequence[str]) -> dict[str, Any]:
+        """States by names, with this rank's part in the place of each tensor; to be called on every rank."""
+        described = self._describe_all()
+        parts = {index: self._parts_of(index, described[index]) for index in described}
+        groups = [
+            {**_settings_of(group), "params": params}
+            for group, params in zip(self._optimizer.param_groups, self._grouped(names), strict=True)
+        ]
+        return {"state": self._states_by(names, parts), "param_groups": groups}
+
+    def _states_by(self, keys: Iterable[Any], sharded: Mapping[int, dict[str, Any]]) -> dict[Any, Any]:
+        states = {}
+        for key, (parameter, index) in zip(keys, self._whole, strict=True):
+            if state := self._optimizer.state.get(parameter) if index is None else sharded.get(index):
+                states[key] = state
+        return states
+
+    def _grouped(self, keys: Iterable[Any]) -> list[list[Any]]:
+        remaining = iter(keys)
+        return [list(itertools.islice(remaining, size)) for size in self._sizes]
+
+    def of_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state_dict of this rank's pieces from one of whole parameters; torch refuses what does not fit."""
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != self._sizes:
+            raise ValueError(
+                f"the state_dict has groups of {[len(group['params']) for group in groups]} parameters, and the"
+                f" optimizer of {self._sizes}; load what state_dict() of an optimizer over the same parameters returned"
+            )
+        saved = self._by_place(state_dict)
+        states, new_groups, numbers = {}, [], itertools.count()
+        for group, present in zip(groups, self._optimizer.param_groups, strict=True):
+            own = {next(numbers): self._place_of.get(id(parameter)) for parameter in present["params"]}
+            for number, place in own.items():
+                if place is not None and (state := saved.get(place)) is not None:
+                    index = self._whole[place][1]
+                    states[number] = state if index is None else self._cut(index, state)
+            names = {"param_names": present["param_names"]} if "param_names" in present else {}
+            new_groups.append({**group, **names, "params": list(own)})
+        return {**state_dict, "state": states, "param_groups": new_groups}
+
+    def load_parts(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Take over the numbers and settings in the result of `parts`; its tensors lie in the states themselves."""
+        for name, (_, index) in zip(names, self._whole, strict=True):
+            if index in self._pieces and name in state_dict["state"]:
+                numbers = {k: v for k, v in state_dict["state"][name].items() if not isinstance(v, PartOfTensor)}
+                self._optimizer.state[self._pieces[index].stepped].update(numbers)
+        for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
+            group.update(_settings_of(loaded))
+
+    def _parts_of(self, index: int, described: Mapping[str, Any]) -> dict[str, Any]:
+        piece, whole = self._pieces.get(index), self._bucket_of[index].place_of(index)
+        state = {} if piece is None else self._optimizer.state.get(piece.stepped, {})
+        begin = 0 if piece is None else piece.begin
+        return {
+            key: PartOfTensor(state.get(key), begin, whole, value) if _is_cut(value) else value
+            for key, value in described.items()
+        }
+
+    def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        piece, bucket = self._pieces[index], self._bucket_of[index]
+        shape = bucket.place_of(index).shape
+        cut = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                if value.shape != shape:
+                    raise ValueError(
+                        f"state {key} of {bucket.name_of(index)} has the shape {list(value.shape)}, and the parameter"
+                        f" {list(shape)}: it cannot be cut into shards"
+                    )
+                dtype = piece.stepped.dtype if value.is_floating_point() else value.dtype
+                cut[key] = bucket.cut(piece, value).to(piece.stepped.device, dtype)
+            else:
+                cut[key] = value.clone() if isinstance(value, Tensor) else value
+        return cut
+
+    def _gather(self) -> dict[int, dict[str, Any]]:
+        """States of whole parameters by their numbers, tensors on the CPU."""
+        gathered = {index: dict(state) for index, state in self._describe_all().items()}
+        for bucket in self._buckets:
+            states = {index: gathered[index] for index in bucket.param_indices if index in gathered}
+            kinds = {(key, value) for state in states.values() for key, value in state.items() if _is_cut(value)}
+            for key, dtype in sorted(kinds, key=repr):
+                shards = torch.zeros_like(bucket.flat, dtype=dtype)
+                for piece in bucket.pieces:
+                    value = self._optimizer.state.get(piece.stepped, {}).get(key)
+                    if isinstance(value, Tensor) and value.dim():
+                        piece.of_shard(bucket.shard_of(shards)).copy_(value)
+                self._transfers.all_gather(shards).wait()
+                for index, value in bucket.assemble(shards.cpu()).items():
+                    if states.get(index, {}).get(key) == dtype:
+                        states[index][key] = value
+        return gathered
+
+    def _describe_all(self) -> dict[int, dict[str, Any]]:
+        """Of all ranks' pieces: the dtype of each tensor that is cut, and all other values."""
+        described: dict[int, dict[str, Any]] = {}
+        for of_rank in self._transfers.objects_of_all(self._describe()):
+            described |= of_rank
+        return described
+
+    def _describe(self) -> dict[int, dict[str, Any]]:
+        described: dict[int, dict[str, Any]] = {}
+        for index, piece in self._pieces.items():
+            for key, value in self._optimizer.state.get(piece.stepped, {}).items():
+                is_cut = isinstance(value, Tensor) and value.dim()
+                if is_cut and value.shape != piece.stepped.shape:
+                    raise ReplicationError(
+                        f"state {key} of the piece of {self._bucket_of[index].name_of(index)} has the shape"
+                        f" {list(value.shape)}, and the piece {list(piece.stepped.shape)}, so it cannot be put together"
+                        " with the other ranks'"
+                    )
+                whole = value.cpu().clone() if isinstance(value, Tensor) and not is_cut else value
+                described.setdefault(index, {})[key] = value.dtype if is_cut else whole
+        return described
+
+
+def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:
+    """The state that torch would have loaded for ``stepped``, not for a parameter of another dtype.
+
+    When torch loaded the state, it cast everything but the number of steps; ``loaded`` is from before that.
+    """
+    is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype == dtype != loaded.dtype
+    return loaded.to(value.device, stepped.dtype) if is_cast else value
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.dtype)

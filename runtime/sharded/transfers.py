@@ -1,0 +1,200 @@
+"""How flat buffers are cut into one shard for each rank, and how shards travel.
+
+Each process group has a pair of transfers: a reduce-scatter for gradients and an all-gather for parameters.
+
+Note [Point to point on gloo]
+gloo's reduce-scatter moves as much as its all-reduce, and its all-gather takes three times as long as messages from
+rank to rank (23 MiB, two ranks, torch 2.13: 56 ms and 18 ms). So on gloo each rank sends every other one its part, and
+adds up what it gets in the order of the ranks; with two ranks that is bit for bit what an all-reduce gives. The other
+backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_compile import torch_internals
+from ddp_compile.errors import RanksDifferError, this_rank
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
+from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm.transfers import Transfer, keep_after
+
+
+class ReducedShard:
+    """A bucket on its way to shards; the reducer waits for it.
+
+    ``parts`` are the ranks' contributions to this rank's shard, in their order; one alone is the sum already.
+    """
+
+    def __init__(self, transfer: Transfer, parts: Sequence[Tensor], flat: Tensor) -> None:
+        self._transfer = transfer
+        self._parts = list(parts)
+        self._flat = flat
+        self._shard: Tensor | None = None
+
+    def wait(self) -> None:
+        """See `ddp_compile.runtime.buckets.comm_algorithm.Pending`."""
+        if self._shard is not None:
+            return
+        self._transfer.wait()
+        streams.used_here(self._parts)  # allocated where the bucket was launched
+        first, *others = self._parts
+        if others:
+            first = first.add(others[0])  # not in place: it may lie in the flat buffer, which can be sent again
+            for part in others[1:]:
+                first.add_(part)
+        self._parts = []
+        self._shard = first
+
+    @property
+    def shard(self) -> Tensor:
+        """After `wait`: the sum over the ranks of this rank's shard, shape (n,), on memory of its own."""
+        assert self._shard is not None
+        return self._shard
+
+    def result(self) -> list[Tensor]:
+        """See `ddp_compile.runtime.buckets.comm_algorithm.Pending`."""
+        return [self._flat]
+
+
+# What starts to add up a flat buffer, whose last shards may be shorter, or to fill in the other ranks' shards of one.
+_ReduceScatter = Callable[[Tensor, Sequence[Tensor]], ReducedShard]
+_AllGather = Callable[[Tensor, Sequence[Tensor]], Transfer]
+
+
+def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, shards: Sequence[Tensor]) -> ReducedShard:
+    size, world_size = shards[0].numel(), len(shards)
+    missing = size * world_size - flat.numel()
+    whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    shard = flat.new_empty(size)
+    return ReducedShard(Transfer([torch_internals.reduce_scatter_single(shard, whole, group)]), [shard], flat)
+
+
+def _all_gather_by_collective(group: dist.ProcessGroup, flat: Tensor, shards: Sequence[Tensor]) -> Transfer:
+    return Transfer([torch_internals.all_gather_single(flat, shards[group.rank()], group)])
+
+
+class _Messages:
+    """Messages from rank to rank, which gloo is faster with.
+
+    The messages of a gather have its number as their tag, so that those of a rank that has left out a step do not reach
+    the others in the place of the next step's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._others = [rank for rank in range(group.size()) if rank != group.rank()]
+        self._num_gathers = 0
+
+    def reduce_scatter(self, flat: Tensor, shards: Sequence[Tensor]) -> ReducedShard:
+        own = shards[self._group.rank()]
+        into = dict(zip(self._others, own.new_empty((len(self._others), own.numel())), strict=True))
+        transfer = self._exchange({rank: shards[rank] for rank in self._others}, into, 0)
+        return ReducedShard(transfer, [into.get(rank, own) for rank in range(len(shards))], flat)
+
+    def all_gather(self, flat: Tensor, shards: Sequence[Tensor]) -> Transfer:
+        self._num_gathers += 1
+        own, into = shards[self._group.rank()], {rank: shards[rank] for rank in self._others}
+        return self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % 2**15)
+
+    def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Transfer:
+        with torch_internals.unprofiled_messages():
+            works = [self._group.recv([into], rank, tag) for rank, into in received.items() if into.numel()]
+            works += [self._group.send([part], rank, tag) for rank, part in sent.items() if part.numel()]
+        return Transfer(works)
+
+
+class ShardTransfers:
+    """Sends shards between the ranks of process groups that nobody else uses.
+
+    Gathers and gradients have a group each, of the same ranks: if one rank has left out a step, no gather meets a
+    reduction of another rank. Both wait until the timeout reports it.
+    """
+
+    def __init__(self, for_gathers: dist.ProcessGroup, for_gradients: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = for_gathers
+        self.rank = for_gathers.rank()
+        self.world_size = for_gathers.size()
+        # gloo reads messages at the tensor's data pointer, which has to point to host memory.
+        is_gloo = torch_internals.backend_name(for_gathers, device) == "gloo"
+        self._by_messages = is_gloo and not streams.has_streams(device)
+        self._reduce_scatter: _ReduceScatter = partial(_reduce_scatter_by_collective, for_gradients)
+        self._all_gather: _AllGather = partial(_all_gather_by_collective, for_gathers)
+        if self._by_messages:
+            self._reduce_scatter = _Messages(for_gradients).reduce_scatter
+            self._all_gather = _Messages(for_gathers).all_gather
+        self._gathers: list[Transfer] = []  # those that may not have been waited for
+        if streams.work_blocks_host(for_gathers, device):
+            keep_after(self, partial(_wait_for_others, self._gathers))
+
+    def shard_numel(self, numel: int, element_size: int) -> int:
+        """Elements of each shard of a flat buffer; the last shards may be shorter, or empty.
+
+        With CPU tensors on gloo, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator
+        takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end
+        one by one, and may round those elements differently (docs/torch_facts.md).
+        """
+        unit = PADDED_ALIGNMENT_BYTES // element_size if self._by_messages else 1
+        return -(-numel // (self.world_size * unit)) * unit
+
+    def reduce_scatter(self, flat: Tensor) -> ReducedShard:
+        """Start to add up a flat buffer, shape (n,), over the ranks, each of which gets the sum of its own shard."""
+        size = self.shard_numel(flat.numel(), flat.element_size())
+        shards = [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
+        if self.world_size == 1:
+            return ReducedShard(Transfer(), [shards[0].clone()], flat)
+        return self._reduce_scatter(flat, shards)
+
+    def all_gather(self, flat: Tensor) -> Transfer:
+        """Start to give every rank the others' shards of a flat buffer; on every rank in the same order."""
+        if self.world_size == 1:
+            return Transfer()
+        gather = self._all_gather(flat, flat.chunk(self.world_size))
+        self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
+        return gather
+
+    def agree_on(self, what: str) -> None:
+        """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
+
+        With gloo alone: with NCCL the host would wait for the GPU to have the answer.
+        """
+        if self.world_size == 1 or not self._by_messages:
+            return
+        number = zlib.crc32(what.encode())
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        if extremes.tolist() != [number, -number]:
+            raise RanksDifferError(
+                f"{this_rank()}: {what} has met something else on another rank, and both wait for all ranks; call"
+                " the same on every rank, in the same order"
+            )
+
+    def any_rank(self, flag: Tensor) -> None:
+        """Set a number to the largest one of all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+
+    def sum_over_ranks(self, value: Tensor) -> None:
+        """Set a number to the sum over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(value, group=self._group)
+
+    def objects_of_all(self, own: Any) -> list[Any]:
+        """The objects of all ranks, in their order."""
+        everyone: list[Any] = [own] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, own, group=self._group)
+        return everyone
+
+
+def _wait_for_others(gathers: Sequence[Transfer]) -> None:
+    """Let other ranks fetch what this one has stepped."""
+    for gather in list(gathers):
+        gather.wait_for_others()
