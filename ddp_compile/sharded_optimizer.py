@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -142,7 +141,7 @@ def _objection_to_moving(model: nn.Module) -> str:
     state = state_of(model)
     named = list(zip(_names_of_reduced(state), state.reducer.parameters, strict=True))
     with state.naming_parameters():
-        shared = _on_one_storage(model, {id(p): (p, name) for name, p in named})
+        shared = _on_one_storage(model, named)
     if shared:
         return (
             f"parameters lie in one storage, and would not any more: {'; '.join(map(', '.join, shared))}."
@@ -158,20 +157,17 @@ def _objection_to_moving(model: nn.Module) -> str:
     return ""
 
 
-def _on_one_storage(module: nn.Module, trained: Mapping[int, tuple[Parameter, str]]) -> list[list[str]]:
+def _on_one_storage(module: nn.Module, trained: Sequence[tuple[str, Parameter]]) -> list[list[str]]:
     """Names of the tensors that share a storage with a trained parameter, for each such storage."""
     of_storage: dict[int, list[str]] = {}
-    for parameter, name in trained.values():
+    for name, parameter in trained:
         if parameter.numel() and (key := torch_internals.storage_key(parameter)) is not None:
             of_storage.setdefault(key, []).append(name)
-    others = chain(
-        (("parameter", name, p) for name, p in module.named_parameters()),
-        (("buffer", name, b) for name, b in module.named_buffers()),
-    )
-    for kind, name, tensor in others:
-        key = None if id(tensor) in trained else torch_internals.storage_key(tensor)
-        if key in of_storage:
-            of_storage[key].append(f"the {kind} {name}, which is not trained")
+    known = {id(parameter) for _, parameter in trained}
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if id(tensor) not in known and (key := torch_internals.storage_key(tensor)) in of_storage:
+                of_storage[key].append(f"the {kind} {name}, which is not trained")
     return [names for names in of_storage.values() if len(names) > 1]
 
 

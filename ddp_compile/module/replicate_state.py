@@ -199,7 +199,8 @@ class ReplicateState:
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
 
     def region_begins(self) -> None:
-        """Python is about to call a region."""
+        """Python is about to call a region, perhaps outside of a forward of the module."""
+        self.await_parameters()
         self.breaks.note_block()
 
     def describe(self) -> str:

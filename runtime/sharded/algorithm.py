@@ -122,14 +122,15 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         if not self.buckets:
             self._shard(buckets)
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
-        touched = [piece for piece in self._pieces() if piece.index in shards.keys() - untouched]
-        self._refuse_stale_gradients(touched)
-        for piece in touched:
+        reduced = shards.keys() - untouched
+        pieces = [piece for piece in self._pieces() if piece.index in reduced]
+        self._refuse_stale_gradients(pieces)
+        for piece in pieces:
             piece.accumulate(shards[piece.index], self._unscaled)
         for witness in self.witnesses:
             witness.zero(set_to_none=True)
             witness.accumulate(witness.stepped.detach(), self._unscaled)
-        self._hidden.show(shards.keys() - untouched)
+        self._hidden.show(reduced)
         self._stepped_versions = {}
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
@@ -144,7 +145,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: all ranks step by them, or none does."""
         with self.on_every_rank("GradScaler's question whether gradients are finite"):
-            self.transfers.any_rank(found_non_finite)
+            self.transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
         self._note_versions()
 
     def _note_versions(self) -> None:

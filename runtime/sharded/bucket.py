@@ -7,6 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -205,7 +206,7 @@ class ShardedBucket:
                 if piece.stepped.grad is not None:
                     present[self._position(piece.index)] = 1
                     piece.of_shard(self.shard_of(shards)).copy_(piece.stepped.grad.as_subclass(Tensor))
-        self._transfers.any_rank(present)
+        self._transfers.all_reduce(present, dist.ReduceOp.MAX)
         self._transfers.all_gather(shards).wait()
         values = self.assemble(shards)
         is_present = zip(self.param_indices, present.tolist(), strict=True)

@@ -16,7 +16,7 @@ all elements are finite, is answered alike on all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import reduce
 from typing import Any, NoReturn
 
@@ -101,9 +101,8 @@ class HiddenGradients:
         """Numbers of the parameters whose pieces have gradients, on the ranks that have a piece."""
         return self._reduced
 
-    def show(self, indices: Iterable[int]) -> None:
+    def show(self, new: Set[int]) -> None:
         """These parameters have been reduced: set ``.grad`` of all that have been, but not over later gradients."""
-        new = set(indices)
         self._reduced |= new
         for index in self._reduced:
             if index in new or self._parameters[index].grad is None:
@@ -233,7 +232,7 @@ def norm_over_ranks(
     # The norm of the ranks' norms, each in a place of its own: a sum keeps infinities and NaNs, a maximum may not.
     norms = torch.zeros(transfers.world_size, dtype=dtype, device=parameters[0].device)
     norms[transfers.rank] = get_total_norm(gradients, norm_type)
-    transfers.sum_over_ranks(norms)
+    transfers.all_reduce(norms)
     return torch.linalg.vector_norm(norms, norm_type)
 
 

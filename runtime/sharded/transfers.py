@@ -176,15 +176,10 @@ class ShardTransfers:
                 " the same on every rank, in the same order"
             )
 
-    def any_rank(self, flag: Tensor) -> None:
-        """Set a number to the largest one of all ranks."""
+    def all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        """Set small values to their sum over all ranks, or to their maximum."""
         if self.world_size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-
-    def sum_over_ranks(self, value: Tensor) -> None:
-        """Set a number to the sum over all ranks."""
-        if self.world_size > 1:
-            dist.all_reduce(value, group=self._group)
+            dist.all_reduce(values, operation, group=self._group)
 
     def objects_of_all(self, own: Any) -> list[Any]:
         """The objects of all ranks, in their order."""
