@@ -45,6 +45,7 @@ with DistributedDataParallel's own, on two or three ranks with gloo.
 Every argument but the module is given by name. An argument that is refused may still be given with the value that
 changes nothing: `None`, `dim=0`, and `False` except for `forward_sync_buffers`. An argument that only a newer torch has
 is refused as such. A name that nobody has is a TypeError that suggests the nearest one, and an error to type checkers.
+Some features exclude each other: [feature_compatibility.md](feature_compatibility.md).
 
 `make parity` runs these tests and writes this page from `tests/parity/*.toml`; do not edit it.
 """
