@@ -83,13 +83,16 @@ def sharded_recipe_of(seed: int) -> ShardedRecipe:
     parameters = [
         (random.choice(SHAPES), random.choice(dtypes), random.random() < 0.2) for _ in range(random.randint(1, 7))
     ]
+    # While some parameter of a group has no momentum, torch 2.13 steps the others by another formula, which rounds
+    # differently in low precision. With shards a group has other parameters.
+    has_two_formulas = optimizer == "sgd, nesterov" and any(dtype in LOW for dtype in dtypes)
     return ShardedRecipe(
         parameters=(((33,), dtypes[0], False), *parameters),
-        program=_program(random, drops=not is_fused_sgd),
+        program=_program(random, drops=not (is_fused_sgd or has_two_formulas)),
         optimizer=optimizer,
         cap_mib=random.choice((1e-5, 0.0005, 0.002, 25.0)),
         two_groups=random.random() < 0.3,
-        find_unused=not is_fused_sgd and random.random() < 0.2,
+        find_unused=not (is_fused_sgd or has_two_formulas) and random.random() < 0.2,
         view=random.random() < 0.7,
     )
 
