@@ -79,9 +79,6 @@ class Backend:
     def wait(self, device: torch.device, event: Any) -> None:
         self.current(device).wait_event(event)
 
-    def synchronize(self, device: torch.device) -> None:
-        self.current(device).synchronize()
-
     def used_by(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
 
@@ -157,12 +154,6 @@ def record_on(stream: Stream, device: torch.device) -> Event:
     """As `record`, on another stream than the current one."""
     with backend.on(stream):
         return record(device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Let the host wait until the current stream of a device has done all its work."""
-    if backend.has_streams(device):
-        backend.synchronize(device)
 
 
 def used_here(tensors: Sequence[Tensor]) -> None:

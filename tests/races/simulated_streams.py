@@ -23,7 +23,7 @@ _PASSED_THROUGH = {path.name for path in Path(__file__).parent.glob("*.py")} - {
 class Site(NamedTuple):
     """A place in the sources that keeps streams in order."""
 
-    what: str  #: "wait", "record", "used_by", "synchronize" or "wait for work"
+    what: str  #: "wait", "record", "used_by" or "wait for work"
     path: str
     line: int
 
@@ -107,11 +107,6 @@ class SimulatedStreams:
     def wait(self, device: torch.device, event: int | None) -> None:
         if not self.is_ignored("wait") and event is not None:
             self.detector.wait(self.current(device), event)
-
-    def synchronize(self, device: torch.device) -> None:
-        if not self.is_ignored("synchronize"):
-            self.host_waits.append(("synchronize", Stack.here()))
-            self.detector.host_waits(self.current(device))
 
     def used_by(self, tensor: Tensor, stream: int) -> None:
         if not self.is_ignored("used_by"):

@@ -15,7 +15,7 @@ from simulated_streams import ROOT, Site
 from stage import DISTINCT, perform
 
 #: What `ddp_compile.runtime.comm.streams` offers to keep streams in order.
-ORDERING = {"record", "record_on", "used_here", "after_current", "synchronize"}
+ORDERING = {"record", "record_on", "used_here", "after_current"}
 
 
 def sites_of(program: str) -> set[Site]:
