@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from detector import RaceDetector
 from simulated_streams import SimulatedStreams
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -21,6 +22,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import _disable_current_modes
 
 BACKEND = "streamed"
+_torch_distributed: Any = dist
+_Gloo = _torch_distributed.ProcessGroupGloo
 
 
 class Launch(NamedTuple):
@@ -68,10 +71,7 @@ class StreamedProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._device = device
-        torch_distributed: Any = dist
-        self._gloo = torch_distributed.ProcessGroupGloo(
-            torch_distributed.PrefixStore("gloo", store), rank, size, timeout
-        )
+        self._gloo = _Gloo(_torch_distributed.PrefixStore("gloo", store), rank, size, timeout)
         self._stream = device.streams.new()
         self._streams_of_peers: dict[int, int] = {}
 
@@ -210,6 +210,23 @@ class StreamedProcessGroup(dist.ProcessGroup):
         if peer not in self._streams_of_peers:
             self._streams_of_peers[peer] = self._device.streams.new()
         return self._streams_of_peers[peer]
+
+
+def host_groups(detector: RaceDetector) -> type:
+    """A ``ProcessGroupGloo`` as `ddp_compile.runtime.comm.process_groups.host_group` makes it, for hosts' memory."""
+
+    class HostGroup(_Gloo):  # type: ignore[misc]
+        def alltoall_base(self, output: Tensor, input: Tensor, *sizes: Any) -> Any:
+            for tensor in (output, input):
+                detector.note_host_memory(tensor)
+            return super().alltoall_base(output, input, *sizes)
+
+        def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+            for tensor in tensors:
+                detector.note_host_memory(tensor)
+            return super().allreduce(tensors, *options)
+
+    return HostGroup
 
 
 class _Work(dist.Work):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import simulated_group
 import torch
@@ -229,7 +230,7 @@ def perform(program: Program, roles: list[Roles], ignored: Site | None = None, d
     handle = register_optimizer_step_post_hook(note_host_memory)
     real, runtime_streams.backend = runtime_streams.backend, streams
     try:
-        with observing(streams):
+        with observing(streams), patch.object(dist, "ProcessGroupGloo", simulated_group.host_groups(detector)):
             program(stage)
     except Exception as error:  # what races spoil may raise
         if ignored is None:
