@@ -116,12 +116,15 @@ def on(device: str) -> nn.Module:
 
 
 NOT_ON_XPU = "is on xpu:0, and the process group sends tensors on cpu and cuda only (backend 'gloo')"
+NOT_ON_MPS = (
+    NOT_ON_XPU.replace("xpu", "mps") if hasattr(torch.mps, "Stream") else "is on mps:0, and torch.mps has no streams"
+)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: on("mps"), "rank 0: weight is on mps:0, and torch.mps has no streams"),
+        (lambda: on("mps"), f"rank 0: weight {NOT_ON_MPS}"),
         (lambda: on("xpu"), f"rank 0: weight {NOT_ON_XPU}"),
         (BufferElsewhere, f"rank 0: elsewhere {NOT_ON_XPU}"),
     ],
