@@ -257,7 +257,6 @@ class EarlyLaunch:
                 ", ".join(names),
             )
             self._queue.launch_again(bucket, [] if self._set.iteration.is_shadow else _own_gradients(bucket))
-        self._queue.wait()
         for bucket in self._set.buckets:
             if bucket.iteration.computed is not None:
                 bucket.iteration.computed.restore_gradients()
