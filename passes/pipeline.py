@@ -73,14 +73,7 @@ class AotContext:
     strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-class NamesGraph(Protocol):
-    """The context of any pass."""
-
-    @property
-    def graph_name(self) -> str: ...
-
-
-ContextT = TypeVar("ContextT", bound=NamesGraph)
+ContextT = TypeVar("ContextT", PassContext, AotContext)
 
 Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 

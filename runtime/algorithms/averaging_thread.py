@@ -17,13 +17,16 @@ import time
 import weakref
 from enum import IntEnum, auto
 from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_compile.errors import this_rank
 from ddp_compile.runtime.comm import streams
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverageAlgorithm
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +56,6 @@ HOW_GONE = {
 }
 
 
-class Rounds(Protocol):
-    """The part of `AsyncModelAverageAlgorithm` that the thread calls."""
-
-    @property
-    def has_pending(self) -> bool: ...
-
-    def round(self, since: streams.Event) -> None: ...
-
-    def apply_within(self, limit_s: float) -> None: ...
-
-
 class AveragingThread:
     """Runs rounds until all ranks have asked for the end, or one has failed; see Note [Ranks that end].
 
@@ -80,7 +72,7 @@ class AveragingThread:
 
     def __init__(
         self,
-        algorithm: Rounds,
+        algorithm: AsyncModelAverageAlgorithm,
         group: dist.ProcessGroup,
         hosts: tuple[Any, torch.device],
         device: torch.device,
@@ -180,7 +172,7 @@ class AveragingThread:
                 del algorithm
                 self._stops.wait(min(_LONGEST_SILENCE_S, max(0.0, due_at - time.monotonic())))
 
-    def _standing(self, algorithm: Rounds | None) -> Standing:
+    def _standing(self, algorithm: AsyncModelAverageAlgorithm | None) -> Standing:
         if self._has_ended is not None:
             return self._has_ended
         if not threading.main_thread().is_alive():  # other exit functions may run for long before ours
