@@ -60,7 +60,7 @@ class Bucket:
         #: Whether it is launched as soon as a compiled backward has computed it; the same on every rank.
         self.may_launch_early = False
         self.was_launched_too_early = False
-        self.iteration = BucketIteration(self.param_indices)
+        self.iteration = BucketIteration(set(self.param_indices))
         self._lazy_allocation = lazy_allocation
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
@@ -69,7 +69,7 @@ class Bucket:
 
     def begin_iteration(self) -> None:
         """Replace the iteration that has ended."""
-        self.iteration = BucketIteration(self.param_indices)
+        self.iteration = BucketIteration(set(self.param_indices))
         self._sparse = None
         if self._lazy_allocation:
             self._buffer.drop()
