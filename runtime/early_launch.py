@@ -84,7 +84,7 @@ class EarlyLaunch:
         self._queue = queue
         self._hooks = hooks
         self._accumulators = accumulators
-        self._is_enabled = is_enabled
+        self.is_enabled = is_enabled
         self._has_learnt = False
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
         self._ignored: set[tuple[int, ...]] = set()
@@ -93,12 +93,12 @@ class EarlyLaunch:
     @property
     def is_learning(self) -> bool:
         """Whether buckets are watched in this iteration; the same on every rank."""
-        return self._is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
+        return self.is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
 
     @property
     def has_message(self) -> bool:
         """Whether the ranks tell each other which buckets were too early; the same on every rank."""
-        if not self._is_enabled or not self._set.iteration.has_launched:
+        if not self.is_enabled or not self._set.iteration.has_launched:
             return False
         return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
 

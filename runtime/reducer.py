@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.backwards_alone import BackwardsAlone
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
@@ -31,8 +33,8 @@ from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.buckets.computed_bucket import EarlyDecision
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
@@ -47,7 +49,12 @@ class Reducer:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan; sealed at the first synchronised backward, before anything is launched.
         process_group: The ranks to average over.
-        settings: See `ReducerSettings`.
+        config: The settings of the replication.
+        algorithm: Reduces the buckets.
+        monitor: What the ranks tell each other while they train.
+        launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
+        on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
+        on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
 
     Source: the life of a backward (prepare, mark ready, launch in order, finalise in an engine callback) is that of
     ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
@@ -58,22 +65,27 @@ class Reducer:
         parameters: Sequence[Parameter],
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
-        settings: ReducerSettings,
+        *,
+        config: ReplicateConfig,
+        algorithm: CommAlgorithm,
+        monitor: DesyncMonitor,
+        launches_in_backward: bool,
+        on_reduced: Callable[[], None],
+        on_plan_sealed: Callable[[BucketPlan], None],
     ) -> None:
         self.parameters = tuple(parameters)
         self.finalizes_manually = False  #: whether `finalize_manually` must be called after each backward
-        self._monitor = settings.monitor
+        self._monitor = monitor
+        self._on_plan_sealed = on_plan_sealed
         self._lifecycle = Lifecycle()
-        self._set = BucketSet(self.parameters, builder, process_group, settings)
+        self._set = BucketSet(self.parameters, builder, process_group, config, monitor)
         accumulators = Accumulators(self.parameters)
         self._undefined = UndefinedGradients(self._set, accumulators)
-        self._policy = policy_for(settings, self._set)
-        self._queue = LaunchQueue(
-            self._set, process_group.size(), self._monitor, settings.algorithm, self._policy, self._undefined
-        )
+        self._policy = policy_for(config, self._set)
+        self._queue = LaunchQueue(self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined)
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
-        self._early = EarlyLaunch(self._set, self._queue, self._hooks, accumulators, settings.launches_in_backward)
-        self._end = IterationEnd(self._set, self._queue, self._policy, self._early)
+        self._early = EarlyLaunch(self._set, self._queue, self._hooks, accumulators, launches_in_backward)
+        self._end = IterationEnd(self._set, self._queue, self._policy, self._early, monitor, on_reduced)
         self._queue.on_all_launched = self._end.all_are_launched
         self._alone = BackwardsAlone(len(self.parameters))
         self._is_removed = False
@@ -187,7 +199,7 @@ class Reducer:
             self._queue.wait()
         finally:
             self._begin_iteration()
-        raise error_messages.missing_gradients(missing, len(self.parameters), self._set.settings.static_graph)
+        raise error_messages.missing_gradients(missing, len(self.parameters), self._set.config.static_graph)
 
     def _watch_hooked_parameters(self) -> None:
         """Learn for certain whether a gradient is undefined where a user's hook may take gradients away."""
@@ -302,7 +314,7 @@ class Reducer:
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
-            self._set.settings.on_plan_sealed(self._set.seal(self.algorithm.name))
+            self._on_plan_sealed(self._set.seal(self.algorithm.name))
 
     def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
         """Once for each pass, have it call back when it ends; returns whether this is the first time in this pass.

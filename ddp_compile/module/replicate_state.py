@@ -31,7 +31,6 @@ from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.desync.model_order import is_agreement_point
@@ -102,7 +101,17 @@ class ReplicateState:
         region_of = region_of_parameters(list(self.reduced), regions)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
-        self.reducer = self._make_reducer(algorithm, in_backward)
+        self.reducer = Reducer(
+            list(self.reduced.values()),
+            self.builder,
+            process_group,
+            config=config,
+            algorithm=algorithm,
+            monitor=self.monitor,
+            launches_in_backward=in_backward,
+            on_reduced=self.optimizers.step,
+            on_plan_sealed=self._warn_without_overlap,
+        )
         register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
@@ -140,22 +149,6 @@ class ReplicateState:
         verify_modules_agree(description, self.process_group, self.device)
         refuse_objection(objection)
         self.parameters.refuse_shared()
-
-    def _make_reducer(self, algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
-        settings = ReducerSettings(
-            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
-            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
-            find_unused_parameters=self.config.find_unused_parameters,
-            skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
-            static_graph=self.config.static_graph,
-            check_finite_gradients=self.config.check_finite_gradients,
-            launches_in_backward=in_backward,
-            algorithm=algorithm,
-            monitor=self.monitor,
-            on_reduced=self.optimizers.step,
-            on_plan_sealed=self._warn_without_overlap,
-        )
-        return Reducer(list(self.reduced.values()), self.builder, self.process_group, settings)
 
     def _compile_calls(
         self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool

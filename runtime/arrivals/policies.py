@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
+from torch import Tensor
+
 from ddp_compile import torch_internals
-from ddp_compile.runtime.arrivals.used_parameters import UsedParameters
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages
 
 
@@ -96,6 +97,8 @@ class UnusedAllowed(AllRequired):
     Args:
         bucket_set: Has the parameters and their iteration.
         leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
+
+    Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
 
     counts_each = True
@@ -105,13 +108,15 @@ class UnusedAllowed(AllRequired):
         self._set = bucket_set
         self._leaves_out_unused = leaves_out_unused
         self._unused_at_first: Set[int] | None = None  # by all ranks; None in the first iteration
-        self._used = UsedParameters(bucket_set.parameters)
+        self._index_of = {id(parameter): i for i, parameter in enumerate(bucket_set.parameters)}
+        self._used_here: set[int] = set()  # got a gradient on this rank since the last message
 
     def note(self, index: int) -> None:
-        self._used.note(index)
+        self._used_here.add(index)
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        unreached, iteration = self._used.unreached_from(outputs), self._set.iteration
+        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_of(torch_internals.tensors_in(outputs))}
+        unreached, iteration = {i for i in self._index_of.values() if i not in reached}, self._set.iteration
         iteration.unreached = unreached if iteration.unreached is None else iteration.unreached & unreached
 
     def leaves_out(self, bucket: Bucket) -> bool:
@@ -139,7 +144,12 @@ class UnusedAllowed(AllRequired):
         return missing
 
     def message(self, is_shadow: bool) -> bytearray:
-        return bytearray(len(self._set.parameters)) if is_shadow else self._used.take()
+        flags = bytearray(len(self._set.parameters))
+        if not is_shadow:
+            for index in self._used_here:
+                flags[index] = 1
+            self._used_here.clear()
+        return flags
 
     def hear(self, used: Sequence[int]) -> None:
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
@@ -213,10 +223,29 @@ class StaticGraph(UnusedAllowed):
         return set(range(len(self._set.parameters))) - arrivals.keys()
 
 
-def policy_for(settings: ReducerSettings, bucket_set: BucketSet) -> AllRequired:
+def policy_for(config: ReplicateConfig, bucket_set: BucketSet) -> AllRequired:
     """The policy that the settings ask for."""
-    if settings.static_graph:
-        return StaticGraph(bucket_set, settings.skip_all_reduce_unused_params)
-    if settings.find_unused_parameters:
-        return UnusedAllowed(bucket_set, settings.skip_all_reduce_unused_params)
+    if config.static_graph:
+        return StaticGraph(bucket_set, config.skip_all_reduce_unused_params)
+    if config.find_unused_parameters:
+        return UnusedAllowed(bucket_set, config.skip_all_reduce_unused_params)
     return AllRequired()
+
+
+def _leaves_of(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors into which a backward from these tensors would accumulate."""
+    seen: set[Any] = set()
+    nodes: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        nodes.extend(following for following, _ in node.next_functions if following is not None)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.iteration import Iteration
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ class BucketSet:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan.
         process_group: The ranks that agree on it.
-        settings: Of the reducer.
+        config: The settings of the replication.
+        monitor: What the ranks tell each other while they train.
     """
 
     def __init__(
@@ -35,7 +37,8 @@ class BucketSet:
         parameters: Sequence[Parameter],
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
-        settings: ReducerSettings,
+        config: ReplicateConfig,
+        monitor: DesyncMonitor,
     ) -> None:
         self.iteration = Iteration(1)  #: under way, or next
         self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
@@ -45,10 +48,10 @@ class BucketSet:
         self.names = [gradient.fqn for gradient in builder.gradients]  #: fully qualified, of the parameters
         self._builder = builder
         self.process_group = process_group
-        self.settings = settings
-        self._monitor = settings.monitor
+        self.config = config
+        self._monitor = monitor
         # With `find_unused_parameters` the next iteration may be different.
-        self._first_is_typical = settings.static_graph or not settings.find_unused_parameters
+        self._first_is_typical = config.static_graph or not config.find_unused_parameters
         # Parameters in the order of their last gradients in the first iteration; None after `rebuild_once`.
         self._arrival_order: dict[int, None] | None = {}
 
@@ -166,9 +169,9 @@ class BucketSet:
                 bucket = Bucket(
                     spec,
                     parameters,
-                    self.settings.gradient_as_bucket_view,
-                    self.settings.lazy_bucket_allocation,
-                    self.settings.check_finite_gradients,
+                    self.config.gradient_as_bucket_view,
+                    self.config.lazy_bucket_allocation,
+                    self.config.check_finite_gradients,
                 )
             bucket.spec = spec
             buckets.append(bucket)
