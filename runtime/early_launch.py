@@ -65,10 +65,6 @@ class EarlyLaunch:
     """Learns which buckets may be launched early, watches them, and launches those again that were too early.
 
     Args:
-        bucket_set: The buckets and their iteration.
-        queue: Launches them.
-        hooks: Tell of what AccumulateGrad stores.
-        accumulators: The AccumulateGrad nodes of the parameters.
         is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learnt and no bucket is early.
     """
 
@@ -112,7 +108,6 @@ class EarlyLaunch:
         """A compiled backward has computed all gradients of a bucket.
 
         Args:
-            param_indices: The bucket's parameters.
             moves: Whether the backward can return other tensors than it has computed.
 
         Returns:
@@ -152,10 +147,7 @@ class EarlyLaunch:
         """Watch what becomes of the gradients that a backward returns for a bucket, and launch it if so decided.
 
         Args:
-            bucket: The bucket.
             decision: What `decide` returned, and not that it waits.
-            gradients: What the backward returns.
-            moves: As for `decide`.
             moved: What the backward has computed, if it returns other tensors; gone after the launch.
         """
         if decision is not EarlyDecision.WATCH:

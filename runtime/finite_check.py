@@ -25,12 +25,7 @@ from ddp_compile.runtime.launch_queue import LaunchQueue
 
 
 class FiniteCheck:
-    """Finds this rank's gradients that are not finite, and those of all; see Note [Gradients that are not finite].
-
-    Args:
-        bucket_set: The buckets, which check what they flatten.
-        queue: Launches them.
-    """
+    """Finds this rank's gradients that are not finite, and those of all; see Note [Gradients that are not finite]."""
 
     def __init__(self, bucket_set: BucketSet, queue: LaunchQueue) -> None:
         self._set = bucket_set

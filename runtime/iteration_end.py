@@ -23,11 +23,6 @@ class IterationEnd:
     """Sends the message of each iteration, hears those of the other ranks, and waits for the buckets.
 
     Args:
-        bucket_set: The buckets and their iteration.
-        queue: Launches them.
-        policy: Knows which gradients were used here.
-        early: Knows which buckets were launched too early.
-        monitor: Is told of failures.
         on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
     """
 

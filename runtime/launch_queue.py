@@ -26,12 +26,7 @@ class LaunchQueue:
     sequence pairs a collective with its counterparts on the other ranks.
 
     Args:
-        bucket_set: The buckets, and the iteration in which their launches are noted.
-        world_size: Number of ranks to average over.
-        monitor: What the ranks tell each other about it.
         algorithm: Reduces a bucket; may be replaced between two iterations.
-        policy: Which gradients an iteration waits for.
-        undefined: Which parameters have arrived without a gradient.
     """
 
     def __init__(

@@ -36,7 +36,6 @@ class Phase(NamedTuple):
     """Where a reducer stands.
 
     Args:
-        state: See `State`.
         after_forward: Whether a forward has come since the last iteration whose backward is to be reduced. A backward
             without one, of a regulariser for example, may reach a part of the parameters only.
     """
@@ -110,7 +109,6 @@ def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:
 
     Args:
         is_manual: Whether ``require_manual_backward_finalization`` is set.
-        state: Of the reducer.
     """
     if not is_manual:
         why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"

@@ -48,10 +48,6 @@ class Reducer:
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan; sealed at the first synchronised backward, before anything is launched.
-        process_group: The ranks to average over.
-        config: The settings of the replication.
-        algorithm: Reduces the buckets.
-        monitor: What the ranks tell each other while they train.
         launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
         on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
         on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
@@ -118,7 +114,6 @@ class Reducer:
         """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
 
         Args:
-            algorithm: The other algorithm.
             always: Compare before the first backward too, which otherwise compares by itself.
 
         Raises:

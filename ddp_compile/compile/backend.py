@@ -76,12 +76,10 @@ class TrainingBackend:
     """Compiles the training graphs of one module.
 
     Args:
-        compiler: Compiles each graph or partition.
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
         split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
             inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
-        launches_in_backward: The result of the function of that name.
         reducer: Number by which a compiled backward finds the reducer.
         moves_gradients: Whether such a backward may move gradients to the flat buffers.
     """
@@ -295,7 +293,6 @@ class EvaluationBackend:
     Dynamo keeps every backend for good, so neither this one nor `TrainingBackend` may hold a reference to the module.
 
     Args:
-        compiler: Compiles each graph.
         kind: Name of the graphs in logs.
     """
 

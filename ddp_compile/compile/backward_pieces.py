@@ -26,8 +26,6 @@ def compile_whole_or_in_pieces(
     Args:
         compile_backward: A backward compiler as AOTAutograd calls it.
         gm: The backward graph; the compiler may change it.
-        example_inputs: One entry for each placeholder.
-        name: Name of the graph in logs.
 
     Raises:
         Exception: The compiler's, for one of the pieces; for the whole graph if it has none of our operators, if the

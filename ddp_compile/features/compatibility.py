@@ -143,7 +143,6 @@ def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """The features of the table that a replicated module has, each as an error names it.
 
     Args:
-        state: The module's.
         algorithm: The one that it has, or is to have.
     """
     config, delayed = state.config, list(state.config.delayed.named)
@@ -184,7 +183,6 @@ def refuse_if_excluded(feature: Feature, said: str, present: Mapping[Feature, st
     """Refuse to switch a feature on if one that is in force excludes it.
 
     Args:
-        feature: The one that is wanted.
         said: How the error names it, as the user wrote it.
         present: What is in force, from `in_force`.
 

@@ -22,11 +22,6 @@ def delayed_parameters(
 ) -> DelayedParameters:
     """Check the two arguments of ``ddp_compile``.
 
-    Args:
-        module: The module that has all of these parameters.
-        named: The value of ``delay_all_reduce_named_params``.
-        trigger: The value of ``param_to_hook_all_reduce``.
-
     Raises:
         ValueError: One was given without the other.
         ReplicationError: A name is not that of its parameter, or a parameter is a DTensor, or has no gradient or a
@@ -67,10 +62,6 @@ class DelayedAllReduce:
 
     Their own gradients may have come in several backwards before. ``no_sync`` and other settings of the module make no
     difference. A gradient that a rank does not have counts as zeros.
-
-    Args:
-        parameters: The parameters and their trigger.
-        process_group: The ranks.
 
     Source: ``_delayed_all_reduce_hook`` of torch 2.13, nn/parallel/distributed.py, which nobody waits for.
 

@@ -23,8 +23,6 @@ def compare_optimizers(
 
     Args:
         optimizers: In the same order on every rank.
-        process_group: The ranks.
-        device: A device for messages between them.
 
     Raises:
         TypeError: Not optimizers, or a state is neither a tensor nor a number.
@@ -56,7 +54,6 @@ def average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], proces
 
     Args:
         optimizers: Checked by `compare_optimizers`.
-        process_group: The ranks.
 
     Raises:
         ReductionError: A rank has not come.

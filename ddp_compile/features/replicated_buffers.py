@@ -29,10 +29,8 @@ class ReplicatedBuffers:
     """Keeps the buffers of one module equal on all ranks.
 
     Args:
-        module: The module.
         ignored: Fully qualified names of buffers that stay local.
         is_on: False if buffers are left alone before forwards.
-        process_group: The ranks.
         monitor: Is told of ranks that did not come.
     """
 

@@ -28,7 +28,6 @@ class ShardedSubmodule(NamedTuple):
 
     Args:
         name: The name of the module, or of the first of several.
-        module: That module.
         parameters: Its parameters by name, without those of nested calls; DTensors while they are sharded.
     """
 
@@ -76,8 +75,6 @@ class ShardedSubmodules:
 
     Args:
         submodules: From `sharded_submodules`.
-        process_group: The ranks to average over.
-        device: The device of the gradients.
     """
 
     def __init__(
@@ -144,7 +141,6 @@ class ShardedSubmodules:
         """The global ranks that hold the same part of a submodule as this rank.
 
         Args:
-            name: The submodule.
             ranks_of_each: The ranks over which FSDP2 shards it, by rank in the process group.
         """
         averaged = dist.get_process_group_ranks(self._process_group)

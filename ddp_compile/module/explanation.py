@@ -76,9 +76,7 @@ def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]
     """Warns that no bucket can be launched early; None if some can.
 
     Args:
-        plan: The sealed plan.
         cap_bytes: The largest capacity of a bucket.
-        reports: The reports on the graphs made for training.
     """
     whole = graphs_without_cut(reports)
     if not whole and not (plan.num_bytes > 2 * cap_bytes and (len(plan.buckets) == 1 or not reports)):

@@ -45,15 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicateState:
-    """The data-parallel half of one module.
-
-    Args:
-        module: The module that is being replicated.
-        process_group: The ranks to average over.
-        config: Settings of the replication.
-        algorithm_config: How the ranks reduce.
-        compile_settings: Settings of the compilation.
-    """
+    """The data-parallel half of one module."""
 
     def __init__(
         self,
@@ -337,7 +329,6 @@ class ReplicateState:
         """Get ready for a backward as a forward does, if the module was not called for it.
 
         Args:
-            module: The module.
             loss: The tensor whose backward comes.
         """
         self._prepare_for_backward(module)

@@ -96,7 +96,6 @@ def traced_call_of(
     ``nn.Sequential``, is compiled like any other.
 
     Args:
-        cls: The class of the module.
         runs_eagerly: Called first if Dynamo leaves the frame to Python.
         is_broken: Called with the module before its own code runs, if a graph break in it keeps it out of this frame.
     """

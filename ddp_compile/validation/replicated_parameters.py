@@ -30,7 +30,6 @@ class ReplicatedParameters:
     """The parameters that one module was replicated with.
 
     Args:
-        module: The module.
         ignored: Names of parameters that are not reduced.
     """
 

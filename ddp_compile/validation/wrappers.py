@@ -83,10 +83,6 @@ def refuse_wrapper_around(module: nn.Module, parameters: Mapping[str, nn.Paramet
 
     A wrapper whose forward merely calls the module, a frozen teacher for example, is allowed.
 
-    Args:
-        module: The module.
-        parameters: Its parameters that are reduced, by name.
-
     Raises:
         ReplicationError: Names the wrapper and the way out.
     """

@@ -63,9 +63,6 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 class NativeLibrary:
     """The functions of csrc/library.cpp, without the ``ddp_compile_`` of their names, and torch's exchange API.
 
-    Args:
-        path: The shared library.
-
     Raises:
         KernelUnavailableError: It cannot be loaded, or was built from other sources than these.
     """

@@ -14,9 +14,6 @@ class BackwardsAlone:
 
     If somebody calls ``module.forward`` or a method of their own, a backward brings all gradients, and they are
     reduced. If it was a regulariser, its gradients stay where they are, and are reduced in the first iteration.
-
-    Args:
-        num_parameters: Of the module.
     """
 
     def __init__(self, num_parameters: int) -> None:

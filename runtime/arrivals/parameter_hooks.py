@@ -32,7 +32,6 @@ class ParameterHooks:
 
     Args:
         parameters: The parameters; their place is their number.
-        accumulators: Their AccumulateGrad nodes.
         listener: Not kept alive.
 
     Note [One of many]
@@ -64,7 +63,6 @@ class ParameterHooks:
         """Batch the gradients of one bucket from now on.
 
         Args:
-            bucket: The bucket.
             arriving: The parameters that the listener is being notified of.
             notify_of_last: Whether to notify the listener when the last one comes.
         """
@@ -142,7 +140,6 @@ class _Batch:
     """The hooks of one bucket's parameters, and the gradients that have come without a notification.
 
     Args:
-        bucket: The bucket.
         slots: For each of its parameters: the dict of its hooks, the key of ours, and the hook that notifies.
     """
 

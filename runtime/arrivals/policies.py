@@ -33,7 +33,6 @@ class AllRequired:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
 
         Args:
-            outputs: What it returned.
             on_reached: Called in each pass of a backward that differentiates the outputs, if the iteration may end when
                 that pass does.
         """
@@ -52,11 +51,6 @@ class AllRequired:
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
         """A parameter has arrived: whether its bucket waits for that.
-
-        Args:
-            bucket: The parameter's bucket.
-            index: The parameter.
-            is_undefined: Whether its gradient is undefined.
 
         Raises:
             GradientArrivalError: The bucket has been launched without it.

@@ -26,7 +26,6 @@ class UndefinedGradients:
 
     Args:
         bucket_set: Has the parameters, and the iteration in which this is noted.
-        accumulators: The AccumulateGrad nodes of the parameters.
 
     Source: ``Reducer::mark_variable_ready_dense`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, which contributes
     zeros in both cases.

@@ -31,7 +31,6 @@ class Bucket:
     """The flat buffer of one bucket and the gradients that are views into it.
 
     Args:
-        spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
         gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless somebody could tell; see
             Note [Gradients that others hold]. Otherwise the result is copied into the gradients that the engine made.
@@ -177,11 +176,7 @@ class Bucket:
         self.iteration.own = [g.clone() if self.holds(g) else g.detach() for g in gradients]
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before the first write of an iteration: leave the flat buffer to those who hold a part of it, if any.
-
-        Args:
-            gradients: The ``.grad`` of each parameter.
-        """
+        """Before the first write of an iteration: leave the flat buffer to those who hold a part of it, if any."""
         if not self.iteration.is_claimed:
             self.iteration.is_claimed = True
             self._buffer.claim(gradients)

@@ -26,10 +26,7 @@ class BucketSet:
 
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
-        builder: The module's plan.
         process_group: The ranks that agree on it.
-        config: The settings of the replication.
-        monitor: What the ranks tell each other while they train.
     """
 
     def __init__(
@@ -68,9 +65,6 @@ class BucketSet:
 
     def seal(self, algorithm: str) -> BucketPlan:
         """Agree on the plan before anything is launched.
-
-        Args:
-            algorithm: Name of this rank's algorithm.
 
         Raises:
             RanksDifferError: The ranks have different algorithms.

@@ -21,7 +21,6 @@ class FlatBuffer:
     """Memory for the gradients of one bucket, allocated at its first use and at the first use after `drop`.
 
     Args:
-        spec: The bucket's part of the plan, which says where each gradient lies.
         parameters: Its parameters, in the order of ``spec.gradients``.
     """
 
@@ -65,11 +64,7 @@ class FlatBuffer:
         self._views = None
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before the first write of an iteration: drop it if somebody holds a part of it that is not ``.grad``.
-
-        Args:
-            gradients: The ``.grad`` of each parameter.
-        """
+        """Before the first write of an iteration: drop it if somebody holds a part of it that is not ``.grad``."""
         if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
             self.drop()
 
@@ -83,7 +78,6 @@ class FlatBuffer:
 
         Args:
             gradients: One for each place.
-            scale: Factor for every element.
             checks_finite: Whether to look for infinities and NaN, without making the host wait for a device.
 
         Returns:

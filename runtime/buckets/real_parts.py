@@ -15,8 +15,6 @@ class RealParts:
 
     Args:
         tensors: Complex tensors, as for `FlattenPlan`.
-        flat: One-dimensional contiguous buffer of their dtype.
-        offsets: Where each tensor starts, in elements of ``flat``.
     """
 
     def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:

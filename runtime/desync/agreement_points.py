@@ -65,7 +65,6 @@ class AgreementPoints:
         """The last bucket of an iteration is about to be launched: tell the other ranks, if this is an agreement point.
 
         Args:
-            algorithm: Name of the algorithm that reduces it.
             is_shared: Whether it is sent over the process group that models share.
         """
         if self._digest_of is None or self._digest_of[0] is not plan:
