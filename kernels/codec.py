@@ -17,11 +17,7 @@ _MODULES: dict[str, ModuleType] = {"native": native, "cuda": cuda, "reference": 
 
 
 def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> Tensor:
-    """Memory for the compressed form of ``values``.
-
-    Raises:
-        ValueError: ``num_chunks`` is not positive, or there is no chunk ``skip_chunk``.
-    """
+    """Memory for the compressed form of ``values``; raises ValueError for numbers of chunks that do not exist."""
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")
     if skip_chunk is not None and not 0 <= skip_chunk < num_chunks:

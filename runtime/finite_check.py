@@ -55,10 +55,6 @@ class FiniteCheck:
         return ", ".join(found)
 
     def error(self, found: str) -> NonFiniteGradientError:
-        """The error that every rank raises if one has found something; all ranks call this, and exchange names.
-
-        Args:
-            found: What `found_here` returned.
-        """
+        """The error that every rank raises if one has found something; all ranks call this, and exchange names."""
         said = gather_texts(found, self._set.process_group, self._set.parameters[0].device)
         return error_messages.not_finite(said)

@@ -132,14 +132,7 @@ class LaunchQueue:
                 self.complete(bucket)
 
     def complete_without_the_missing(self, after_forward: bool) -> bool:
-        """At the end of a backward, complete the buckets that may be launched without the gradients they miss.
-
-        Args:
-            after_forward: Whether a synchronised forward has come before the backward.
-
-        Returns:
-            Whether the iteration is over; False if it waits for another backward.
-        """
+        """At the end of a backward, complete what need not wait; False if the iteration waits for another backward."""
         absent = self._policy.absent_at_the_end(frozenset(self.missing))
         if absent is not None:
             self.do_without(absent)
@@ -203,7 +196,6 @@ class LaunchQueue:
     # It is launched, when it is its turn.
 
     def _launch_ready(self) -> None:
-        """Launch what is ready, in plan order."""
         iteration = self._set.iteration
         before = iteration.num_launched
         while not self.all_launched and (bucket := self.not_launched[0]).is_ready:
@@ -238,22 +230,14 @@ class LaunchQueue:
     # It is reduced.
 
     def drain(self) -> None:
-        """Return when nothing that was launched will start another collective; before anything else is sent.
-
-        Raises:
-            ReductionError: What was launched has failed.
-        """
+        """Return when nothing that was launched will start another collective; before anything else is sent."""
         try:
             self.algorithm.drain()
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def wait(self) -> None:
-        """Wait for what has been launched.
-
-        Raises:
-            ReductionError: A reduction failed or timed out.
-        """
+        """Wait for what has been launched; raises ReductionError if a reduction failed or timed out."""
         self.drain()
         under_way = [bucket for bucket in self._set.buckets if bucket.is_under_way]
         if under_way:

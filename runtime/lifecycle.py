@@ -105,11 +105,7 @@ class Lifecycle:
 
 
 def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:
-    """The error of ``finalize_backward()`` if nothing waits for it.
-
-    Args:
-        is_manual: Whether ``require_manual_backward_finalization`` is set.
-    """
+    """The error of ``finalize_backward()`` if nothing waits for it."""
     if not is_manual:
         why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
     elif torch_internals.current_graph_task_id() != -1:

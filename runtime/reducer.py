@@ -142,11 +142,7 @@ class Reducer:
     # A forward.
 
     def refuse_capture(self, what: str) -> None:
-        """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer.
-
-        Args:
-            what: What was called; nothing of it has been sent yet.
-        """
+        """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer."""
         streams.refuse_capture(self.parameters[0].device, what)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
@@ -464,7 +460,6 @@ class Reducer:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        """Replace the iteration that has ended."""
         self._monitor.iteration_ends(self._set.iteration.met_others)
         self._set.begin_iteration()
         self._hooks.notify_of_each()

@@ -49,11 +49,7 @@ class CompileSettings:
     def compile(
         self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int | None = None
     ) -> Callable[..., Any]:
-        """``torch.compile`` of ``function`` with these settings, and ``backend`` instead of the inner one.
-
-        Args:
-            num_modules: How many regions the function is called with; None for a module as a whole.
-        """
+        """``torch.compile`` of a function with these settings, to be called with as many regions; None: one module."""
         return torch_internals.compile_isolated(
             function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, num_modules=num_modules
         )

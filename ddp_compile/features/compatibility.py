@@ -140,11 +140,7 @@ _FLAGS = {
 
 
 def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
-    """The features of the table that a replicated module has, each as an error names it.
-
-    Args:
-        algorithm: The one that it has, or is to have.
-    """
+    """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
     if state.buffers.synchronised():

@@ -73,11 +73,7 @@ def compiled_in_blocks(blocks: Sequence[str], breaks: GraphBreaks) -> str:
 
 
 def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
-    """Warns that no bucket can be launched early; None if some can.
-
-    Args:
-        cap_bytes: The largest capacity of a bucket.
-    """
+    """A warning that no bucket can be launched early; None if some can."""
     whole = graphs_without_cut(reports)
     if not whole and not (plan.num_bytes > 2 * cap_bytes and (len(plan.buckets) == 1 or not reports)):
         return None

@@ -318,19 +318,11 @@ class ReplicateState:
             raise
 
     def broadcast_buffers(self, before: str) -> None:
-        """Give all ranks the same buffers before something other than a forward with gradients; call it on all ranks.
-
-        Args:
-            before: A name for that, such as "validation".
-        """
+        """Give all ranks the same buffers ``before`` something, "validation" for example, but no training forward."""
         self.reducer.await_at_the_end(self.buffers.before_forward(before, source=0))
 
     def prepare_for_backward_of(self, module: nn.Module, loss: Any) -> None:
-        """Get ready for a backward as a forward does, if the module was not called for it.
-
-        Args:
-            loss: The tensor whose backward comes.
-        """
+        """Get ready for the backward of a loss as a forward does, if the module was not called for it."""
         self._prepare_for_backward(module)
         if self.requires_sync:
             self.reducer.search_unused_parameters(loss)

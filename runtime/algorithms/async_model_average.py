@@ -70,11 +70,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self._let_go()
 
     def before_forward(self, synchronize: bool) -> None:
-        """Keep the parameters as they are until the backward has ended.
-
-        Raises:
-            ReductionError: Averaging has failed since.
-        """
+        """Keep the parameters as they are until the backward has ended; raises if averaging has failed."""
         self._raise_failure()
         if not self._steps.forward_begins(self.name):
             self._gate.leave("step")  # one that has raised
@@ -85,11 +81,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._gate.note_reads()
 
     def after_backward(self) -> None:
-        """Start to average after the last step of warm-up.
-
-        Raises:
-            ReductionError: Averaging has failed since.
-        """
+        """Start to average after the last step of warm-up; raises if averaging has failed."""
         super().after_backward()
         self._gate.leave("backward")
         self._raise_failure()
@@ -166,7 +158,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self._averager = AveragingThread(self, self._group, self._hosts, self._device, self._interval_s, limit_s)
 
     def _stop(self) -> None:
-        """Stop with all ranks."""
         averager, self._averager = self._averager, None
         if averager is None:
             return

@@ -99,11 +99,7 @@ class AveragingThread:
         self._at_exit = Finalize(None, self._process_ends, exitpriority=0)
 
     def stop(self) -> list[int]:
-        """Ask for the end, and return when all ranks have asked for it, or one has failed.
-
-        Returns:
-            The global ranks that have not asked in time; the thread ends then, without them.
-        """
+        """Ask for the end, and wait for the others; returns the global ranks that have not asked for it in time."""
         self._stops.set()
         self._thread.join(self._limit_s)
         if not self._thread.is_alive():

@@ -55,11 +55,7 @@ class CollectiveChain(CommAlgorithm):
             self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start the first collective of a bucket, after the last one of the previous bucket; see the class.
-
-        Raises:
-            ReductionError: The previous bucket's reduction has failed.
-        """
+        """Start the first collective of a bucket, after the last one of the previous bucket; see the class."""
         self.drain()
         device = bucket.flat.device
         if self._side_stream is None:
@@ -78,11 +74,7 @@ class CollectiveChain(CommAlgorithm):
         return chain
 
     def drain(self) -> None:
-        """Start the remaining collectives of the bucket launched last, and wait for all but the last one.
-
-        Raises:
-            ReductionError: One of its collectives has failed.
-        """
+        """Start the remaining collectives of the bucket launched last, and wait for all but the last one."""
         chain, self._under_way = self._under_way, None
         if chain is not None:
             chain.start_all()

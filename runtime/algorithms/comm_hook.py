@@ -134,11 +134,7 @@ class HookWork:
         self._bucket = bucket
 
     def wait(self) -> None:
-        """Wait for the hook's future and copy its result into the buffer; further calls do nothing.
-
-        Raises:
-            ReductionError: The future failed, or does not hold reduced gradients.
-        """
+        """Wait for the hook's future and copy its result into the buffer; further calls do nothing."""
         if self._future is None:
             return
         try:
@@ -201,11 +197,7 @@ class CommHook(CommAlgorithm):
         self._running: HookWork | None = None
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Call the hook with one bucket.
-
-        Raises:
-            ReductionError: The hook raised, or returned no future; on the CPU also errors of the previous bucket.
-        """
+        """Call the hook with one bucket; on the CPU, errors of the previous bucket are raised here too."""
         self.drain()
         flat, described = bucket.flat, bucket.describe()
         # Hooks may resize their buffer, as batched PowerSGD does; the bucket's keeps its shape.
@@ -224,13 +216,7 @@ class CommHook(CommAlgorithm):
         return work
 
     def drain(self) -> None:
-        """Wait for a hook that may start more collectives, before anything else is started.
-
-        See Note [One hook at a time on the CPU].
-
-        Raises:
-            ReductionError: As `HookWork.wait`.
-        """
+        """Wait for a hook that may start more collectives; see Note [One hook at a time on the CPU]."""
         running, self._running = self._running, None
         if running is not None:
             running.wait()

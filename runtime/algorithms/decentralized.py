@@ -50,11 +50,7 @@ class DecentralizedAlgorithm(ParameterAverage):
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make process groups of its own, and buffers to send and receive.
-
-        Raises:
-            ValueError: On every rank, if a rank does not know its node, or the number of nodes is odd.
-        """
+        """Make process groups of its own, and buffers; raises on every rank if nodes are unknown, or odd in number."""
         self._groups = NodeGroups.of(self._process_group, parameters[0].device, self.name, self._hierarchical)
         if self._is_with_one_peer:
             _refuse_odd(len(self._groups.sizes), "nodes")
@@ -70,11 +66,7 @@ class DecentralizedAlgorithm(ParameterAverage):
             self._send()
 
     def after_backward(self) -> None:
-        """Replace the parameters by the average, before the optimizer steps.
-
-        Raises:
-            ReductionError: The exchange failed, or parameters were written since the forward.
-        """
+        """Replace the parameters by the average before the optimizer steps; raises if they were written meanwhile."""
         self._send()  # gradients may have come without a forward, by a method of the module
         if self._under_way is not None:
             self._finish()

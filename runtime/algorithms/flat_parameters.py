@@ -88,11 +88,7 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str) -> None:
-    """Replace the parameters by their mean over the ranks of a group, the same bits on all of them.
-
-    Raises:
-        ReductionError: The all-reduce of ``name`` failed.
-    """
+    """Replace the parameters by their mean over a group, the same bits on every rank; raises ReductionError."""
     if group.size() == 1:
         return
     flats = parameters.new()

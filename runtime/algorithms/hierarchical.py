@@ -33,11 +33,7 @@ class Hierarchical(CollectiveChain):
         self._nodes: Any = None  # set by `attach`
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make the process groups of the nodes and of their leaders.
-
-        Raises:
-            ValueError: On every rank, if any of them does not know its place on its node.
-        """
+        """Make the groups of nodes and leaders; raises on every rank if one does not know its place on its node."""
         nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
         self._nodes = nodes
         self.shares_process_group = False

@@ -60,10 +60,7 @@ class OptimizerSteps:
         return any(p.grad is not None and id(p) in self._last for p in self._parameters)
 
     def forward_begins(self, algorithm: str) -> bool:
-        """A forward with gradients begins.
-
-        Returns:
-            Whether it is inside of a step, in its closure.
+        """A forward with gradients begins; returns whether that is in the closure of a step.
 
         Raises:
             ReplicationError: It is the second iteration inside of one step.

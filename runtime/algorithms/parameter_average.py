@@ -71,7 +71,6 @@ class ParameterAverage(CommAlgorithm):
         self._num_steps = state["num_steps"]
 
     def _refuse_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a state cannot be loaded."""
         given = state.get("algorithm", "unknown algorithm")
         if given != type(self).__name__:
             raise ValueError(

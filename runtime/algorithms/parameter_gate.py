@@ -88,11 +88,7 @@ class ParameterGate:
             self._changed.notify_all()
 
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
-        """Call a function that writes the parameters, as soon as no thread is inside.
-
-        Returns:
-            Whether it was called.
-        """
+        """Call a function that writes the parameters when no thread is inside; returns whether it was in time."""
         with self._changed:
             self._writer_waits = True
             try:

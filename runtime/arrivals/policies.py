@@ -42,19 +42,11 @@ class AllRequired:
         return False
 
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
-        """At the first gradient of a backward: the parameters that need not be waited for.
-
-        Args:
-            arriving: The parameters whose gradients are there.
-        """
+        """The parameters that need not be waited for, when the first gradients of a backward are ``arriving``."""
         return frozenset()
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
-        """A parameter has arrived: whether its bucket waits for that.
-
-        Raises:
-            GradientArrivalError: The bucket has been launched without it.
-        """
+        """A parameter has arrived: whether its bucket waits for that. Raises if it was launched without it."""
         return True
 
     def is_last_pass(self) -> bool:
@@ -69,11 +61,7 @@ class AllRequired:
         """Raise a ReplicationError if this rank, which has no input left, cannot go on without ever having had any."""
 
     def message(self, is_shadow: bool) -> bytearray:
-        """What this rank tells the others: a flag for each parameter, 1 if it was used.
-
-        Args:
-            is_shadow: This rank contributes zeros, and keeps what was used here for the next iteration.
-        """
+        """What this rank tells the others: a 1 for each parameter that was used here; a shadow says nothing yet."""
         return bytearray()
 
     def hear(self, used: Sequence[int]) -> None:

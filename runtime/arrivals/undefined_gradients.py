@@ -41,14 +41,7 @@ class UndefinedGradients:
             self._accumulators.add_prehook(index, _prehook_for(weakref.ref(self._set), index))
 
     def arrive(self, index: int) -> bool:
-        """A parameter's hook has run.
-
-        Returns:
-            Whether its gradient is undefined.
-
-        Raises:
-            GradientArrivalError: Somebody has taken its gradient away.
-        """
+        """A parameter's hook has run: whether its gradient is undefined. Raises if somebody has taken it away."""
         if self._set.parameters[index].grad is not None:
             self._set.iteration.arrived.add(index)
             return False
@@ -57,11 +50,7 @@ class UndefinedGradients:
         return True
 
     def verify(self, index: int) -> None:
-        """A parameter has arrived and has no gradient.
-
-        Raises:
-            GradientArrivalError: Its gradient is not undefined: somebody has taken it away.
-        """
+        """A parameter has arrived without a gradient: raise a GradientArrivalError unless it is undefined."""
         iteration = self._set.iteration
         if index not in iteration.undefined:
             if index in iteration.arrived or index in iteration.defined:

@@ -322,11 +322,7 @@ class Bucket:
             parameter.grad = view
 
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
-        """Let every ``.grad`` be the reduced gradient; the reduction must have been waited for.
-
-        Args:
-            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` stays what it was.
-        """
+        """Let every ``.grad`` be the reduced gradient, except those that no rank has touched."""
         left_alone = self._positions_of(untouched)
         if self.spec.is_sparse:
             # A sparse sum has other indices than the sparse tensor it started from, so it is a new tensor.
@@ -374,7 +370,6 @@ class Bucket:
         self._buffer.unflatten(gradients)
 
     def _positions_of(self, indices: Set[int]) -> set[int]:
-        """Positions of these parameters in the bucket."""
         if not indices:
             return set()
         return {position for index, position in self.position_of.items() if index in indices}
@@ -412,11 +407,7 @@ class Bucket:
         return [view.detach() for view in self._buffer.gradient_views.tensors]
 
     def lay_out_as(self, spec: BucketSpec) -> None:
-        """Give the gradients their places in a new flat buffer, between two backwards.
-
-        Args:
-            spec: The same bucket with another layout. Each ``.grad`` stays where it is until the next flatten.
-        """
+        """Between two backwards, take another layout; each ``.grad`` stays where it is until the next flatten."""
         self.spec = spec
         self._buffer.lay_out_as(spec)
 

@@ -147,11 +147,7 @@ class BucketSet:
         raise error_messages.another_models_plan(self._monitor.model, *described)
 
     def _install(self, plan: BucketPlan) -> None:
-        """Reduce by another plan from now on. Buckets that both plans have are kept.
-
-        Raises:
-            RanksDifferError: It is another model's plan.
-        """
+        """Reduce by another plan from now on; buckets of both are kept. Raises if it is another model's plan."""
         self._refuse_other_model(plan)
         self._builder.seal(plan)
         present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}

@@ -23,11 +23,7 @@ def on_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_values(values: Mapping[int, object]) -> str:
-    """Which ranks have which value, the fewest ranks first: "1 on rank 2, 0 on ranks 0-1, 3".
-
-    Args:
-        values: By global rank.
-    """
+    """Which global ranks have which value, the fewest ranks first: "1 on rank 2, 0 on ranks 0-1, 3"."""
     ranks_of: dict[object, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)

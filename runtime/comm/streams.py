@@ -124,11 +124,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Raise a ReplicationError if a call would be captured, and replayed without what Python does in each iteration.
-
-    Args:
-        what: The call; nothing of it has been sent.
-    """
+    """Raise a ReplicationError if a call would be captured, and replayed without what Python does each time."""
     if is_capturing(device):
         raise ReplicationError(
             f"{this_rank()}: {what} was called while work for {device} is being captured into a graph"

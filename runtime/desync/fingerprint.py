@@ -86,11 +86,7 @@ ORDER_WAY_OUT = (
 
 
 def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
-    """The differences between the ranks, the fewest ranks first, and what to do about them; None without any.
-
-    Args:
-        fingerprints: By global rank.
-    """
+    """The differences between the ranks, the fewest ranks first, and what to do about them; None without any."""
     differences, ways_out = [], []
     first = next(iter(fingerprints.values()))
     if len({fingerprint.order for fingerprint in fingerprints.values()}) > 1:

@@ -86,21 +86,13 @@ class DesyncMonitor:
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None) -> None:
-        """A forward has returned.
-
-        Args:
-            outputs: What it returned, if either every rank or none has to call its backward.
-        """
+        """A forward has returned; with ``outputs`` if either every rank or none has to call its backward."""
         if outputs is not None and self._store.lost is None:
             self._points.forwards.watch(outputs)
         self._statuses.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:
-        """The first gradient of an iteration has arrived.
-
-        Args:
-            after_forward: Whether a synchronised forward has come since the previous iteration.
-        """
+        """The first gradient of an iteration has arrived, after a synchronised forward or without one."""
         self._points.begins_after_forward = after_forward
         self._statuses.note("backward of iteration", self._points.iteration_number)
 
