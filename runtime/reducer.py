@@ -107,7 +107,6 @@ class Reducer:
 
     @property
     def algorithm(self) -> CommAlgorithm:
-        """Reduces the buckets."""
         return self._queue.algorithm
 
     def agree_on_algorithm(self, algorithm: CommAlgorithm, always: bool = False) -> None:

@@ -15,7 +15,6 @@ from ddp_compile.runtime.algorithms.comm_hook import CommHook
 
 
 def register_comm_hook(state: Replica, hook: CommHook) -> None:
-    """See ``ReplicatedModule.register_comm_hook``."""
     present = state.reducer.algorithm
     if not present.gives_way_to_comm_hook:
         refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}", in_force(state, present))
@@ -27,7 +26,6 @@ def register_comm_hook(state: Replica, hook: CommHook) -> None:
 def set_comm_algorithm(
     state: Replica, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
 ) -> None:
-    """See ``ReplicatedModule.set_comm_algorithm``."""
     check_algorithm(algorithm_config)
     group, reducer = state.process_group, state.reducer
     algorithm = build_algorithm(algorithm_config, group)

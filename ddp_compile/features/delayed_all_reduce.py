@@ -90,7 +90,6 @@ class DelayedAllReduce:
             self._handle = torch_internals.register_own(register, has_come)
 
     def remove_hook(self) -> None:
-        """Average nothing any more."""
         if self._handle is not None:
             self._handle.remove()
 

@@ -29,7 +29,6 @@ class OptimizersInBackward:
 
     @property
     def are_registered(self) -> bool:
-        """Whether any step will be taken."""
         return bool(self._functional or with_steps(self._parameters))
 
     def adopt(self) -> None:
@@ -46,7 +45,6 @@ class OptimizersInBackward:
     def register(
         self, optimizer: type, parameters: Iterable[Parameter] | None, arguments: tuple[Any, ...], keywords: Any
     ) -> None:
-        """See ``ReplicatedModule._register_fused_optim``."""
         from torch.distributed import optim  # takes a second
 
         functional = optim.as_functional_optim(optimizer, *arguments, **keywords)

@@ -141,12 +141,10 @@ class CompiledRegions:
 
     @property
     def num_training_graphs(self) -> int:
-        """How many graphs have been compiled for training."""
         return sum(training.num_graphs for training, _ in self._backends.values())
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs have been compiled, for training and for evaluation."""
         return sum(backend.num_graphs for backends in self._backends.values() for backend in backends)
 
     def compile(self, regions: Mapping[str, nn.Module]) -> None:

@@ -194,7 +194,6 @@ class ReplicateState:
         return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward of the module."""
         try:
             return self._forward(module, args, kwargs)
         except Exception as error:

@@ -78,7 +78,6 @@ def is_plain_tensor(value: Tensor) -> bool:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long
     return module is not None and isinstance(value, module.DTensor)
 

@@ -93,7 +93,6 @@ class NativeTensorTable:
         return list(others)
 
     def shape(self, index: int) -> list[int]:
-        """The shape of tensor ``index``."""
         num_dims = ctypes.c_int64()
         sizes = self._library.table_sizes(self.handle, index, ctypes.byref(num_dims))
         return list(sizes[: num_dims.value])

@@ -40,7 +40,6 @@ class AfterStep(ParameterAverage):
         """Exchange with the other ranks: an iteration has ended, and its step was done or skipped."""
 
     def before_forward(self, synchronize: bool) -> None:
-        """Communicate if it is still due."""
         if synchronize and not self._steps.forward_begins(self.name):
             self._communicate_if_due()
 

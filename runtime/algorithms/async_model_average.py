@@ -55,7 +55,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     # What the reducer calls.
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make a process group of its own."""
         self._device = parameters[0].device
         self._group = own_group(self._process_group, self._device)
         self._hosts = host_group(self._group, self._device)  # gloo's, which notices a killed rank
@@ -182,7 +181,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     @property
     def has_pending(self) -> bool:
-        """Whether an average is yet to be applied."""
         return self._pending is not None
 
     def round(self, since: Event) -> None:

@@ -95,7 +95,6 @@ class _Chain:
         self._failure: ReductionError | None = None
 
     def start_first(self) -> None:
-        """Start the first collective."""
         self._go_on()
 
     def start_all(self) -> None:
@@ -118,7 +117,6 @@ class _Chain:
         self._done.wait()
 
     def result(self) -> list[Tensor]:
-        """The reduced flat buffer."""
         return [self._flat]
 
     def _go_on(self) -> None:

@@ -145,7 +145,6 @@ class HookWork:
         self._future = None
 
     def result(self) -> list[Tensor]:
-        """The reduced buffer; called after `wait`."""
         return [self._buffer]
 
     def _take(self, value: object) -> None:
@@ -222,7 +221,6 @@ class CommHook(CommAlgorithm):
             running.wait()
 
     def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
-        """Raise the ReductionError of this hook."""
         raise ReductionError(
             f"{this_rank()}: the {self.name} {what}. The gradients are not reduced and this rank may be"
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"

@@ -60,7 +60,6 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._received = self._parameters.new() if exchanges else []
 
     def before_forward(self, synchronize: bool) -> None:
-        """Send the parameters, in each step that is one of the interval."""
         if synchronize:
             self._steps.forward_begins(self.name)
             self._send()
@@ -73,7 +72,6 @@ class DecentralizedAlgorithm(ParameterAverage):
         super().after_backward()
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of steps and exchanges."""
         return {**super().state_dict(), "num_exchanges": self._num_exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

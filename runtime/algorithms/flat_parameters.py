@@ -82,7 +82,6 @@ def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to add up a buffer over all ranks of a group."""
     work: dist.Work = torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
     return work
 

@@ -37,7 +37,6 @@ class LocalSGDAlgorithm(AfterStep):
         self._group = own_group(self._process_group, parameters[0].device)
 
     def communicate(self) -> None:
-        """Average the parameters."""
         average_over(self._group, self._parameters, self.name)
 
     def _step_ends(self) -> None:

@@ -80,7 +80,6 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             keep_after(self, partial(_let_neighbours_have, self._under_way))
 
     def communicate(self) -> None:
-        """Exchange with both neighbours."""
         if self._process_group.size() > 1:
             self._exchange_and_count()
 

@@ -80,12 +80,10 @@ class OptimizerSteps:
         return True
 
     def iteration_ends(self) -> None:
-        """An iteration ends."""
         self._num_iterations_inside += bool(self._inside)
         self._stepped = set()
 
     def stop(self) -> None:
-        """Never call back again."""
         _remove(self._handles)
 
     def _begins(self, optimizer: Optimizer) -> None:

@@ -37,7 +37,6 @@ class Accumulators:
         return torch_internals.are_going_to_run([self._nodes[index] for index in indices])
 
     def has_prehook(self, index: int) -> bool:
-        """Whether `add_prehook` was called for a parameter."""
         return index in self._prehooks
 
     def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
@@ -54,7 +53,6 @@ class Accumulators:
         torch_internals.run_last(self._last_hooks[index])
 
     def remove_hooks(self) -> None:
-        """Take our hooks off the nodes."""
         for handle in (*self._prehooks.values(), *self._last_hooks.values(), *self._redistributions):
             handle.remove()
         self._redistributions.clear()

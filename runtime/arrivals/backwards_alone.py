@@ -22,7 +22,6 @@ class BackwardsAlone:
         self._num_partial = 0
 
     def arrive(self, index: int) -> None:
-        """A parameter has got a gradient."""
         self._arrived.add(index)
 
     def forget(self) -> None:

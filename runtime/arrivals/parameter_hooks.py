@@ -118,7 +118,6 @@ class ParameterHooks:
         self._accumulators.run_last(index, self._notify_after_others)
 
     def remove(self) -> None:
-        """Stop listening."""
         self.notify_of_each()
         for handle in self._handles:
             handle.remove()
@@ -153,7 +152,6 @@ class _Batch:
         self._append = self._arrived.append
 
     def begin(self, arriving: Sequence[int], notify_of_last: bool) -> None:
-        """See `ParameterHooks.batch`."""
         iteration = self.bucket.iteration
         if self._iteration is iteration and (notify_of_last or self.last is None):
             return
@@ -169,7 +167,6 @@ class _Batch:
             hooks[number] = notify
 
     def notify_of_each(self) -> None:
-        """See `ParameterHooks.notify_of_each`."""
         if self._iteration is None:
             return
         self.take()

@@ -206,7 +206,6 @@ class StaticGraph(UnusedAllowed):
 
 
 def policy_for(config: ReplicateConfig, bucket_set: BucketSet) -> AllRequired:
-    """The policy that the settings ask for."""
     if config.static_graph:
         return StaticGraph(bucket_set, config.skip_all_reduce_unused_params)
     if config.find_unused_parameters:

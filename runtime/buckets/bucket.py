@@ -67,7 +67,6 @@ class Bucket:
         self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on the same one
 
     def begin_iteration(self) -> None:
-        """Replace the iteration that has ended."""
         self.iteration = BucketIteration(set(self.param_indices))
         self._sparse = None
         if self._lazy_allocation:
@@ -289,11 +288,9 @@ class Bucket:
     # ``.grad``.
 
     def gradients(self) -> list[Tensor | None]:
-        """The ``.grad`` of each parameter."""
         return [parameter.grad for parameter in self.parameters]
 
     def store(self, position: int, gradient: Tensor | None) -> None:
-        """Write ``.grad`` of the parameter at a position."""
         self.parameters[position].grad = gradient
 
     def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
@@ -395,7 +392,6 @@ class Bucket:
         return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the flat buffer."""
         return self._buffer.holds(tensor)
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
@@ -422,6 +418,5 @@ class Bucket:
 
 
 def drop_gradients(parameters: Iterable[Parameter]) -> None:
-    """Let every ``.grad`` be None."""
     for parameter in parameters:
         parameter.grad = None

@@ -71,7 +71,6 @@ class GradientViews:
         self._look()
 
     def are(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether these are the gradients."""
         return all(map(operator.is_, gradients, self.tensors))
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 def has_dtensors(parameters: Sequence[Parameter]) -> bool:
-    """Whether any of the parameters is one."""
     return any(map(torch_internals.is_dtensor, parameters))
 
 

@@ -23,11 +23,9 @@ class RealParts:
         self.views = tuple(torch.view_as_complex(view) for view in self._plan.views)
 
     def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
-        """As `FlattenPlan.flatten`."""
         return self._plan.flatten(_real_parts(tensors), scale, with_stats=with_stats)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> None:
-        """As `FlattenPlan.unflatten`."""
         written = [torch.empty_like(tensor) if tensor.is_conj() else tensor for tensor in tensors]
         self._plan.unflatten(_real_parts(written))
         for tensor, result in zip(tensors, written, strict=True):

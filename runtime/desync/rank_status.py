@@ -71,7 +71,6 @@ class RankStatuses:
 
     @property
     def now(self) -> RankStatus:
-        """Where this rank stands."""
         if self._failure is not None:
             return self._failure
         at, number, then = self._noted
