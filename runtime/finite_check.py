@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import torch
 
-from ddp_compile.errors import NonFiniteGradientError, shorten_names
+from ddp_compile.errors import NonFiniteGradientError, shorten_names, this_rank
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import gather_texts
+from ddp_compile.runtime.comm.rank_names import on_ranks
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 
@@ -56,5 +56,14 @@ class FiniteCheck:
 
     def error(self, found: str) -> NonFiniteGradientError:
         """The error that every rank raises if one has found something; all ranks call this, and exchange names."""
-        said = gather_texts(found, self._set.process_group, self._set.parameters[0].device)
-        return error_messages.not_finite(said)
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in gather_texts(found, self._set.process_group, self._set.parameters[0].device).items():
+            ranks_of.setdefault(text, []).append(rank)
+        described = "; ".join(f"{on_ranks(ranks)} in {text}" for text, ranks in ranks_of.items() if text)
+        return NonFiniteGradientError(
+            f"{this_rank()}: gradients were infinite or NaN before they were reduced, {described}. Every rank has"
+            " raised this, and .grad holds means that are not finite either. Set the gradients to zero on every rank,"
+            " and leave this step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells"
+            " which operation makes a NaN. With a GradScaler, which looks for infinities itself, drop"
+            " check_finite_gradients=True"
+        )

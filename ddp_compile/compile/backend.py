@@ -56,22 +56,6 @@ class GraphReport(NamedTuple):
     not_cut: tuple[Declined, ...] = ()
 
 
-class GraphRuns:
-    """Counts the compiled graphs that have run."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.number_whole = 0  #: of those that are all of the module's forward
-
-    def counted(self, compiled: Callable[..., Any], is_whole: bool) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            self.number += 1
-            self.number_whole += is_whole
-            return compiled(*arguments)
-
-        return run
-
-
 class TrainingBackend:
     """Compiles the training graphs of one module.
 
@@ -102,13 +86,21 @@ class TrainingBackend:
         self.reports: list[GraphReport] = []
         self.launches_in_backward = launches_in_backward
         self.moves_gradients = moves_gradients
-        self.runs = GraphRuns()
+        self.num_runs = 0  #: of compiled graphs
+        self.num_whole_runs = 0  #: of those that are all of the module's forward
         self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
         is_whole = self.root is not None and torch_internals.is_whole_frame(gm, self.root)
-        return self.runs.counted(self._compile(gm, example_inputs), is_whole)
+        compiled = self._compile(gm, example_inputs)
+
+        def run(*arguments: Any) -> Any:
+            self.num_runs += 1
+            self.num_whole_runs += is_whole
+            return compiled(*arguments)
+
+        return run
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ordinal = len(self.reports)

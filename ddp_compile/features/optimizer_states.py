@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_compile.errors import RanksDifferError, ReductionError, this_rank, with_article
+from ddp_compile.errors import RanksDifferError, this_rank, with_article
 from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
@@ -58,22 +58,19 @@ def average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], proces
     Raises:
         ReductionError: A rank has not come.
     """
-
-    def fail(error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed("average of optimizer states", error)
-
+    name = "average of optimizer states"
     states = _states_of(optimizers)
     moments = [each.value for each in states if isinstance(each.value, Tensor) and _is_moment(each.value)]
     numbers = [each for each in states if not (isinstance(each.value, Tensor) and _is_moment(each.value))]
     if moments:
-        average_over(process_group, FlatParameters(moments), "average of optimizer states")
+        average_over(process_group, FlatParameters(moments), name)
     if not numbers:
         return
     values = [each.value.tolist() if isinstance(each.value, Tensor) else each.value for each in numbers]
     try:
         dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
     except RuntimeError as error:
-        raise fail(error) from error
+        raise error_messages.exchange_failed(name, error) from error
     for each, value in zip(numbers, values, strict=True):
         if isinstance(each.value, Tensor):
             each.value.copy_(torch.tensor(value, dtype=each.value.dtype))

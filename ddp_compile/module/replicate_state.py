@@ -267,8 +267,8 @@ class ReplicateState:
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
     ) -> Any:
-        runs = self.backend.runs
-        number, number_whole = runs.number, runs.number_whole
+        backend = self.backend
+        num_runs, num_whole_runs = backend.num_runs, backend.num_whole_runs
         is_one_graph = self._has_waited = False
         try:
             # In evaluation mode too, as in DistributedDataParallel: ranks may be in different modes.
@@ -279,7 +279,7 @@ class ReplicateState:
                 self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
-            is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
+            is_one_graph = (backend.num_runs, backend.num_whole_runs) == (num_runs + 1, num_whole_runs + 1)
         finally:
             self._is_training = False
             self.reducer.algorithm.after_forward()

@@ -62,7 +62,7 @@ class CollectiveChain(CommAlgorithm):
             self._side_stream = SideStream(device)
         chain = _Chain(self, bucket, self._side_stream)
         with self._side_stream.after_current():
-            chain.start_first()
+            chain.go_on()
         if not work_blocks_host(self.process_group, device):
             chain.finish()
             return chain
@@ -94,20 +94,17 @@ class _Chain:
         self._work: dist.Work | None = None
         self._failure: ReductionError | None = None
 
-    def start_first(self) -> None:
-        self._go_on()
-
     def start_all(self) -> None:
         """Start all collectives, and wait for all but the last one."""
         with self._side_stream.on():
             while self._num_started < self._algorithm.num_collectives:
-                self._go_on()
+                self.go_on()
 
     def finish(self) -> None:
         """Start all collectives, and do what comes after the last one."""
         with self._side_stream.on():
             while self._done is None:
-                self._go_on()
+                self.go_on()
 
     def wait(self) -> None:
         """Return when the bucket holds the result; further calls do nothing, or raise the same error again."""
@@ -119,24 +116,21 @@ class _Chain:
     def result(self) -> list[Tensor]:
         return [self._flat]
 
-    def _go_on(self) -> None:
-        """Wait for the collective under way, and resume the generator."""
+    def go_on(self) -> None:
+        """Wait for the collective under way, if any, and start the next one."""
         if self._failure is not None:
             raise self._failure
         try:
-            self._wait_for_one()
+            work, self._work = self._work, None
+            if work is not None:
+                work.wait()
             self._start_next()
         except ReductionError as failure:
             self._failure = failure
             raise
-
-    def _wait_for_one(self) -> None:
-        work, self._work = self._work, None
-        try:
-            if work is not None:
-                work.wait()
         except RuntimeError as error:
-            raise error_messages.reduction_failed(self._bucket.describe(), error) from error
+            self._failure = error_messages.reduction_failed(self._bucket.describe(), error)
+            raise self._failure from error
 
     def _start_next(self) -> None:
         algorithm = self._algorithm

@@ -79,12 +79,10 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if leaders is not None and work_blocks_host(leaders, device):
             keep_after(self, partial(_let_neighbours_have, self._under_way))
 
-    def communicate(self) -> None:
-        if self._process_group.size() > 1:
-            self._exchange_and_count()
-
     @torch.no_grad()
-    def _exchange_and_count(self) -> None:
+    def communicate(self) -> None:
+        if self._process_group.size() == 1:
+            return
         groups = self._groups
         blocks = self._parameters.blocks(BLOCK_NUMEL) if groups.within is None and not self._begins_anew else None
         if blocks is None or groups.leaders is None:

@@ -71,11 +71,7 @@ class MomentumExchange(CollectiveChain):
     @property
     def num_collectives(self) -> int:  # type: ignore[override]
         """Changes only in an optimizer's step, so between two iterations."""
-        return self._reduction.num_collectives
-
-    @property
-    def _reduction(self) -> CollectiveChain:
-        return self._in_warmup if self._optimizer.in_warmup else self._afterwards
+        return (self._in_warmup if self._optimizer.in_warmup else self._afterwards).num_collectives
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """The parameters have to be those of the optimizer, which may have frozen ones as well."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from ddp_compile.runtime.comm import error_messages
+from ddp_compile.errors import this_rank
 
 log = logging.getLogger(__name__)
+
+#: A few regularisers may have backwards of their own before the module is first called; more than these are a mistake.
+_MOST_ALONE = 8
 
 
 class BackwardsAlone:
@@ -34,6 +37,14 @@ class BackwardsAlone:
         if len(arrived) == self._num_parameters:
             return True
         self._num_partial += 1
-        if self._num_partial == error_messages.MOST_BACKWARDS_ALONE:
-            log.warning(error_messages.backwards_alone(len(arrived), self._num_parameters))
+        if self._num_partial == _MOST_ALONE:
+            log.warning(
+                "%s: %d backwards have brought gradients, the last one of %d of %d parameters, and the module itself"
+                " has not been called yet: they are not averaged. Call the module, model(x), or apply ddp_compile to"
+                " the submodule that is trained",
+                this_rank(),
+                _MOST_ALONE,
+                len(arrived),
+                self._num_parameters,
+            )
         return False

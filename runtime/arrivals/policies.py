@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddp_compile import torch_internals
 from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.comm import error_messages
@@ -194,7 +195,10 @@ class StaticGraph(UnusedAllowed):
 
     def refuse_shadow(self) -> None:
         if self._expected is None:
-            raise error_messages.static_graph_without_input()
+            raise ReplicationError(
+                f"{this_rank()}: static_graph=True learns from the first iteration, in which this rank has had no"
+                " input; give every rank at least one batch, or drop static_graph"
+            )
 
     def hear(self, used: Sequence[int]) -> None:
         super().hear(used)

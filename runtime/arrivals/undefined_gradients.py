@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ddp_compile.errors import GradientArrivalError, this_rank
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.comm import error_messages
 
 
 class UndefinedGradients:
@@ -54,7 +54,10 @@ class UndefinedGradients:
         iteration = self._set.iteration
         if index not in iteration.undefined:
             if index in iteration.arrived or index in iteration.defined:
-                raise error_messages.gradient_gone(self._set.names[index])
+                raise GradientArrivalError(
+                    f"{this_rank()}: the gradient of {self._set.names[index]} was set to None before it was averaged,"
+                    " perhaps by a hook that steps an optimizer inside the backward; step after the backward"
+                )
             iteration.undefined.add(index)
             self.watch(index)
 

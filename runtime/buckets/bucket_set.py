@@ -134,7 +134,11 @@ class BucketSet:
                 bucket.lay_out_as(spec)
 
     def _no_plan(self, error: RuntimeError) -> ReductionError:
-        failure = error_messages.no_plan_to_agree_on(self._builder.propose(), error)
+        gradients = self._builder.propose().buckets[0].gradients
+        failure = ReductionError(
+            f"{this_rank()}: the ranks could not agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
+            f" {gradients[-1].fqn}) could be launched. {error_messages.look_elsewhere('its backward', error)}"
+        )
         return self._monitor.report_failure(failure)
 
     def _refuse_other_model(self, plan: BucketPlan) -> None:
@@ -143,8 +147,12 @@ class BucketSet:
         if theirs == ours:
             return
         index = min(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
-        described = [str(gradients.get(index, "nothing there")) for gradients in (theirs, ours)]
-        raise error_messages.another_models_plan(self._monitor.model, *described)
+        raise RanksDifferError(
+            f"{this_rank()}: the bucket plan that rank 0 has sent is not that of {self._monitor.model}: it has"
+            f" {theirs.get(index, 'nothing there')}, and the model has {ours.get(index, 'nothing there')}. Rank 0 has"
+            " come to another model's forward or backward: call the models in one order on every rank, or give each"
+            " model a process group of its own"
+        )
 
     def _install(self, plan: BucketPlan) -> None:
         """Reduce by another plan from now on; buckets of both are kept. Raises if it is another model's plan."""
