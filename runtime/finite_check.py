@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import torch
 
-from ddp_compile.errors import NonFiniteGradientError, shorten_names, this_rank
+from ddp_compile.errors import NonFiniteGradientError, on_ranks, shorten_names, this_rank
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.comm.collectives import gather_texts
-from ddp_compile.runtime.comm.rank_names import on_ranks
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 

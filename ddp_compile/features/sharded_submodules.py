@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, format_ranks, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all, ranks_unlike_rank_0
 from ddp_compile.runtime.comm.process_groups import group_of
-from ddp_compile.runtime.comm.rank_names import format_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

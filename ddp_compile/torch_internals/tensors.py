@@ -90,6 +90,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The `local_tensor` of each."""
+    return list(map(local_tensor, tensors))
+
+
 def has_equal_parts(value: Any) -> bool:
     """Whether the ranks hold equally large parts of a DTensor; True for anything else."""
     if not is_dtensor(value):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import ReductionError, ReplicationError, format_ranks, this_rank
 from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread, Standing
@@ -24,7 +24,6 @@ from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.process_groups import host_group, own_group
-from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.comm.streams import Event
 
 

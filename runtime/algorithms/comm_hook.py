@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, this_rank, with_article
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.buckets.local_tensors import local_tensors
 from ddp_compile.runtime.comm.streams import work_blocks_host
 
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
@@ -203,7 +203,9 @@ class CommHook(CommAlgorithm):
         handed_out = flat if bucket.spec.is_sparse else flat.view(-1)
         try:
             with torch.no_grad():
-                given = GradBucket(bucket.spec.index, is_last, handed_out, local_tensors(bucket.parameters))
+                given = GradBucket(
+                    bucket.spec.index, is_last, handed_out, torch_internals.local_tensors(bucket.parameters)
+                )
                 future = self._function(self._state, given)
         except Exception as error:
             self.fail(f"raised {error!r} on {described}", error)

@@ -78,7 +78,7 @@ class FlatParameters:
 
 
 def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [torch_internals.local_tensor(parameter.detach()) for parameter in parameters]
+    return torch_internals.local_tensors([parameter.detach() for parameter in parameters])
 
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import shorten_names
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
 from ddp_compile.runtime.buckets.gradient_views import held_by_others
 from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
-from ddp_compile.runtime.buckets.local_tensors import local_tensors
 from ddp_compile.runtime.comm import error_messages, streams
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Bucket:
         self.spec = spec
         self.parameters = tuple(parameters)
         self._buffer = FlatBuffer(spec, parameters)
-        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors  #: see `local_tensors`
+        #: Never with a DTensor, since one cannot know who holds the tensor inside it: the result is copied into it.
+        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
         #: Whether it is launched as soon as a compiled backward has computed it; the same on every rank.
@@ -230,7 +231,7 @@ class Bucket:
         """Note which ``.grad`` are infinite or NaN, in an iteration in which nothing is flattened."""
         none = torch.empty(0, device=self._device)
         gradients = [none.to(p.dtype) if p.grad is None else p.grad for p in self.parameters]
-        self.iteration.non_finite = non_finite_flags(local_tensors(gradients))
+        self.iteration.non_finite = non_finite_flags(torch_internals.local_tensors(gradients))
 
     def _contribution(self, position: int, gradient: Tensor | None, sends: bool) -> Tensor:
         """What a parameter sends: its gradient of this iteration, else what it holds from before, else zeros.

@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.kernels import FlattenPlan
+from ddp_compile.kernels import FlattenPlan, FlattenStats
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.gradient_views import GradientViews
-from ddp_compile.runtime.buckets.local_tensors import has_dtensors, local_tensors
-from ddp_compile.runtime.buckets.real_parts import RealParts
 from ddp_compile.runtime.comm import error_messages, streams
 
 
@@ -27,7 +25,9 @@ class FlatBuffer:
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         self._spec = spec
         self._parameters = tuple(parameters)
-        self.has_dtensors = has_dtensors(parameters)  #: whether tensor parallelism has sharded any
+        self.has_dtensors = any(
+            map(torch_internals.is_dtensor, parameters)
+        )  #: whether tensor parallelism has sharded any
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None
@@ -131,7 +131,7 @@ class FlatBuffer:
         return not streams.has_streams(self._tensor.device) and not self._tensor.any()
 
     def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return local_tensors(tensors) if self.has_dtensors else tensors
+        return torch_internals.local_tensors(tensors) if self.has_dtensors else tensors
 
     def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:
@@ -177,3 +177,31 @@ def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:
         # The largest absolute value is NaN if any value is. An empty tensor has none.
         largest = torch._foreach_norm([v if v.numel() else v.new_zeros(1) for v in values], float("inf"))
         return ~torch.stack(largest).isfinite()
+
+
+class RealParts:
+    """What a `FlattenPlan` is, for complex tensors: a plan over their real and imaginary parts, which lie side by side.
+
+    Args:
+        tensors: Complex tensors, as for `FlattenPlan`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
+        parts = torch.view_as_real(flat).view(-1)
+        self._plan = FlattenPlan.for_bucket(_real_parts(tensors), parts, [2 * offset for offset in offsets])
+        self.views = tuple(torch.view_as_complex(view) for view in self._plan.views)
+
+    def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
+        return self._plan.flatten(_real_parts(tensors), scale, with_stats=with_stats)
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> None:
+        written = [torch.empty_like(tensor) if tensor.is_conj() else tensor for tensor in tensors]
+        self._plan.unflatten(_real_parts(written))
+        for tensor, result in zip(tensors, written, strict=True):
+            if result is not tensor:
+                tensor.copy_(result)
+
+
+def _real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    # Autograd can leave a conjugation to be done when the values are read; such a tensor has no view of its parts.
+    return [torch.view_as_real(tensor.detach().resolve_conj()) for tensor in tensors]

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import on_ranks, this_rank
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
-from ddp_compile.runtime.comm.rank_names import on_ranks
 
 
 def group_of(

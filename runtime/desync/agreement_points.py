@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import format_ranks, this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.desync.fingerprint import ORDER_WAY_OUT, Fingerprint, ModelFingerprint, describe_differences
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ddp_compile.runtime.comm.rank_names import name_values
+from ddp_compile.errors import name_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

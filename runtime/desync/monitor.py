@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, this_rank
+from ddp_compile.errors import ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
-from ddp_compile.runtime.comm.rank_names import name_values
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.gathering import Gathering, pauses
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError

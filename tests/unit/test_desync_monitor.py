@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from store_ranks import PLAN, on_threads, points_of, run_iteration, store_of
 
-from ddp_compile.errors import RanksDifferError
-from ddp_compile.runtime.comm.rank_names import format_ranks, name_values
+from ddp_compile.errors import RanksDifferError, format_ranks, name_values
 from ddp_compile.runtime.desync import agreement_points, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint, describe_differences
