@@ -33,14 +33,11 @@ class Event(Enum):
 
 
 class Phase(NamedTuple):
-    """Where a reducer stands.
-
-    Args:
-        after_forward: Whether a forward has come since the last iteration whose backward is to be reduced. A backward
-            without one, of a regulariser for example, may reach a part of the parameters only.
-    """
+    """Where a reducer stands."""
 
     state: State
+    #: Whether a forward has come since the last iteration whose backward is to be reduced. A backward without one, of a
+    #: regulariser for example, may reach a part of the parameters only.
     after_forward: bool
 
 

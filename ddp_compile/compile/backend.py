@@ -36,24 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class GraphReport(NamedTuple):
-    """What was done with one graph.
+    """What was done with one graph."""
 
-    Args:
-        graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
-        num_buckets: Number of buckets with gradients from the graph.
-        num_partitions: Number of graphs that were compiled; 1 if nothing was cut.
-        declined: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not
-            launched inside the backward. Empty for compiled code from a cache.
-        launches_in_backward: Whether buckets are launched inside the compiled backward.
-        not_cut: If a graph was left whole since it could not be cut for every bucket: the cuts that were declined.
-    """
-
-    graph: int
-    num_buckets: int
-    num_partitions: int
+    graph: int  #: ordinal among the graphs that Dynamo made of the module, recompiled ones included
+    num_buckets: int  #: with gradients from the graph
+    num_partitions: int  #: graphs that were compiled; 1 if nothing was cut
+    #: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not launched inside
+    #: the backward. Empty for compiled code from a cache.
     declined: tuple[Declined, ...]
     launches_in_backward: bool = False
-    not_cut: tuple[Declined, ...] = ()
+    not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
 
 
 class TrainingBackend:
@@ -283,9 +275,6 @@ class EvaluationBackend:
     """Compiles the graphs of one module without gradients, or in evaluation mode, as they are.
 
     Dynamo keeps every backend for good, so neither this one nor `TrainingBackend` may hold a reference to the module.
-
-    Args:
-        kind: Name of the graphs in logs.
     """
 
     def __init__(self, compiler: GraphCompiler, kind: str = "evaluation graph") -> None:

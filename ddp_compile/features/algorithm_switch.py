@@ -99,14 +99,7 @@ def _compare_optimizers(
 
 
 def _average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup) -> None:
-    """Average moments and the like over the ranks; take step counts and other numbers from rank 0.
-
-    Args:
-        optimizers: Checked by `_compare_optimizers`.
-
-    Raises:
-        ReductionError: A rank has not come.
-    """
+    """Average moments over the ranks, and take step counts and other numbers from rank 0; raises ReductionError."""
     name = "average of optimizer states"
     states = _states_of(optimizers)
     moments = [each.value for each in states if isinstance(each.value, Tensor) and _is_moment(each.value)]

@@ -176,15 +176,7 @@ def _features_of(algorithm: CommAlgorithm, num_ranks: int) -> dict[Feature, str]
 
 
 def refuse_if_excluded(feature: Feature, said: str, present: Mapping[Feature, str]) -> None:
-    """Refuse to switch a feature on if one that is in force excludes it.
-
-    Args:
-        said: How the error names it, as the user wrote it.
-        present: What is in force, from `in_force`.
-
-    Raises:
-        ReplicationError: One of them excludes it; names both, the reason and the way out.
-    """
+    """Raise a ReplicationError if one of the ``present`` features excludes this one, which the user ``said`` so."""
     for exclusion in EXCLUSIONS:
         if feature is exclusion.feature:
             _refuse(exclusion, said, [present[other] for other in exclusion.others if other in present])

@@ -20,13 +20,7 @@ from ddp_compile.validation.description import with_sparse_gradients
 def delayed_parameters(
     module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, trigger: Parameter | None
 ) -> DelayedParameters:
-    """Check the two arguments of ``ddp_compile``.
-
-    Raises:
-        ValueError: One was given without the other.
-        ReplicationError: A name is not that of its parameter, or a parameter is a DTensor, or has no gradient or a
-            sparse one.
-    """
+    """Check the two arguments of ``ddp_compile``; raises ValueError or ReplicationError, which names the parameter."""
     named = list(named or ())  # may be a generator
     if (not named) != (trigger is None):
         raise ValueError(

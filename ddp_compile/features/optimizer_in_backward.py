@@ -16,9 +16,6 @@ from torch.nn import Parameter
 class OptimizersInBackward:
     """Takes steps at the end of each iteration.
 
-    Args:
-        parameters: The parameters that are reduced, by name.
-
     Source: ``_setup_in_backward_optimizers`` and ``_register_fused_optim`` of torch 2.13, nn/parallel/distributed.py.
     """
 

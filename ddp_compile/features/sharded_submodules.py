@@ -23,16 +23,11 @@ _WAY_OUT = "shard over all dimensions, fully_shard(module, mesh=mesh['replicas',
 
 
 class ShardedSubmodule(NamedTuple):
-    """What one call of ``fully_shard`` was given.
+    """What one call of ``fully_shard`` was given."""
 
-    Args:
-        name: The name of the module, or of the first of several.
-        parameters: Its parameters by name, without those of nested calls; DTensors while they are sharded.
-    """
-
-    name: str
+    name: str  #: of the module, or of the first of several
     module: FSDPModule
-    parameters: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]  #: without those of nested calls; DTensors while they are sharded
 
 
 def sharded_submodules(module: nn.Module) -> list[ShardedSubmodule]:

@@ -22,7 +22,9 @@ def plan_buckets(
     """Pack gradients into buckets in the order given, which should be the order in which they become ready.
 
     Args:
+        gradients: The gradients in gradient-ready order.
         caps_bytes: One capacity in bytes, or one for each bucket; the last one is for all further buckets.
+        layout: See `BucketSpec`.
 
     Returns:
         A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are

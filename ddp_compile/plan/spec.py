@@ -34,6 +34,7 @@ class GradientSpec:
     Args:
         index: Position among the parameters that are reduced, in registration order.
         fqn: Fully qualified name of the parameter.
+        numel: Number of elements.
         dtype: Name of the dtype, for example ``"float32"``.
         device: Type of the device, for example ``"cuda"``, which is the same on every rank.
         is_sparse: The gradient is a sparse tensor, which cannot share a flat buffer.
@@ -57,6 +58,7 @@ class BucketSpec:
 
     Args:
         index: Position in the plan, which is the launch order.
+        gradients: The gradients in the bucket.
         cap_bytes: The capacity it was packed to. A bucket closes when it has reached its capacity, so it can be
             larger by less than its last gradient.
         frame: Ordinal of the compiled frame that the bucket belongs to; None for the eager tail.

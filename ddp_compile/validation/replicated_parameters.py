@@ -70,9 +70,6 @@ class ReplicatedParameters:
 
         A frozen or moved or renamed parameter is no change: the step of a generator freezes the discriminator, and
         thaws it afterwards. If gradients are missing for that reason, `MissingGradientError` says so.
-
-        Raises:
-            ParametersChangedError: Names each parameter, and what happened to it.
         """
         if self._is_as_it_was(module):
             return

@@ -137,12 +137,7 @@ class DecentralizedAlgorithm(ParameterAverage):
 
 
 def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
-    """The peer of one of ``size``: each of one half meets one of the other half, shifted by one in each exchange.
-
-    Args:
-        place: 0 to ``size`` - 1.
-        size: An even number.
-        num_exchanges: Number of exchanges so far.
+    """The peer of one of ``size``, an even number: each of one half meets one of the other, shifted by one each time.
 
     Source: the decentralised algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
     """

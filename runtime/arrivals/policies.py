@@ -78,7 +78,6 @@ class UnusedAllowed(AllRequired):
     to which the graph around it leads.
 
     Args:
-        bucket_set: Has the parameters and their iteration.
         leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
 
     Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.

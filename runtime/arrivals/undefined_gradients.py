@@ -24,9 +24,6 @@ class UndefinedGradients:
     get one that have hooks of others, or whose gradient has been undefined once. For the rest, a gradient that was
     there on arrival has been taken away, and one that was not is undefined.
 
-    Args:
-        bucket_set: Has the parameters, and the iteration in which this is noted.
-
     Source: ``Reducer::mark_variable_ready_dense`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, which contributes
     zeros in both cases.
     """

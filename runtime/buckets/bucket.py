@@ -31,6 +31,7 @@ class Bucket:
     """The flat buffer of one bucket and the gradients that are views into it.
 
     Args:
+        spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
         gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless somebody could tell; see
             Note [Gradients that others hold]. Otherwise the result is copied into the gradients that the engine made.
@@ -289,6 +290,7 @@ class Bucket:
     # ``.grad``.
 
     def gradients(self) -> list[Tensor | None]:
+        """The ``.grad`` of each parameter."""
         return [parameter.grad for parameter in self.parameters]
 
     def store(self, position: int, gradient: Tensor | None) -> None:
@@ -393,6 +395,7 @@ class Bucket:
         return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
 
     def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the flat buffer."""
         return self._buffer.holds(tensor)
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:

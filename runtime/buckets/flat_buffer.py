@@ -164,13 +164,10 @@ class FlatBuffer:
 
 
 def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:
-    """Which of these tensors hold an infinite value or a NaN; the host does not wait for a device.
-
-    Args:
-        tensors: Of any shapes, dtypes and layouts, on one device.
+    """Which of these tensors hold an infinite value or a NaN; the host does not wait for their device.
 
     Returns:
-        Bool, shape (len(tensors),), on their device.
+        Bool, shape (len(tensors),), on the device of the tensors, which may have any shapes, dtypes and layouts.
     """
     with torch.no_grad():
         values = [torch_internals.sparse_values(t) if t.is_sparse else t for t in tensors]
