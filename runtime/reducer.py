@@ -459,8 +459,8 @@ class Reducer:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        self._monitor.iteration_ends(self._set.iteration.met_others)
         self._set.begin_iteration()
+        self._monitor.iteration_ends(self._set.iteration.number)
         self._hooks.notify_of_each()
         self._lifecycle.on(Event.ITERATION_ENDS)  # last: what Ctrl-C leaves half done is not begun anew
 

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
-from ddp_compile.errors import ReductionError, ReplicationError, shorten_names, this_rank
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.description import with_sparse_gradients
 
 
@@ -90,9 +91,9 @@ class DelayedAllReduce:
     def _backward_ends(self) -> None:
         if torch_internals.is_inside_backward():
             raise ReplicationError(
-                f"{self._who}: the gradient of param_to_hook_all_reduce has come in a backward inside another one, of a"
-                " reentrant checkpoint for example, after which more gradients may come. Use use_reentrant=False, or"
-                " give a parameter that is used outside it"
+                f"{this_rank()}: {self._what}: the gradient of param_to_hook_all_reduce has come in a backward inside"
+                " another one, of a reentrant checkpoint for example, after which more gradients may come. Use"
+                " use_reentrant=False, or give a parameter that is used outside it"
             )
         torch_internals.queue_backward_callback(self._all_reduce)
 
@@ -110,14 +111,11 @@ class DelayedAllReduce:
             try:
                 dist.all_reduce(flat, group=self._process_group)
             except RuntimeError as error:
-                raise ReductionError(
-                    f"{self._who}: their all-reduce failed. Another rank has raised, exited, or not come to its"
-                    f" backward within the process group's timeout; look for its error. ({error})"
-                ) from error
+                raise error_messages.reduction_failed(self._what, error) from error
             sizes = [gradient.numel() for gradient in gradients]
             for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
                 gradient.copy_(mean.view(gradient.shape))
 
     @property
-    def _who(self) -> str:
-        return f"{this_rank()}: delayed gradients of {shorten_names(list(self._parameters))}"
+    def _what(self) -> str:
+        return f"delayed gradients of {shorten_names(list(self._parameters))}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, format_ranks, this_rank
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import broadcast_all, ranks_unlike_rank_0
 from ddp_compile.runtime.comm.process_groups import group_of
 
@@ -164,7 +165,7 @@ class ShardedSubmodules:
         try:
             dist.all_reduce(reduced, group=group)
         except RuntimeError as error:
-            raise self._failed(f"all-reduce of submodule {name} over its replicas", error) from error
+            raise error_messages.exchange_failed(f"all-reduce of submodule {name} over its replicas", error) from error
 
     def _nearly_ended(self) -> None:
         # Callbacks of FSDP2 may call the last hooks; all of them have been queued by now.
@@ -182,7 +183,7 @@ class ShardedSubmodules:
         try:
             different = ranks_unlike_rank_0("\n".join(self._called).encode(), group, self._device)
         except RuntimeError as error:
-            raise self._failed("comparison of the order of sharded submodules", error) from error
+            raise error_messages.exchange_failed("comparison of the order of sharded submodules", error) from error
         if different:
             ranks = format_ranks(different)
             first = dist.get_global_rank(group, 0)
@@ -198,10 +199,4 @@ class ShardedSubmodules:
             f" since the last backward that ended well, and {', '.join(self._order or ())} in the first one. Another"
             " replica may have done otherwise, so nothing more is averaged: start again from a checkpoint, and use the"
             f" same ones in every backward; or {_WAY_OUT}"
-        )
-
-    def _failed(self, what: str, error: RuntimeError) -> ReductionError:
-        return ReductionError(
-            f"{this_rank()}: the {what} failed. Another rank has raised, exited, or not come to it within the"
-            f" process group's timeout; look for its error. ({error})"
         )

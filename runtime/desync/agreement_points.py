@@ -47,7 +47,7 @@ class AgreementPoints:
     """
 
     def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, ranks: Sequence[int]) -> None:
-        self.iteration_number = 1  #: of the iteration that is under way or, between iterations, comes next
+        self.iteration_number = 1  #: see `Iteration.number`
         self.begins_after_forward = True  #: whether a synchronised forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
         self.forwards = ForwardsLeftOut()
@@ -102,16 +102,11 @@ class AgreementPoints:
         except StoreLostError as error:
             self._give_up(order, f"the store of the process group is gone ({error})")
 
-    def iteration_ends(self, has_launched: bool) -> None:
-        """The next launched bucket begins another iteration.
-
-        Args:
-            has_launched: Whether this one launched any. A backward without launches, of a regulariser over a few
-                parameters, concerns no other rank and does not count as an iteration.
-        """
-        if has_launched:
-            self.iteration_number += 1
+    def iteration_ends(self, next_number: int) -> None:
+        """The next launched bucket begins this iteration, which is the same one if nothing was exchanged in it."""
+        if next_number != self.iteration_number:
             self._backwards_repeated += not self.begins_after_forward
+        self.iteration_number = next_number
         self._added = None
 
     @property
