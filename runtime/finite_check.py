@@ -1,7 +1,7 @@
 """Gradients that are infinite or NaN: found on the rank that computed them, and an error on every rank.
 
 Note [Gradients that are not finite]
-A reduction spreads one rank's NaN to all ranks, and then nobody can tell whose it was. So with
+A reduction spreads one rank's NaN to all ranks, and hides which rank it came from. So with
 ``check_finite_gradients`` each bucket is checked after it has been flattened and before it is launched. On a CPU the
 kernel that flattens also finds whether all values are finite, and single gradients are checked only if some are not. On
 another device the host would have to wait for that answer, bucket by bucket. So a flag for each gradient is computed

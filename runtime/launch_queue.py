@@ -106,7 +106,7 @@ class LaunchQueue:
         keeps_own = bucket.may_launch_early and self.algorithm.traits.replayable
         gradients = bucket.contributions(self.sends, self._undefined.verify, keeps_own)
         self._make_ready(bucket, gradients)
-        del gradients  # the number of references tells whether somebody else holds one
+        del gradients  # the number of references tells whether users hold one
         if self.sends and any(b.is_pending for b in self.not_launched):
             # The rest of the backward can use the memory. At its end all buckets do this.
             bucket.point_gradients_at_views(bucket.iteration.unused)

@@ -164,7 +164,7 @@ class Reducer:
                 if self.buckets and not self._lifecycle.phase.after_forward and not self.algorithm.traits.keeps_buckets:
                     self._set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
-            # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
+            # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
             raise error_messages.out_of_step()
         try:
             self.algorithm.before_forward(synchronize)
@@ -327,7 +327,7 @@ class Reducer:
     def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Launch a bucket if that is safe; otherwise its parameters' hooks do.
 
-        Nobody has seen the gradients yet, and others may come: Note [Launched before AccumulateGrad] in `early_launch`.
+        AccumulateGrad has not seen the gradients yet, and others may follow: Note [Launched before AccumulateGrad].
 
         Args:
             param_indices: The bucket's parameters in its order.
@@ -342,7 +342,7 @@ class Reducer:
 
         Args:
             param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, which nobody needs after this.
+            gradients: Their gradients, not used after this.
 
         Returns:
             What the backward is to return: views into the flat buffer if the bucket is launched now, copies otherwise.
@@ -404,7 +404,7 @@ class Reducer:
             if torch_internals.is_inside_backward() and not self._policy.is_last_pass():
                 return  # the passes to come queue callbacks of their own
             if not self._queue.complete_without_the_missing(self._lifecycle.phase.after_forward):
-                # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
+                # Another backward may bring the rest, but users must not see a gradient that is still being reduced.
                 self._queue.wait()
                 self._monitor.backward_is_incomplete()
                 self._early.hand_over_incomplete()

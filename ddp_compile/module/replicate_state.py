@@ -305,7 +305,7 @@ class ReplicateState:
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
         if self._num_with_gradients == 0:
-            refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied meanwhile
+            refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied since
             self.optimizers.adopt()
         self._num_with_gradients += 1
         if is_agreement_point(self._num_with_gradients):

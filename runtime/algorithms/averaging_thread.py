@@ -2,11 +2,11 @@
 
 Note [Ranks that end]
 No rank waits for another, so no rank would miss one whose main thread has ended. Its averaging thread would go on, and
-the others would average with parameters that nobody trains. So the threads exchange the ranks' standings, all to all,
-at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank notices at
-once. In a process that still runs, the averaging thread reports the end as soon as the main thread has ended, however
-it ended: Python does not say, and a script that ends without ``abort()`` leaves ranks with different parameters, which
-is an error too.
+the others would average with parameters that are no longer trained. So the threads exchange the ranks' standings, all
+to all, at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank
+notices at once. In a process that still runs, the averaging thread reports the end as soon as the main thread has
+ended, however it ended: Python does not say, and a script that ends without ``abort()`` leaves ranks with different
+parameters, which is an error too.
 """
 
 from __future__ import annotations

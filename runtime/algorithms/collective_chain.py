@@ -49,7 +49,7 @@ class CollectiveChain(CommAlgorithm):
             self.take_own_group(parameters)
 
     def take_own_group(self, parameters: Sequence[Parameter]) -> None:
-        """Send over a process group of the same ranks that nobody else uses; a single rank needs none."""
+        """Send over a process group of the same ranks that nothing else uses; a single rank needs none."""
         if self.process_group.size() > 1:
             self.process_group = own_group(self.process_group, parameters[0].device)
             self.shares_process_group = False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Accumulators:
     """The AccumulateGrad nodes of all parameters, and our hooks on them.
 
-    It keeps the nodes alive, since a hook that somebody has registered on one would die with it.
+    It keeps the nodes alive, since a user's hook on a node would die with it.
 
     Args:
         parameters: The parameters; their place is their number.

@@ -15,7 +15,7 @@ _MOST_ALONE = 8
 class BackwardsAlone:
     """Tells which backwards before the first call of the module are to be reduced.
 
-    If somebody calls ``module.forward`` or a method of their own, a backward brings all gradients, and they are
+    If the user calls ``module.forward`` or another method, a backward brings all gradients, and they are
     reduced. If it was a regulariser, its gradients stay where they are, and are reduced in the first iteration.
     """
 

@@ -36,7 +36,7 @@ class ParameterHooks:
 
     Note [One of many]
     With thousands of small parameters, hooks are what a reducer costs: a microsecond or two for a Python function and
-    what it does, as the backward has pushed it out of the caches meanwhile. Of a bucket's gradients only two need
+    what it does, since the backward has pushed it out of the caches. Of a bucket's gradients only two need
     thought: the one that begins a backward and the one that completes the bucket. So after the first one of a backward
     the reducer calls `batch`, and then the hook of nearly every parameter is the ``append`` of a list, which runs no
     Python code. Only the parameter that came last in its bucket the time before notifies the listener, which first
@@ -110,7 +110,7 @@ class ParameterHooks:
         self._batching.clear()
 
     def with_hooks_of_others(self) -> list[int]:
-        """The parameters on which somebody else has hooks, beside those on their nodes."""
+        """The parameters with hooks of users, not counting those on their nodes."""
         return torch_internals.with_hooks_of_others(self._all_hooks)
 
     def notify_after_others(self, index: int) -> None:

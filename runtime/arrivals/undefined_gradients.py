@@ -12,7 +12,7 @@ from ddp_compile.runtime.buckets.bucket_set import BucketSet
 
 
 class UndefinedGradients:
-    """Tells an undefined gradient from one that somebody has taken away.
+    """Tells an undefined gradient from one that a hook has taken away.
 
     A custom Function that returns None leads to an undefined gradient. So does compiled code that reads a parameter
     without giving it a gradient: under ``torch.no_grad()``, through ``detach()``, for an argmax. AccumulateGrad runs
@@ -38,7 +38,7 @@ class UndefinedGradients:
             self._accumulators.add_prehook(index, _prehook_for(weakref.ref(self._set), index))
 
     def arrive(self, index: int) -> bool:
-        """A parameter's hook has run: whether its gradient is undefined. Raises if somebody has taken it away."""
+        """A parameter's hook has run: whether its gradient is undefined. Raises if a hook has taken it away."""
         if self._set.parameters[index].grad is not None:
             self._set.iteration.arrived.add(index)
             return False

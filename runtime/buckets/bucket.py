@@ -33,7 +33,7 @@ class Bucket:
     Args:
         spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
-        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless somebody could tell; see
+        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless a user could tell; see
             Note [Gradients that others hold]. Otherwise the result is copied into the gradients that the engine made.
         lazy_allocation: Whether the flat buffer is dropped when an iteration ends.
         checks_finite: Whether `flatten` notes which gradients are infinite or NaN.
@@ -140,7 +140,7 @@ class Bucket:
         """What this rank sends: the ``.grad`` of each parameter, or what stands for it. Nothing is missing from now on.
 
         Args:
-            sends: Whether anything is sent; otherwise nobody looks at what stands for a gradient.
+            sends: Whether anything is sent; otherwise what stands for a gradient is not read.
             verify_undefined: Called with each parameter that has arrived and holds no gradient; raises unless its
                 gradient is undefined.
             keeps_own: Whether the bucket may have to be launched again.
@@ -173,7 +173,7 @@ class Bucket:
 
     def keep_own(self, gradients: Sequence[Tensor]) -> None:
         """Keep this rank's gradients, which the result will overwrite, until the iteration ends."""
-        # Not the tensors themselves, which would look as if somebody else held them.
+        # Not the tensors themselves, which would look as if users held them.
         self.iteration.own = [g.clone() if self.holds(g) else g.detach() for g in gradients]
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
@@ -243,7 +243,7 @@ class Bucket:
         if gradient is not None and self.param_indices[position] not in self.iteration.unused:
             return gradient
         if not sends:
-            return parameter  # nobody looks at it
+            return parameter  # it is not read
         if self.spec.is_sparse:
             return self._without_rows() if parameter.grad is None else parameter.grad.clone()
         view = self._buffer.places[position]
@@ -300,7 +300,7 @@ class Bucket:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
 
         It needs only the buffer's address, so it runs while the reduction is under way. It does nothing without
-        ``gradient_as_bucket_view`` and for a sparse gradient. A gradient that somebody else holds stays; see Note
+        ``gradient_as_bucket_view`` and for a sparse gradient. A gradient that users hold stays; see Note
         [Gradients that others hold].
 
         Args:
@@ -403,7 +403,7 @@ class Bucket:
         return self._buffer.holds_zeros(gradients)
 
     def new_views(self) -> list[Tensor]:
-        """New views into the flat buffer, which AccumulateGrad stores as they are, since nobody else holds them."""
+        """New views into the flat buffer, which AccumulateGrad stores as they are, since nothing else holds them."""
         return [view.detach() for view in self._buffer.gradient_views.tensors]
 
     def lay_out_as(self, spec: BucketSpec) -> None:

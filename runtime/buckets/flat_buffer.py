@@ -64,7 +64,7 @@ class FlatBuffer:
         self._views = None
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before the first write of an iteration: drop it if somebody holds a part of it that is not ``.grad``."""
+        """Before the first write of an iteration: drop it if other code holds a part of it that is not ``.grad``."""
         if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
             self.drop()
 

@@ -36,7 +36,7 @@ def group_of(
 
 
 def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A process group of the same ranks over which nobody else sends; all of them call this. See `group_of`."""
+    """A process group of the same ranks over which nothing else is sent; all of them call this. See `group_of`."""
     return group_of(dist.get_process_group_ranks(process_group), process_group, device)
 
 

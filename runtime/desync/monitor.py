@@ -2,9 +2,9 @@
 
 Note [Ranks that get out of step]
 Collectives pair up by order alone. A rank that leaves out a backward, or calls one twice, reduces with another step of
-the other ranks: means of gradients that do not belong together, and at the end a collective that nobody joins. So the
-ranks compare, see Note [Agreement points], and each posts where it stands, so that the error of a failed collective can
-say where the others are. docs/divergence.md lists what can differ and what happens then.
+the other ranks: means of gradients that do not belong together, and at the end a collective that no other rank joins.
+So the ranks compare, see Note [Agreement points], and each posts where it stands, so that the error of a failed
+collective can say where the others are. docs/divergence.md lists what can differ and what happens then.
 """
 
 from __future__ import annotations
