@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -93,13 +93,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
                 " model.comm_algorithm.resume()"
             )
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self._gate.enter("evaluation")
-        try:
-            yield
-        finally:
-            self._gate.leave("evaluation")
+    def evaluation(self) -> AbstractContextManager[None]:
+        return self._gate.inside("evaluation")
 
     def _refuse_state(self, state: Mapping[str, Any]) -> None:
         super()._refuse_state(state)
@@ -124,18 +119,13 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._is_aborted = False
         self._start()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """A context for writes to parameters that are no steps of a ``torch.optim.Optimizer``: it excludes averages.
 
         Raises:
             ReductionError: Parameters have been written outside of it.
         """
-        self._gate.enter("writing")
-        try:
-            yield
-        finally:
-            self._gate.leave("writing")
+        return self._gate.inside("writing")
 
     def __enter__(self) -> AsyncModelAverageAlgorithm:
         self.resume()

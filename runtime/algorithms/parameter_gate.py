@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -73,6 +74,15 @@ class ParameterGate:
                 self._left_at_versions()
             self._note_left()
             self._changed.notify_all()
+
+    @contextmanager
+    def inside(self, why: str) -> Iterator[None]:
+        """Enter, and leave at the end."""
+        self.enter(why)
+        try:
+            yield
+        finally:
+            self.leave(why)
 
     def note_reads(self) -> None:
         """The current stream has been given work that reads the parameters; what is written next comes after it."""
