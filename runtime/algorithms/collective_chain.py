@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,9 +12,9 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.process_groups import own_group
+from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
 
 
@@ -78,6 +79,48 @@ class CollectiveChain(CommAlgorithm):
         chain, self._under_way = self._under_way, None
         if chain is not None:
             chain.start_all()
+
+
+class Hierarchical(CollectiveChain):
+    """Runs another algorithm between the leaders of the nodes, on the sum of each node.
+
+    Buckets arrive divided by the number of all ranks, so the sum of the nodes' sums is the mean, however many ranks a
+    node has. All ranks of a node get their leader's result, bit for bit.
+
+    Args:
+        between: Runs between the leaders; `attach` gives it their process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, between: CollectiveChain) -> None:
+        super().__init__(process_group)
+        self.num_collectives = 0  # set by `attach`
+        self.name = f"hierarchical {between.name}"
+        self.traits = Traits(layout=between.traits.layout, takes_sparse=False, takes_dtypes=between.traits.takes_dtypes)
+        self._between = between
+        self._nodes: Any = None  # set by `attach`
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Make the groups of nodes and leaders; raises on every rank if one does not know its place on its node."""
+        nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
+        self._nodes = nodes
+        self.shares_process_group = False
+        self.num_collectives = 0 if nodes.within is None else 2
+        if self._sends_between:
+            self._between.process_group = nodes.leaders
+            self.num_collectives += self._between.num_collectives
+
+    @property
+    def _sends_between(self) -> bool:
+        return self._nodes.leaders is not None and self._nodes.leaders.size() > 1
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        flat, nodes = bucket.flat, self._nodes
+        if (work := nodes.reduce(flat)) is not None:
+            yield work
+        if self._sends_between:
+            yield from self._between.reduce(bucket)
+        if (work := nodes.broadcast(flat)) is not None:
+            yield work
 
 
 class _Chain:
