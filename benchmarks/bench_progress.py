@@ -55,7 +55,7 @@ class SaysNothing:
     def compare(self) -> None:
         pass
 
-    def iteration_ends(self, has_sent: bool) -> None:
+    def iteration_ends(self, next_number: int) -> None:
         pass
 
 

@@ -10,11 +10,7 @@ from ddp_compile.bench import cli as bench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    Args:
-        arguments: The command's name and its arguments; those of the process when None.
-    """
+    """Run a command, by default that of the process, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m ddp_compile")
     commands = parser.add_subparsers(dest="command", required=True)
     bench_parser = commands.add_parser("bench", help="time ddp_compile beside everything it can be compared with")

@@ -54,7 +54,6 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
     calls written for it keep working. So does the default of an argument that is newer than this package.
 
     Args:
-        arguments: Mapping from name to value.
         taken: The names that are taken, for suggestions.
     """
     for name, value in arguments.items():
@@ -79,13 +78,7 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
 
 @dataclass(frozen=True, slots=True)
 class DelayedParameters:
-    """Parameters whose gradients are averaged after that of another one, the trigger, has come.
-
-    Args:
-        named: Mapping from name to parameter; usually empty.
-        trigger: The parameter whose gradient is waited for.
-        trigger_name: Its name.
-    """
+    """Parameters whose gradients are averaged after that of another one, the trigger, has come."""
 
     named: Mapping[str, Parameter] = field(default_factory=dict)
     trigger: Parameter | None = None

@@ -5,7 +5,7 @@ replicated, and for what goes wrong later, between ranks or inside a backward. A
 DistributedDataParallel's are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -29,6 +29,32 @@ def with_article(name: str) -> str:
     """A name for a message, with its article: ``"a Linear"``, ``"an OptimizedModule"``, ``"an MLP"``."""
     vowels = "AEFHILMNORSX" if name[1:2].isupper() else "AEIOUaeiou"
     return f"{'an' if name[0] in vowels else 'a'} {name}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ascending ranks in few characters: "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def on_ranks(ranks: Iterable[int]) -> str:
+    """As "on rank 2", "on ranks 0-1, 3"."""
+    ranks = sorted(ranks)
+    return f"on rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
+def name_values(values: Mapping[int, object]) -> str:
+    """Which global ranks have which value, the fewest ranks first: "1 on rank 2, 0 on ranks 0-1, 3"."""
+    ranks_of: dict[object, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    rarest_first = sorted(ranks_of.items(), key=lambda item: (len(item[1]), item[1]))
+    return ", ".join(f"{value} {on_ranks(ranks)}" for value, ranks in rarest_first)
 
 
 class DDPCompileError(RuntimeError):

@@ -117,11 +117,8 @@ def watch_parameters(
     by the gradients. Parameters that are attributes of the graph cannot change and are not compared.
 
     Args:
-        compiled: The compiled graph.
-        example_inputs: The inputs that it was compiled for, parameters included.
         parameter_of_input: Index of the reduced parameter at each position among them.
         buckets: The parameters of each bucket that the graph's backward computes.
-        reducer: Number of the receiver.
     """
     position_of = {parameter: position for position, parameter in parameter_of_input.items()}
     found = ([position_of[index] for index in param_indices if index in position_of] for param_indices in buckets)

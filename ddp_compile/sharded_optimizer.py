@@ -12,13 +12,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, ReplicationError, shorten_names, this_rank, with_article
+from ddp_compile.errors import RanksDifferError, ReplicationError, format_ranks, shorten_names, this_rank, with_article
 from ddp_compile.features.algorithm_switch import set_comm_algorithm
 from ddp_compile.features.compatibility import Feature
 from ddp_compile.module.mixin import ReplicatedModule, state_of
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
-from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 

@@ -17,11 +17,7 @@ _MODULES: dict[str, ModuleType] = {"native": native, "cuda": cuda, "reference": 
 
 
 def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> Tensor:
-    """Memory for the compressed form of ``values``.
-
-    Raises:
-        ValueError: ``num_chunks`` is not positive, or there is no chunk ``skip_chunk``.
-    """
+    """Memory for the compressed form of ``values``; raises ValueError for numbers of chunks that do not exist."""
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")
     if skip_chunk is not None and not 0 <= skip_chunk < num_chunks:
@@ -32,7 +28,6 @@ def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> 
 
 
 def compress(values: Tensor, num_chunks: int, skip_chunk: int | None, implementation: str | None) -> Tensor:
-    """See `ddp_compile.kernels.minmax_u8_compress`."""
     _check_values("values", values)
     _check_memory(values=values)
     rows = compressed_like(values, num_chunks, skip_chunk)
@@ -59,7 +54,6 @@ def check_rows(rows: Tensor, values: Tensor) -> None:
 
 
 def decompress(rows: Tensor, values: Tensor, accumulate: bool, implementation: str | None) -> None:
-    """See `ddp_compile.kernels.minmax_u8_decompress`."""
     check_rows(rows, values)
     _check_memory(compressed=rows, out=values)
     if _overlap(rows, values):
@@ -83,7 +77,6 @@ def check_average(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
 
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, implementation: str | None) -> None:
-    """See `ddp_compile.kernels.average_into`."""
     check_average(x, total, copy, count)
     _check_memory(x=x, total=total, copy=copy)
     for name, tensor in (("total", total), ("copy", copy)):

@@ -49,9 +49,7 @@ class FlattenExecutor(Protocol):
         """Move the tensors that were read last.
 
         Args:
-            flat: The flat buffer.
             to_flat: Whether to write the flat buffer, or the tensors.
-            scale: Factor for every element.
             stats: If given, 16 bytes on the device of ``flat`` for a float64 sum of squares and a bool non-finite flag.
         """
 

@@ -105,9 +105,7 @@ class FlattenPlan:
             ValueError: A tensor has another shape or device, is not floating, or shares memory with ``flat`` outside
                 of its place; ``flat`` is unchanged then.
         """
-        stats = self._move(tuple(tensors), scale, with_stats, to_flat=True)
-        increment_version([self.flat])
-        return stats
+        return self._move(tuple(tensors), scale, with_stats, to_flat=True)
 
     def unflatten(
         self, tensors: Sequence[Tensor], scale: float = 1.0, *, with_stats: bool = False
@@ -122,10 +120,7 @@ class FlattenPlan:
         Raises:
             ValueError: As `flatten`, or two tensors share memory; no tensor is changed then.
         """
-        tensors = tuple(tensors)
-        stats = self._move(tensors, scale, with_stats, to_flat=False)
-        increment_version(tensors)
-        return stats
+        return self._move(tuple(tensors), scale, with_stats, to_flat=False)
 
     def _move(self, tensors: tuple[Tensor, ...], scale: float, with_stats: bool, to_flat: bool) -> FlattenStats | None:
         self._check_flat()
@@ -135,6 +130,8 @@ class FlattenPlan:
             # torch may refuse the others, so they come first, before anything is written.
             of_others = self._move_others(others, tensors, scale, with_stats, to_flat) if others else None
             self._executor.move(self.flat, to_flat, scale, stats)
+        # torch has counted what it has written itself.
+        increment_version([self.flat] if to_flat else [t for i, t in enumerate(tensors) if i not in others])
         if stats is None:
             return None
         result = FlattenStats(stats[:8].view(torch.float64)[0], stats[8:9].view(torch.bool)[0])

@@ -175,7 +175,6 @@ def _fake_move(tensors: Sequence[Tensor], flat: Tensor, with_stats: bool = False
 
 
 def _register() -> None:
-    """Define every operator with its implementation and its fake."""
     places = "float scale, SymInt[]? offsets, str? implementation"
     for schema, implementation, fake in (
         (

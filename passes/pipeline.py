@@ -22,65 +22,39 @@ class Declined(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """The result of a pass.
+    """The result of a pass."""
 
-    Args:
-        gm: The graph module to go on with; may be the one that was given, changed in place.
-        num_changed: Number of nodes changed, or of partitions made; 0 if the graph is unchanged.
-        declined: What was not done, and why.
-    """
-
-    gm: fx.GraphModule
-    num_changed: int
+    gm: fx.GraphModule  #: to go on with; may be the one that was given, changed in place
+    num_changed: int  #: nodes changed, or partitions made; 0 if the graph is unchanged
     declined: tuple[Declined, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassContext:
-    """What passes over Dynamo graphs know beside the graph.
+    """What passes over Dynamo graphs know beside the graph."""
 
-    Args:
-        parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
-        buckets: The buckets with gradients from this graph, in launch order.
-        graph_name: Name of the graph, for logs.
-        every_cut_or_none: Leave the graph whole unless it can be cut for every bucket.
-    """
-
+    #: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
     parameter_of: Mapping[str, int]
-    buckets: tuple[BucketSpec, ...]
-    graph_name: str
-    every_cut_or_none: bool = False
+    buckets: tuple[BucketSpec, ...]  #: with gradients from this graph, in launch order
+    graph_name: str  #: for logs
+    every_cut_or_none: bool = False  #: leave the graph whole unless it can be cut for every bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AotContext:
-    """What passes over AOTAutograd's forward and backward graphs know beside the graph.
+    """What passes over AOTAutograd's forward and backward graphs know beside the graph."""
 
-    Args:
-        parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
-        buckets: The buckets with gradients from the Dynamo graph, in launch order.
-        reducer: Number by which the operators find the reducer.
-        graph_name: Name of the graph, for logs.
-        reads: Indices of all reduced parameters that the Dynamo graph reads.
-        strides: Strides of the parameters whose gradients may move to the flat buffer inside the backward.
-    """
-
+    #: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
     parameter_of_input: Mapping[int, int]
-    buckets: tuple[BucketSpec, ...]
-    reducer: int
-    graph_name: str
-    reads: tuple[int, ...] = ()
+    buckets: tuple[BucketSpec, ...]  #: with gradients from the Dynamo graph, in launch order
+    reducer: int  #: number by which the operators find the reducer
+    graph_name: str  #: for logs
+    reads: tuple[int, ...] = ()  #: indices of all reduced parameters that the Dynamo graph reads
+    #: Of the parameters whose gradients may move to the flat buffer inside the backward, by index.
     strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-class NamesGraph(Protocol):
-    """The context of any pass."""
-
-    @property
-    def graph_name(self) -> str: ...
-
-
-ContextT = TypeVar("ContextT", bound=NamesGraph)
+ContextT = TypeVar("ContextT", PassContext, AotContext)
 
 Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 

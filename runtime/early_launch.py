@@ -1,40 +1,39 @@
 """Launching a bucket inside a compiled backward, before AccumulateGrad has seen its gradients.
 
 Note [Launched before AccumulateGrad]
-Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
-regulariser, a second forward, a layer used twice. So some iterations teach: the first one and, as graphs are compiled
-later too, every agreement point (`agreement_points`). There, a bucket that may not be launched early yet is watched. It
-has one contributor if one graph computed it once and each ``.grad`` then was the very tensor that was computed. The
-ranks agree on those buckets, and launch them from then on as soon as a graph has computed them. A bucket that was found
-late is never launched early again.
+A compiled backward cannot tell whether another contribution to a gradient will follow: from a regulariser, a second
+forward, or a layer that is used twice. So some iterations teach: the first one and, since graphs are compiled later
+too, every agreement point. There the reducer watches each bucket that may not be launched early yet. A bucket has one
+contributor if one graph computed it once, and each ``.grad`` then was the very tensor that was computed. The ranks
+agree on these buckets, and from then on launch them as soon as a graph has computed them. A bucket that turned out to
+be launched too early is never launched early again.
 
-A detached alias of each computed gradient is kept until the iteration ends. The engine adds a second contribution *in
-place* into a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that
-writes into the gradient changes its version. A second arrival shows by itself.
+The reducer keeps a detached alias of each computed gradient until the iteration ends. The engine adds a second
+contribution *in place* if nothing else holds the gradient's memory. Because of the alias it makes a new tensor, which
+the reducer notices. It also notices a hook that writes into the gradient, by the version, and a second arrival.
 
-If another contribution comes after all, the bucket was launched too early. In each iteration the ranks tell each other,
-after the last bucket, to which parameters that happened. Every rank still has its own gradients: in ``.grad``, which
-only the end of an iteration points at the flat buffer, or as copies if hooks launched the bucket. So every rank
-launches those buckets again, with what is complete now, and from then on their hooks launch them. The result is exact.
-If the algorithm is not replayable, as comm hooks are not, every rank raises. Every rank raises as well if gradients
-move: with ``static_graph`` a backward may return views of the flat buffer, and this rank's own gradients are gone when
-their bucket has been launched.
+If another contribution does follow, the bucket was launched too early. In each iteration, after the last bucket, the
+ranks tell each other which parameters got one. Every rank still has its own gradients: in ``.grad``, which does not
+point at the flat buffer before the iteration ends, or as copies if hooks launched the bucket. So every rank launches
+these buckets again, with complete gradients, and from then on their hooks launch them. The result is exact. If the
+algorithm is not replayable (comm hooks are not), every rank raises. Every rank also raises if gradients move: with
+``static_graph`` a backward may return views of the flat buffer, and then the launch overwrites this rank's gradients.
 
 Note [Observed gradients]
-A backward may have collectives of its own, a synchronised BatchNorm's for example, in the same process group. They meet
-their counterparts only if all ranks launch their buckets at the same places among them. So what only one rank knows
-must not hold a bucket back: that somebody has put a hook on a parameter there, for example. Such a bucket is launched
-as the others are, but its ``.grad`` is not taken away, and its gradients do not move, since the hook looks at them. It
-is launched again whatever the hook did. That happens once, since from then on its hooks launch it, on every rank. With
-a comm hook this is impossible, and so it is with ``static_graph`` if the gradients move on another rank. Then a bucket
-whose ``.grad`` holds something to be added to waits on that rank alone, and it is an error if the hook has changed a
-gradient. Values are compared for that, since a write through ``gradient.data`` shows in no version.
+A backward may contain collectives of its own in the same process group, a synchronised BatchNorm's for example. They
+pair up only if all ranks launch their buckets at the same places among them. So a fact that only one rank knows must
+not delay a bucket, such as a user's hook on a parameter there. That rank launches the bucket as the others do, but
+leaves ``.grad`` alone and does not move the gradients, since the hook looks at them. It launches the bucket again
+whatever the hook did. This happens once, since from then on every rank leaves the bucket to its hooks. It is impossible
+with a comm hook, and with ``static_graph`` if the gradients move on another rank. Then a bucket with something in
+``.grad`` to be added to waits, on that rank alone, and a hook that has changed a gradient is an error. Values are
+compared for that, since a write through ``gradient.data`` changes no version.
 
-Note [Hooks that nobody sees]
-Hooks on a parameter can be seen, those on its AccumulateGrad node cannot. A hook before the node may write through
-``gradient.data``, so values are compared in iterations that teach, and in the first iteration after somebody has
-registered a hook of any kind. What such a hook does later goes unnoticed. The device compares the values as they
-arrive; the host reads all results at once, just before the ranks exchange theirs.
+Note [Hooks that cannot be seen]
+The reducer sees hooks on a parameter, but not those on its AccumulateGrad node. A hook before the node may write
+through ``gradient.data``. So values are compared in iterations that teach, and in the first iteration after anyone has
+registered a hook of any kind. Later writes by such a hook go unnoticed. The device compares the values as they arrive,
+and the host reads all results at once, just before the ranks exchange theirs.
 """
 
 from __future__ import annotations
@@ -65,10 +64,6 @@ class EarlyLaunch:
     """Learns which buckets may be launched early, watches them, and launches those again that were too early.
 
     Args:
-        bucket_set: The buckets and their iteration.
-        queue: Launches them.
-        hooks: Tell of what AccumulateGrad stores.
-        accumulators: The AccumulateGrad nodes of the parameters.
         is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learnt and no bucket is early.
     """
 
@@ -84,7 +79,7 @@ class EarlyLaunch:
         self._queue = queue
         self._hooks = hooks
         self._accumulators = accumulators
-        self._is_enabled = is_enabled
+        self.is_enabled = is_enabled
         self._has_learnt = False
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
         self._ignored: set[tuple[int, ...]] = set()
@@ -93,12 +88,12 @@ class EarlyLaunch:
     @property
     def is_learning(self) -> bool:
         """Whether buckets are watched in this iteration; the same on every rank."""
-        return self._is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
+        return self.is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
 
     @property
     def has_message(self) -> bool:
         """Whether the ranks tell each other which buckets were too early; the same on every rank."""
-        if not self._is_enabled or not self._set.iteration.has_launched:
+        if not self.is_enabled or not self._set.iteration.has_launched:
             return False
         return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
 
@@ -112,7 +107,6 @@ class EarlyLaunch:
         """A compiled backward has computed all gradients of a bucket.
 
         Args:
-            param_indices: The bucket's parameters.
             moves: Whether the backward can return other tensors than it has computed.
 
         Returns:
@@ -152,10 +146,7 @@ class EarlyLaunch:
         """Watch what becomes of the gradients that a backward returns for a bucket, and launch it if so decided.
 
         Args:
-            bucket: The bucket.
             decision: What `decide` returned, and not that it waits.
-            gradients: What the backward returns.
-            moves: As for `decide`.
             moved: What the backward has computed, if it returns other tensors; gone after the launch.
         """
         if decision is not EarlyDecision.WATCH:
@@ -257,7 +248,6 @@ class EarlyLaunch:
                 ", ".join(names),
             )
             self._queue.launch_again(bucket, [] if self._set.iteration.is_shadow else _own_gradients(bucket))
-        self._queue.wait()
         for bucket in self._set.buckets:
             if bucket.iteration.computed is not None:
                 bucket.iteration.computed.restore_gradients()
@@ -308,7 +298,7 @@ def _holds_its_own(bucket: Bucket) -> bool:
 
 
 def _is_observed(parameter: Parameter) -> bool:
-    """Whether somebody could notice that ``.grad`` is taken away for a while, or it could not be given back."""
+    """Whether a hook could notice that ``.grad`` is taken away for a while, or it could not be given back."""
     if torch_internals.has_gradient_hooks(parameter):
         return True
     return parameter.grad is not None and parameter.grad.layout is not torch.strided

@@ -1,7 +1,7 @@
 """Gradients that are infinite or NaN: found on the rank that computed them, and an error on every rank.
 
 Note [Gradients that are not finite]
-A reduction spreads one rank's NaN to all ranks, and then nobody can tell whose it was. So with
+A reduction spreads one rank's NaN to all ranks, and hides which rank it came from. So with
 ``check_finite_gradients`` each bucket is checked after it has been flattened and before it is launched. On a CPU the
 kernel that flattens also finds whether all values are finite, and single gradients are checked only if some are not. On
 another device the host would have to wait for that answer, bucket by bucket. So a flag for each gradient is computed
@@ -17,20 +17,14 @@ from __future__ import annotations
 
 import torch
 
-from ddp_compile.errors import NonFiniteGradientError, shorten_names
+from ddp_compile.errors import NonFiniteGradientError, on_ranks, shorten_names, this_rank
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import gather_texts
 from ddp_compile.runtime.launch_queue import LaunchQueue
 
 
 class FiniteCheck:
-    """Finds this rank's gradients that are not finite, and those of all; see Note [Gradients that are not finite].
-
-    Args:
-        bucket_set: The buckets, which check what they flatten.
-        queue: Launches them.
-    """
+    """Finds this rank's gradients that are not finite, and those of all; see Note [Gradients that are not finite]."""
 
     def __init__(self, bucket_set: BucketSet, queue: LaunchQueue) -> None:
         self._set = bucket_set
@@ -60,10 +54,15 @@ class FiniteCheck:
         return ", ".join(found)
 
     def error(self, found: str) -> NonFiniteGradientError:
-        """The error that every rank raises if one has found something; all ranks call this, and exchange names.
-
-        Args:
-            found: What `found_here` returned.
-        """
-        said = gather_texts(found, self._set.process_group, self._set.parameters[0].device)
-        return error_messages.not_finite(said)
+        """The error that every rank raises if one has found something; all ranks call this, and exchange names."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in gather_texts(found, self._set.process_group, self._set.parameters[0].device).items():
+            ranks_of.setdefault(text, []).append(rank)
+        described = "; ".join(f"{on_ranks(ranks)} in {text}" for text, ranks in ranks_of.items() if text)
+        return NonFiniteGradientError(
+            f"{this_rank()}: gradients were infinite or NaN before they were reduced, {described}. Every rank has"
+            " raised this, and .grad holds means that are not finite either. Set the gradients to zero on every rank,"
+            " and leave this step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells"
+            " which operation makes a NaN. With a GradScaler, which looks for infinities itself, drop"
+            " check_finite_gradients=True"
+        )

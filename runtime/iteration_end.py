@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from ddp_compile.runtime.arrivals.policies import AllRequired
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.finite_check import FiniteCheck
 from ddp_compile.runtime.launch_queue import LaunchQueue
@@ -22,25 +23,30 @@ class IterationEnd:
     """Sends the message of each iteration, hears those of the other ranks, and waits for the buckets.
 
     Args:
-        bucket_set: The buckets and their iteration.
-        queue: Launches them.
-        policy: Knows which gradients were used here.
-        early: Knows which buckets were launched too early.
+        on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
     """
 
-    def __init__(self, bucket_set: BucketSet, queue: LaunchQueue, policy: AllRequired, early: EarlyLaunch) -> None:
-        settings = bucket_set.settings
+    def __init__(
+        self,
+        bucket_set: BucketSet,
+        queue: LaunchQueue,
+        policy: AllRequired,
+        early: EarlyLaunch,
+        monitor: DesyncMonitor,
+        on_reduced: Callable[[], None],
+    ) -> None:
+        checks_finite = bucket_set.config.check_finite_gradients
         self._set = bucket_set
         self._queue = queue
         self._policy = policy
         self._early = early
-        self._monitor = settings.monitor
-        self._on_reduced = settings.on_reduced
+        self._monitor = monitor
+        self._on_reduced = on_reduced
         self._futures: list[torch.futures.Future[Any]] = []
-        self._finite_check = FiniteCheck(bucket_set, queue) if settings.check_finite_gradients else None
-        may_speak = settings.launches_in_backward or policy.has_message or settings.check_finite_gradients
+        self._finite_check = FiniteCheck(bucket_set, queue) if checks_finite else None
+        may_speak = early.is_enabled or policy.has_message or checks_finite
         device = bucket_set.parameters[0].device
-        self._message = IterationMessage(bucket_set.process_group, device, may_speak, settings.monitor.model_number)
+        self._message = IterationMessage(bucket_set.process_group, device, may_speak, monitor.model_number)
 
     def all_are_launched(self) -> None:
         """After the last launch: tell the other ranks what was used here, unless there will be more to say.
@@ -76,7 +82,7 @@ class IterationEnd:
                 whose bucket was left out.
             RanksDifferError: The ranks have found that they are out of step.
             NonFiniteGradientError: With ``check_finite_gradients``, a gradient of some rank was infinite or NaN. All
-                else is done, except for `ReducerSettings.on_reduced`.
+                else is done, except for ``on_reduced``.
         """
         self._hear_the_others()
         iteration = self._set.iteration

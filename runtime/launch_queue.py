@@ -26,12 +26,7 @@ class LaunchQueue:
     sequence pairs a collective with its counterparts on the other ranks.
 
     Args:
-        bucket_set: The buckets, and the iteration in which their launches are noted.
-        world_size: Number of ranks to average over.
-        monitor: What the ranks tell each other about it.
         algorithm: Reduces a bucket; may be replaced between two iterations.
-        policy: Which gradients an iteration waits for.
-        undefined: Which parameters have arrived without a gradient.
     """
 
     def __init__(
@@ -111,7 +106,7 @@ class LaunchQueue:
         keeps_own = bucket.may_launch_early and self.algorithm.traits.replayable
         gradients = bucket.contributions(self.sends, self._undefined.verify, keeps_own)
         self._make_ready(bucket, gradients)
-        del gradients  # the number of references tells whether somebody else holds one
+        del gradients  # the number of references tells whether users hold one
         if self.sends and any(b.is_pending for b in self.not_launched):
             # The rest of the backward can use the memory. At its end all buckets do this.
             bucket.point_gradients_at_views(bucket.iteration.unused)
@@ -137,14 +132,7 @@ class LaunchQueue:
                 self.complete(bucket)
 
     def complete_without_the_missing(self, after_forward: bool) -> bool:
-        """At the end of a backward, complete the buckets that may be launched without the gradients they miss.
-
-        Args:
-            after_forward: Whether a synchronised forward has come before the backward.
-
-        Returns:
-            Whether the iteration is over; False if it waits for another backward.
-        """
+        """At the end of a backward, complete what need not wait; False if the iteration waits for another backward."""
         absent = self._policy.absent_at_the_end(frozenset(self.missing))
         if absent is not None:
             self.do_without(absent)
@@ -208,7 +196,6 @@ class LaunchQueue:
     # It is launched, when it is its turn.
 
     def _launch_ready(self) -> None:
-        """Launch what is ready, in plan order."""
         iteration = self._set.iteration
         before = iteration.num_launched
         while not self.all_launched and (bucket := self.not_launched[0]).is_ready:
@@ -243,22 +230,14 @@ class LaunchQueue:
     # It is reduced.
 
     def drain(self) -> None:
-        """Return when nothing that was launched will start another collective; before anything else is sent.
-
-        Raises:
-            ReductionError: What was launched has failed.
-        """
+        """Return when nothing that was launched will start another collective; before anything else is sent."""
         try:
             self.algorithm.drain()
         except ReductionError as error:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def wait(self) -> None:
-        """Wait for what has been launched.
-
-        Raises:
-            ReductionError: A reduction failed or timed out.
-        """
+        """Wait for what has been launched; raises ReductionError if a reduction failed or timed out."""
         self.drain()
         under_way = [bucket for bucket in self._set.buckets if bucket.is_under_way]
         if under_way:

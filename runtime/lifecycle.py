@@ -33,15 +33,11 @@ class Event(Enum):
 
 
 class Phase(NamedTuple):
-    """Where a reducer stands.
-
-    Args:
-        state: See `State`.
-        after_forward: Whether a forward has come since the last iteration whose backward is to be reduced. A backward
-            without one, of a regulariser for example, may reach a part of the parameters only.
-    """
+    """Where a reducer stands."""
 
     state: State
+    #: Whether a forward has come since the last iteration whose backward is to be reduced. A backward without one, of a
+    #: regulariser for example, may reach a part of the parameters only.
     after_forward: bool
 
 
@@ -106,12 +102,7 @@ class Lifecycle:
 
 
 def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:
-    """The error of ``finalize_backward()`` if nothing waits for it.
-
-    Args:
-        is_manual: Whether ``require_manual_backward_finalization`` is set.
-        state: Of the reducer.
-    """
+    """The error of ``finalize_backward()`` if nothing waits for it."""
     if not is_manual:
         why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
     elif torch_internals.current_graph_task_id() != -1:

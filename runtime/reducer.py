@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import GradientArrivalError, NonFiniteGradientError, ReductionError
 from ddp_compile.plan.builder import PlanBuilder
+from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.arrivals.backwards_alone import BackwardsAlone
 from ddp_compile.runtime.arrivals.parameter_hooks import ParameterHooks
@@ -31,8 +33,8 @@ from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 from ddp_compile.runtime.buckets.computed_bucket import EarlyDecision
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages, streams
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 from ddp_compile.runtime.early_launch import EarlyLaunch
 from ddp_compile.runtime.host_memory import keep_freed_memory
 from ddp_compile.runtime.iteration_end import IterationEnd
@@ -46,8 +48,9 @@ class Reducer:
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
         builder: The module's plan; sealed at the first synchronised backward, before anything is launched.
-        process_group: The ranks to average over.
-        settings: See `ReducerSettings`.
+        launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
+        on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
+        on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
 
     Source: the life of a backward (prepare, mark ready, launch in order, finalise in an engine callback) is that of
     ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
@@ -58,22 +61,27 @@ class Reducer:
         parameters: Sequence[Parameter],
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
-        settings: ReducerSettings,
+        *,
+        config: ReplicateConfig,
+        algorithm: CommAlgorithm,
+        monitor: DesyncMonitor,
+        launches_in_backward: bool,
+        on_reduced: Callable[[], None],
+        on_plan_sealed: Callable[[BucketPlan], None],
     ) -> None:
         self.parameters = tuple(parameters)
         self.finalizes_manually = False  #: whether `finalize_manually` must be called after each backward
-        self._monitor = settings.monitor
+        self._monitor = monitor
+        self._on_plan_sealed = on_plan_sealed
         self._lifecycle = Lifecycle()
-        self._set = BucketSet(self.parameters, builder, process_group, settings)
+        self._set = BucketSet(self.parameters, builder, process_group, config, monitor)
         accumulators = Accumulators(self.parameters)
         self._undefined = UndefinedGradients(self._set, accumulators)
-        self._policy = policy_for(settings, self._set)
-        self._queue = LaunchQueue(
-            self._set, process_group.size(), self._monitor, settings.algorithm, self._policy, self._undefined
-        )
+        self._policy = policy_for(config, self._set)
+        self._queue = LaunchQueue(self._set, process_group.size(), monitor, algorithm, self._policy, self._undefined)
         self._hooks = ParameterHooks(self.parameters, accumulators, self)
-        self._early = EarlyLaunch(self._set, self._queue, self._hooks, accumulators, settings.launches_in_backward)
-        self._end = IterationEnd(self._set, self._queue, self._policy, self._early)
+        self._early = EarlyLaunch(self._set, self._queue, self._hooks, accumulators, launches_in_backward)
+        self._end = IterationEnd(self._set, self._queue, self._policy, self._early, monitor, on_reduced)
         self._queue.on_all_launched = self._end.all_are_launched
         self._alone = BackwardsAlone(len(self.parameters))
         self._is_removed = False
@@ -99,14 +107,12 @@ class Reducer:
 
     @property
     def algorithm(self) -> CommAlgorithm:
-        """Reduces the buckets."""
         return self._queue.algorithm
 
     def agree_on_algorithm(self, algorithm: CommAlgorithm, always: bool = False) -> None:
         """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
 
         Args:
-            algorithm: The other algorithm.
             always: Compare before the first backward too, which otherwise compares by itself.
 
         Raises:
@@ -135,11 +141,7 @@ class Reducer:
     # A forward.
 
     def refuse_capture(self, what: str) -> None:
-        """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer.
-
-        Args:
-            what: What was called; nothing of it has been sent yet.
-        """
+        """Raise a ReplicationError while a graph is being captured: its replays would bypass the reducer."""
         streams.refuse_capture(self.parameters[0].device, what)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
@@ -162,7 +164,7 @@ class Reducer:
                 if self.buckets and not self._lifecycle.phase.after_forward and not self.algorithm.traits.keeps_buckets:
                     self._set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
-            # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
+            # Not waited for: ranks that stopped elsewhere may never join what this rank launched.
             raise error_messages.out_of_step()
         try:
             self.algorithm.before_forward(synchronize)
@@ -187,7 +189,7 @@ class Reducer:
             self._queue.wait()
         finally:
             self._begin_iteration()
-        raise error_messages.missing_gradients(missing, len(self.parameters), self._set.settings.static_graph)
+        raise error_messages.missing_gradients(missing, len(self.parameters), self._set.config.static_graph)
 
     def _watch_hooked_parameters(self) -> None:
         """Learn for certain whether a gradient is undefined where a user's hook may take gradients away."""
@@ -302,7 +304,7 @@ class Reducer:
         if before is State.ARMED:
             self._monitor.backward_begins(self._lifecycle.phase.after_forward)
         if not self.buckets:
-            self._set.settings.on_plan_sealed(self._set.seal(self.algorithm.name))
+            self._on_plan_sealed(self._set.seal(self.algorithm.name))
 
     def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
         """Once for each pass, have it call back when it ends; returns whether this is the first time in this pass.
@@ -325,7 +327,7 @@ class Reducer:
     def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Launch a bucket if that is safe; otherwise its parameters' hooks do.
 
-        Nobody has seen the gradients yet, and others may come: Note [Launched before AccumulateGrad] in `early_launch`.
+        AccumulateGrad has not seen the gradients yet, and others may follow: Note [Launched before AccumulateGrad].
 
         Args:
             param_indices: The bucket's parameters in its order.
@@ -340,7 +342,7 @@ class Reducer:
 
         Args:
             param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, which nobody needs after this.
+            gradients: Their gradients, not used after this.
 
         Returns:
             What the backward is to return: views into the flat buffer if the bucket is launched now, copies otherwise.
@@ -402,7 +404,7 @@ class Reducer:
             if torch_internals.is_inside_backward() and not self._policy.is_last_pass():
                 return  # the passes to come queue callbacks of their own
             if not self._queue.complete_without_the_missing(self._lifecycle.phase.after_forward):
-                # Another backward may bring the rest, but nobody may meet a gradient that is still being reduced.
+                # Another backward may bring the rest, but users must not see a gradient that is still being reduced.
                 self._queue.wait()
                 self._monitor.backward_is_incomplete()
                 self._early.hand_over_incomplete()
@@ -457,9 +459,8 @@ class Reducer:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        """Replace the iteration that has ended."""
-        self._monitor.iteration_ends(self._set.iteration.met_others)
         self._set.begin_iteration()
+        self._monitor.iteration_ends(self._set.iteration.number)
         self._hooks.notify_of_each()
         self._lifecycle.on(Event.ITERATION_ENDS)  # last: what Ctrl-C leaves half done is not begun anew
 

@@ -36,52 +36,26 @@ log = logging.getLogger(__name__)
 
 
 class GraphReport(NamedTuple):
-    """What was done with one graph.
+    """What was done with one graph."""
 
-    Args:
-        graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
-        num_buckets: Number of buckets with gradients from the graph.
-        num_partitions: Number of graphs that were compiled; 1 if nothing was cut.
-        declined: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not
-            launched inside the backward. Empty for compiled code from a cache.
-        launches_in_backward: Whether buckets are launched inside the compiled backward.
-        not_cut: If a graph was left whole since it could not be cut for every bucket: the cuts that were declined.
-    """
-
-    graph: int
-    num_buckets: int
-    num_partitions: int
+    graph: int  #: ordinal among the graphs that Dynamo made of the module, recompiled ones included
+    num_buckets: int  #: with gradients from the graph
+    num_partitions: int  #: graphs that were compiled; 1 if nothing was cut
+    #: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not launched inside
+    #: the backward. Empty for compiled code from a cache.
     declined: tuple[Declined, ...]
     launches_in_backward: bool = False
-    not_cut: tuple[Declined, ...] = ()
-
-
-class GraphRuns:
-    """Counts the compiled graphs that have run."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.number_whole = 0  #: of those that are all of the module's forward
-
-    def counted(self, compiled: Callable[..., Any], is_whole: bool) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            self.number += 1
-            self.number_whole += is_whole
-            return compiled(*arguments)
-
-        return run
+    not_cut: tuple[Declined, ...] = ()  #: of a graph left whole since it could not be cut for every bucket
 
 
 class TrainingBackend:
     """Compiles the training graphs of one module.
 
     Args:
-        compiler: Compiles each graph or partition.
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
         split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
             inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
-        launches_in_backward: The result of the function of that name.
         reducer: Number by which a compiled backward finds the reducer.
         moves_gradients: Whether such a backward may move gradients to the flat buffers.
     """
@@ -104,13 +78,21 @@ class TrainingBackend:
         self.reports: list[GraphReport] = []
         self.launches_in_backward = launches_in_backward
         self.moves_gradients = moves_gradients
-        self.runs = GraphRuns()
+        self.num_runs = 0  #: of compiled graphs
+        self.num_whole_runs = 0  #: of those that are all of the module's forward
         self.root: Callable[..., Any] | None = None  #: the function at whose frame Dynamo starts
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this for each frame, and again for each recompile."""
         is_whole = self.root is not None and torch_internals.is_whole_frame(gm, self.root)
-        return self.runs.counted(self._compile(gm, example_inputs), is_whole)
+        compiled = self._compile(gm, example_inputs)
+
+        def run(*arguments: Any) -> Any:
+            self.num_runs += 1
+            self.num_whole_runs += is_whole
+            return compiled(*arguments)
+
+        return run
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         ordinal = len(self.reports)
@@ -293,10 +275,6 @@ class EvaluationBackend:
     """Compiles the graphs of one module without gradients, or in evaluation mode, as they are.
 
     Dynamo keeps every backend for good, so neither this one nor `TrainingBackend` may hold a reference to the module.
-
-    Args:
-        compiler: Compiles each graph.
-        kind: Name of the graphs in logs.
     """
 
     def __init__(self, compiler: GraphCompiler, kind: str = "evaluation graph") -> None:

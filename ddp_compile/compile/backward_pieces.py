@@ -23,15 +23,8 @@ def compile_whole_or_in_pieces(
 ) -> Callable[..., Any]:
     """Compile a backward with our operators in it; if that fails, compile the pieces between them.
 
-    Args:
-        compile_backward: A backward compiler as AOTAutograd calls it.
-        gm: The backward graph; the compiler may change it.
-        example_inputs: One entry for each placeholder.
-        name: Name of the graph in logs.
-
-    Raises:
-        Exception: The compiler's, for one of the pieces; for the whole graph if it has none of our operators, if the
-            exception is a request to Dynamo, or if memory ran out.
+    Raises the compiler's exception if it is one for a piece, for a graph without our operators, or a request to Dynamo;
+    or if memory ran out.
     """
     untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     try:

@@ -31,7 +31,6 @@ class GraphCompiler:
     the same gradients, later. An exception would leave the other ranks waiting for this one's buckets.
 
     Args:
-        inner: The backend that compiles a graph for given example inputs.
         fullgraph: Whether to raise the compiler's error instead of running eagerly.
     """
 
@@ -63,7 +62,6 @@ class GraphCompiler:
         Args:
             gm: The graph; the compiler may change it.
             example_inputs: Real or fake tensors, one entry for each placeholder.
-            name: Name of the graph in warnings.
             edit: A change to the graphs that AOTAutograd makes; if the forward fails, ``gm`` runs without it.
 
         Returns:

@@ -25,7 +25,6 @@ def compile_partitions(
     Args:
         stitched: The result of `partition_graph`. Its partitions are replaced by the compiled functions.
         example_inputs: Dynamo's, of the whole graph: one entry for each placeholder.
-        compile_partition: Compiles one partition for given example inputs.
 
     Returns:
         A function with the arguments and results of the whole graph.

@@ -13,13 +13,6 @@ from ddp_compile import torch_internals
 class CompileSettings:
     """The arguments of ``torch.compile``, checked, and the functions made with them.
 
-    Args:
-        backend: Name or function of the inner backend.
-        mode: Name of a mode, or None.
-        fullgraph: Whether a graph break is an error.
-        dynamic: Whether shapes are symbolic; None lets Dynamo choose.
-        options: Options for the inner backend, or None.
-
     Raises:
         ValueError: Unknown backend, mode or ``dynamic``, or options that the backend refuses or that cannot be used.
     """
@@ -56,13 +49,7 @@ class CompileSettings:
     def compile(
         self, function: Callable[..., Any], backend: Callable[..., Any], num_modules: int | None = None
     ) -> Callable[..., Any]:
-        """``torch.compile`` of ``function`` with these settings, and ``backend`` instead of the inner one.
-
-        Args:
-            function: The function to compile.
-            backend: Called with each graph.
-            num_modules: How many regions the function is called with; None for a module as a whole.
-        """
+        """``torch.compile`` of a function with these settings, to be called with as many regions; None: one module."""
         return torch_internals.compile_isolated(
             function, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic, num_modules=num_modules
         )

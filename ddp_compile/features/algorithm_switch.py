@@ -1,21 +1,25 @@
-"""Replace the algorithm of a module between two steps."""
+"""Replaces the algorithm of a module between two steps, and averages the states of optimizers that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ddp_compile.algorithms import AlgorithmConfig, build_algorithm, check_algorithm, refuse_gradients
-from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.errors import RanksDifferError, ReplicationError, format_ranks, this_rank, with_article
 from ddp_compile.features.compatibility import Feature, in_force, refuse_if_excluded, refuse_pairs
-from ddp_compile.features.optimizer_states import average_optimizer_states, compare_optimizers
 from ddp_compile.features.replica import Replica
 from ddp_compile.runtime.algorithms.comm_hook import CommHook
+from ddp_compile.runtime.algorithms.flat_parameters import FlatParameters, average_over
+from ddp_compile.runtime.comm import error_messages
+from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 
 
 def register_comm_hook(state: Replica, hook: CommHook) -> None:
-    """See ``ReplicatedModule.register_comm_hook``."""
     present = state.reducer.algorithm
     if not present.gives_way_to_comm_hook:
         refuse_if_excluded(Feature.COMM_HOOK, f"the {hook.name}", in_force(state, present))
@@ -27,7 +31,6 @@ def register_comm_hook(state: Replica, hook: CommHook) -> None:
 def set_comm_algorithm(
     state: Replica, algorithm_config: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None
 ) -> None:
-    """See ``ReplicatedModule.set_comm_algorithm``."""
     check_algorithm(algorithm_config)
     group, reducer = state.process_group, state.reducer
     algorithm = build_algorithm(algorithm_config, group)
@@ -44,11 +47,11 @@ def set_comm_algorithm(
         )
     reducer.agree_on_algorithm(algorithm, always=True)
     if differ and optimizers is not None:
-        compare_optimizers(optimizers, group, parameters[0].device)
+        _compare_optimizers(optimizers, group, parameters[0].device)
     before.detach(together=True)
     try:
         if differ and optimizers:
-            average_optimizer_states(optimizers, group)
+            _average_optimizer_states(optimizers, group)
         algorithm.attach(parameters)
     except Exception:  # raised on every rank, for example if nodes are not known
         before.attach(parameters)
@@ -60,3 +63,85 @@ def refuse_objection(objection: str) -> None:
     """Raise a ReplicationError if an algorithm objects to the parameters."""
     if objection:
         raise ReplicationError(f"{this_rank()}: {objection}")
+
+
+def _compare_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Check that `_average_optimizer_states` would make the optimizers of all ranks alike; change nothing.
+
+    Args:
+        optimizers: In the same order on every rank.
+
+    Raises:
+        TypeError: Not optimizers, or a state is neither a tensor nor a number.
+        RanksDifferError: On every rank, if ranks have states for different parameters, or different settings.
+    """
+    if not isinstance(optimizers, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        raise TypeError(f"{this_rank()}: optimizers={optimizers!r}: pass a list of torch.optim.Optimizer")
+    what = [_settings_of(optimizer) for optimizer in optimizers]
+    for state in _states_of(optimizers):
+        if isinstance(state.value, Tensor):
+            what.append(f"{state.name}: {state.value.dtype}{list(state.value.shape)}")
+        elif isinstance(state.value, int | float) or state.value is None:
+            what.append(f"{state.name}: {type(state.value).__name__}")
+        else:
+            raise TypeError(
+                f"{this_rank()}: {state.name} is {with_article(type(state.value).__name__)}, which cannot be averaged;"
+                " make the optimizers anew, and pass optimizers=[]"
+            )
+    if different := ranks_unlike_rank_0("\n".join(what).encode(), process_group, device):
+        raise RanksDifferError(
+            f"{this_rank()}: the optimizers have other states or settings on ranks {format_ranks(different)} than on"
+            " rank 0: after steps that some ranks have skipped, or learning rates that follow each rank's own steps."
+            " Make the optimizers anew, and pass optimizers=[]; or set the same settings first"
+        )
+
+
+def _average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup) -> None:
+    """Average moments over the ranks, and take step counts and other numbers from rank 0; raises ReductionError."""
+    name = "average of optimizer states"
+    states = _states_of(optimizers)
+    moments = [each.value for each in states if isinstance(each.value, Tensor) and _is_moment(each.value)]
+    numbers = [each for each in states if not (isinstance(each.value, Tensor) and _is_moment(each.value))]
+    if moments:
+        average_over(process_group, FlatParameters(moments), name)
+    if not numbers:
+        return
+    values = [each.value.tolist() if isinstance(each.value, Tensor) else each.value for each in numbers]
+    try:
+        dist.broadcast_object_list(values, dist.get_global_rank(process_group, 0), group=process_group)
+    except RuntimeError as error:
+        raise error_messages.exchange_failed(name, error) from error
+    for each, value in zip(numbers, values, strict=True):
+        if isinstance(each.value, Tensor):
+            each.value.copy_(torch.tensor(value, dtype=each.value.dtype))
+        else:
+            each.of_parameter[each.key] = value
+
+
+class _State(NamedTuple):
+    name: str
+    of_parameter: dict[str, Any]
+    key: str
+    value: Any
+
+
+def _states_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[_State]:
+    """All states, in the same order on every rank."""
+    return [
+        _State(f"state {key} of parameter {place} of optimizer {number}", state, key, value)
+        for number, optimizer in enumerate(optimizers)
+        for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        if (state := optimizer.state.get(parameter, {})) is not None
+        for key, value in sorted(state.items())
+    ]
+
+
+def _is_moment(value: Tensor) -> bool:
+    return value.is_floating_point() and value.dim() > 0
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> str:
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"

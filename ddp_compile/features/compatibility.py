@@ -140,12 +140,7 @@ _FLAGS = {
 
 
 def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
-    """The features of the table that a replicated module has, each as an error names it.
-
-    Args:
-        state: The module's.
-        algorithm: The one that it has, or is to have.
-    """
+    """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
     if state.buffers.synchronised():
@@ -181,16 +176,7 @@ def _features_of(algorithm: CommAlgorithm, num_ranks: int) -> dict[Feature, str]
 
 
 def refuse_if_excluded(feature: Feature, said: str, present: Mapping[Feature, str]) -> None:
-    """Refuse to switch a feature on if one that is in force excludes it.
-
-    Args:
-        feature: The one that is wanted.
-        said: How the error names it, as the user wrote it.
-        present: What is in force, from `in_force`.
-
-    Raises:
-        ReplicationError: One of them excludes it; names both, the reason and the way out.
-    """
+    """Raise a ReplicationError if one of the ``present`` features excludes this one, which the user ``said`` so."""
     for exclusion in EXCLUSIONS:
         if feature is exclusion.feature:
             _refuse(exclusion, said, [present[other] for other in exclusion.others if other in present])

@@ -13,25 +13,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_compile import torch_internals
 from ddp_compile.config import DelayedParameters
-from ddp_compile.errors import ReductionError, ReplicationError, shorten_names, this_rank
+from ddp_compile.errors import ReplicationError, shorten_names, this_rank
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.validation.description import with_sparse_gradients
 
 
 def delayed_parameters(
     module: nn.Module, named: Iterable[tuple[str, Parameter]] | None, trigger: Parameter | None
 ) -> DelayedParameters:
-    """Check the two arguments of ``ddp_compile``.
-
-    Args:
-        module: The module that has all of these parameters.
-        named: The value of ``delay_all_reduce_named_params``.
-        trigger: The value of ``param_to_hook_all_reduce``.
-
-    Raises:
-        ValueError: One was given without the other.
-        ReplicationError: A name is not that of its parameter, or a parameter is a DTensor, or has no gradient or a
-            sparse one.
-    """
+    """Check the two arguments of ``ddp_compile``; raises ValueError or ReplicationError, which names the parameter."""
     named = list(named or ())  # may be a generator
     if (not named) != (trigger is None):
         raise ValueError(
@@ -68,10 +58,6 @@ class DelayedAllReduce:
     Their own gradients may have come in several backwards before. ``no_sync`` and other settings of the module make no
     difference. A gradient that a rank does not have counts as zeros.
 
-    Args:
-        parameters: The parameters and their trigger.
-        process_group: The ranks.
-
     Source: ``_delayed_all_reduce_hook`` of torch 2.13, nn/parallel/distributed.py, which nobody waits for.
 
     Note [Last of all]
@@ -99,16 +85,15 @@ class DelayedAllReduce:
             self._handle = torch_internals.register_own(register, has_come)
 
     def remove_hook(self) -> None:
-        """Average nothing any more."""
         if self._handle is not None:
             self._handle.remove()
 
     def _backward_ends(self) -> None:
         if torch_internals.is_inside_backward():
             raise ReplicationError(
-                f"{self._who}: the gradient of param_to_hook_all_reduce has come in a backward inside another one, of a"
-                " reentrant checkpoint for example, after which more gradients may come. Use use_reentrant=False, or"
-                " give a parameter that is used outside it"
+                f"{this_rank()}: {self._what}: the gradient of param_to_hook_all_reduce has come in a backward inside"
+                " another one, of a reentrant checkpoint for example, after which more gradients may come. Use"
+                " use_reentrant=False, or give a parameter that is used outside it"
             )
         torch_internals.queue_backward_callback(self._all_reduce)
 
@@ -126,14 +111,11 @@ class DelayedAllReduce:
             try:
                 dist.all_reduce(flat, group=self._process_group)
             except RuntimeError as error:
-                raise ReductionError(
-                    f"{self._who}: their all-reduce failed. Another rank has raised, exited, or not come to its"
-                    f" backward within the process group's timeout; look for its error. ({error})"
-                ) from error
+                raise error_messages.reduction_failed(self._what, error) from error
             sizes = [gradient.numel() for gradient in gradients]
             for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
                 gradient.copy_(mean.view(gradient.shape))
 
     @property
-    def _who(self) -> str:
-        return f"{this_rank()}: delayed gradients of {shorten_names(list(self._parameters))}"
+    def _what(self) -> str:
+        return f"delayed gradients of {shorten_names(list(self._parameters))}"

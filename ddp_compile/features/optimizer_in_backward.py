@@ -16,9 +16,6 @@ from torch.nn import Parameter
 class OptimizersInBackward:
     """Takes steps at the end of each iteration.
 
-    Args:
-        parameters: The parameters that are reduced, by name.
-
     Source: ``_setup_in_backward_optimizers`` and ``_register_fused_optim`` of torch 2.13, nn/parallel/distributed.py.
     """
 
@@ -29,7 +26,6 @@ class OptimizersInBackward:
 
     @property
     def are_registered(self) -> bool:
-        """Whether any step will be taken."""
         return bool(self._functional or with_steps(self._parameters))
 
     def adopt(self) -> None:
@@ -46,7 +42,6 @@ class OptimizersInBackward:
     def register(
         self, optimizer: type, parameters: Iterable[Parameter] | None, arguments: tuple[Any, ...], keywords: Any
     ) -> None:
-        """See ``ReplicatedModule._register_fused_optim``."""
         from torch.distributed import optim  # takes a second
 
         functional = optim.as_functional_optim(optimizer, *arguments, **keywords)

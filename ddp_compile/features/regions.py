@@ -38,7 +38,6 @@ def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, 
     """Find the submodules to compile by themselves; by name, in registration order.
 
     Args:
-        module: The module that is being replicated.
         classes: Classes of modules, each instance of which is a region. Or ``"auto"``, which finds modules that repeat:
             children of a ModuleList, Sequential or ModuleDict, two or more of one class, that have submodules. A region
             inside another one is part of it. None finds nothing.
@@ -79,9 +78,6 @@ def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, 
 def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Find the submodules to compile by themselves if Dynamo leaves the code that calls them to Python.
 
-    Args:
-        module: The module that is replicated.
-
     Returns:
         Two mappings from name to submodule: those that share compiled code with others of their class, and those that
         do not. Blocks that repeat share it, as `find_regions` finds them with "auto", and so do those inside blocks.
@@ -106,7 +102,6 @@ def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module])
 
     Args:
         names: Names of the parameters by their indices.
-        regions: The regions by name.
     """
     ordinals = {f"{name}.": ordinal for ordinal, name in enumerate(regions)}
     found = {}
@@ -123,10 +118,7 @@ class CompiledRegions:
     """The regions of one module; each calls the code compiled for its class.
 
     Args:
-        regions: Mapping from name to region; may be empty.
         state: Knows in which forward they are called; not kept alive.
-        compiler: Compiles each graph.
-        settings: Settings of the compilation.
     """
 
     def __init__(
@@ -149,12 +141,10 @@ class CompiledRegions:
 
     @property
     def num_training_graphs(self) -> int:
-        """How many graphs have been compiled for training."""
         return sum(training.num_graphs for training, _ in self._backends.values())
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs have been compiled, for training and for evaluation."""
         return sum(backend.num_graphs for backends in self._backends.values() for backend in backends)
 
     def compile(self, regions: Mapping[str, nn.Module]) -> None:

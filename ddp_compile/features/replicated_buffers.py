@@ -29,10 +29,8 @@ class ReplicatedBuffers:
     """Keeps the buffers of one module equal on all ranks.
 
     Args:
-        module: The module.
         ignored: Fully qualified names of buffers that stay local.
         is_on: False if buffers are left alone before forwards.
-        process_group: The ranks.
         monitor: Is told of ranks that did not come.
     """
 
@@ -75,14 +73,11 @@ class ReplicatedBuffers:
         self._hook = _Hook(hook, state, name == "POST_FORWARD")
 
     def before_forward(self, kind: str, source: int) -> list[torch.futures.Future[Any]]:
-        """Make buffers equal before a forward whose backward is to be reduced.
+        """Make buffers equal before a forward whose backward is to be reduced; returns futures for its end to wait for.
 
         Args:
             kind: What kind of forward, for the statuses of the ranks.
             source: The rank in the group whose buffers are broadcast.
-
-        Returns:
-            Futures for the end of the backward to wait for.
 
         Raises:
             ReductionError: Another rank did not come.

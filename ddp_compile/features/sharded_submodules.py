@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import RanksDifferError, ReductionError, ReplicationError, format_ranks, this_rank
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import broadcast_all, ranks_unlike_rank_0
 from ddp_compile.runtime.comm.process_groups import group_of
-from ddp_compile.runtime.comm.rank_names import format_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -24,17 +24,11 @@ _WAY_OUT = "shard over all dimensions, fully_shard(module, mesh=mesh['replicas',
 
 
 class ShardedSubmodule(NamedTuple):
-    """What one call of ``fully_shard`` was given.
+    """What one call of ``fully_shard`` was given."""
 
-    Args:
-        name: The name of the module, or of the first of several.
-        module: That module.
-        parameters: Its parameters by name, without those of nested calls; DTensors while they are sharded.
-    """
-
-    name: str
+    name: str  #: of the module, or of the first of several
     module: FSDPModule
-    parameters: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]  #: without those of nested calls; DTensors while they are sharded
 
 
 def sharded_submodules(module: nn.Module) -> list[ShardedSubmodule]:
@@ -76,8 +70,6 @@ class ShardedSubmodules:
 
     Args:
         submodules: From `sharded_submodules`.
-        process_group: The ranks to average over.
-        device: The device of the gradients.
     """
 
     def __init__(
@@ -144,7 +136,6 @@ class ShardedSubmodules:
         """The global ranks that hold the same part of a submodule as this rank.
 
         Args:
-            name: The submodule.
             ranks_of_each: The ranks over which FSDP2 shards it, by rank in the process group.
         """
         averaged = dist.get_process_group_ranks(self._process_group)
@@ -174,7 +165,7 @@ class ShardedSubmodules:
         try:
             dist.all_reduce(reduced, group=group)
         except RuntimeError as error:
-            raise self._failed(f"all-reduce of submodule {name} over its replicas", error) from error
+            raise error_messages.exchange_failed(f"all-reduce of submodule {name} over its replicas", error) from error
 
     def _nearly_ended(self) -> None:
         # Callbacks of FSDP2 may call the last hooks; all of them have been queued by now.
@@ -192,7 +183,7 @@ class ShardedSubmodules:
         try:
             different = ranks_unlike_rank_0("\n".join(self._called).encode(), group, self._device)
         except RuntimeError as error:
-            raise self._failed("comparison of the order of sharded submodules", error) from error
+            raise error_messages.exchange_failed("comparison of the order of sharded submodules", error) from error
         if different:
             ranks = format_ranks(different)
             first = dist.get_global_rank(group, 0)
@@ -208,10 +199,4 @@ class ShardedSubmodules:
             f" since the last backward that ended well, and {', '.join(self._order or ())} in the first one. Another"
             " replica may have done otherwise, so nothing more is averaged: start again from a checkpoint, and use the"
             f" same ones in every backward; or {_WAY_OUT}"
-        )
-
-    def _failed(self, what: str, error: RuntimeError) -> ReductionError:
-        return ReductionError(
-            f"{this_rank()}: the {what} failed. Another rank has raised, exited, or not come to it within the"
-            f" process group's timeout; look for its error. ({error})"
         )

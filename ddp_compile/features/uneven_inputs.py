@@ -54,7 +54,6 @@ class UnevenInputs:
         """A forward with gradients begins on this rank; inside ``Join``, tell the ranks that have no input left.
 
         Args:
-            module: The replicated module.
             synchronizes: Whether the backward is to be reduced.
 
         Returns:

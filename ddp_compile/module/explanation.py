@@ -47,7 +47,6 @@ def _format_eager(plan: BucketPlan, region_of: Mapping[int, int]) -> list[str]:
 
 
 def not_called() -> str:
-    """Warns that the module itself was never called for training."""
     return (
         f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
         " submodules or methods, or through module.forward. These are not compiled, and buffers are not"
@@ -56,7 +55,6 @@ def not_called() -> str:
 
 
 def nothing_compiled(breaks: GraphBreaks) -> str:
-    """Warns that Dynamo has made no graph."""
     return (
         f"{this_rank()}: nothing was compiled: Dynamo made no graph of the module, so it runs"
         f' eagerly.{_reasons(breaks)} TORCH_LOGS="graph_breaks,recompiles" says more'
@@ -64,7 +62,6 @@ def nothing_compiled(breaks: GraphBreaks) -> str:
 
 
 def compiled_in_blocks(blocks: Sequence[str], breaks: GraphBreaks) -> str:
-    """Warns that Dynamo has left the code that calls blocks to Python."""
     return (
         f"{this_rank()}: the module was not compiled as a whole: Dynamo leaves the code that calls blocks to Python,"
         f" and each block is compiled by itself: {'; '.join(blocks)}.{_reasons(breaks)} To compile that code as well,"
@@ -73,13 +70,7 @@ def compiled_in_blocks(blocks: Sequence[str], breaks: GraphBreaks) -> str:
 
 
 def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]) -> str | None:
-    """Warns that no bucket can be launched early; None if some can.
-
-    Args:
-        plan: The sealed plan.
-        cap_bytes: The largest capacity of a bucket.
-        reports: The reports on the graphs made for training.
-    """
+    """A warning that no bucket can be launched early; None if some can."""
     whole = graphs_without_cut(reports)
     if not whole and not (plan.num_bytes > 2 * cap_bytes and (len(plan.buckets) == 1 or not reports)):
         return None

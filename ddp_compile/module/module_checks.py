@@ -23,13 +23,7 @@ from ddp_compile.validation.wrappers import refuse_wrappers_inside
 
 
 def check_module(module: nn.Module, ignored: frozenset[str]) -> None:
-    """Refuse a module that cannot be replicated.
-
-    Raises:
-        TypeError: Not a module.
-        ReplicationError: It is wrapped, lazy or on the meta device, has nothing to train, or a method with one of our
-            names.
-    """
+    """Raise unless a module can be replicated: not wrapped, lazy or on the meta device, and without our names."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"ddp_compile() needs a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, ReplicatedModule):

@@ -31,7 +31,6 @@ from ddp_compile.graph_ops import next_reducer_ordinal, register_receiver
 from ddp_compile.module import explanation
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm.collectives import broadcast_all, verify_modules_agree
 from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.desync.model_order import is_agreement_point
@@ -46,15 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicateState:
-    """The data-parallel half of one module.
-
-    Args:
-        module: The module that is being replicated.
-        process_group: The ranks to average over.
-        config: Settings of the replication.
-        algorithm_config: How the ranks reduce.
-        compile_settings: Settings of the compilation.
-    """
+    """The data-parallel half of one module."""
 
     def __init__(
         self,
@@ -102,7 +93,17 @@ class ReplicateState:
         region_of = region_of_parameters(list(self.reduced), regions)
         self.builder = PlanBuilder(gradients, config.caps_bytes, algorithm.traits.layout, region_of)
         self._compile_calls(module, compile_settings, in_backward, bool(regions))
-        self.reducer = self._make_reducer(algorithm, in_backward)
+        self.reducer = Reducer(
+            list(self.reduced.values()),
+            self.builder,
+            process_group,
+            config=config,
+            algorithm=algorithm,
+            monitor=self.monitor,
+            launches_in_backward=in_backward,
+            on_reduced=self.optimizers.step,
+            on_plan_sealed=self._warn_without_overlap,
+        )
         register_receiver(self.backend.reducer, self.reducer)
         self.parameters.register()
         self.regions = CompiledRegions(regions, self, self.compiler, compile_settings)
@@ -140,22 +141,6 @@ class ReplicateState:
         verify_modules_agree(description, self.process_group, self.device)
         refuse_objection(objection)
         self.parameters.refuse_shared()
-
-    def _make_reducer(self, algorithm: CommAlgorithm, in_backward: bool) -> Reducer:
-        settings = ReducerSettings(
-            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
-            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
-            find_unused_parameters=self.config.find_unused_parameters,
-            skip_all_reduce_unused_params=self.config.skip_all_reduce_unused_params,
-            static_graph=self.config.static_graph,
-            check_finite_gradients=self.config.check_finite_gradients,
-            launches_in_backward=in_backward,
-            algorithm=algorithm,
-            monitor=self.monitor,
-            on_reduced=self.optimizers.step,
-            on_plan_sealed=self._warn_without_overlap,
-        )
-        return Reducer(list(self.reduced.values()), self.builder, self.process_group, settings)
 
     def _compile_calls(
         self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
@@ -209,7 +194,6 @@ class ReplicateState:
         return f"ddp_compile(split={self.config.split!r}, backend={backend!r}, world_size={self.process_group.size()})"
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward of the module."""
         try:
             return self._forward(module, args, kwargs)
         except Exception as error:
@@ -283,8 +267,8 @@ class ReplicateState:
     def _call_with_gradients(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, source: int
     ) -> Any:
-        runs = self.backend.runs
-        number, number_whole = runs.number, runs.number_whole
+        backend = self.backend
+        num_runs, num_whole_runs = backend.num_runs, backend.num_whole_runs
         is_one_graph = self._has_waited = False
         try:
             # In evaluation mode too, as in DistributedDataParallel: ranks may be in different modes.
@@ -295,7 +279,7 @@ class ReplicateState:
                 self.await_before_python()
                 return self._call_evaluation(module, *args, **kwargs)
             outputs = self._call_training(module, *args, **kwargs)
-            is_one_graph = runs.number == number + 1 and runs.number_whole == number_whole + 1
+            is_one_graph = (backend.num_runs, backend.num_whole_runs) == (num_runs + 1, num_whole_runs + 1)
         finally:
             self._is_training = False
             self.reducer.algorithm.after_forward()
@@ -321,7 +305,7 @@ class ReplicateState:
 
     def _prepare_for_backward(self, module: nn.Module) -> None:
         if self._num_with_gradients == 0:
-            refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied meanwhile
+            refuse_pairs(in_force(self, self.reducer.algorithm))  # optimizers may have been applied since
             self.optimizers.adopt()
         self._num_with_gradients += 1
         if is_agreement_point(self._num_with_gradients):
@@ -333,20 +317,11 @@ class ReplicateState:
             raise
 
     def broadcast_buffers(self, before: str) -> None:
-        """Give all ranks the same buffers before something other than a forward with gradients; call it on all ranks.
-
-        Args:
-            before: A name for that, such as "validation".
-        """
+        """Give all ranks the same buffers ``before`` something, "validation" for example, but no training forward."""
         self.reducer.await_at_the_end(self.buffers.before_forward(before, source=0))
 
     def prepare_for_backward_of(self, module: nn.Module, loss: Any) -> None:
-        """Get ready for a backward as a forward does, if the module was not called for it.
-
-        Args:
-            module: The module.
-            loss: The tensor whose backward comes.
-        """
+        """Get ready for the backward of a loss as a forward does, if the module was not called for it."""
         self._prepare_for_backward(module)
         if self.requires_sync:
             self.reducer.search_unused_parameters(loss)

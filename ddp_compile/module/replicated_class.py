@@ -104,7 +104,6 @@ class OwnAttribute:
     A ``__getattr__`` of the replicated class would do, but each read of a parameter or submodule would pass through it.
 
     Args:
-        name: Its name.
         original: The user's class.
         otherwise: Gives the value for a module that has no such attribute.
     """

@@ -55,9 +55,6 @@ class PlanBuilder:
 
         Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterwards the sealed plan
         decides.
-
-        Args:
-            ready_order: Indices of the frame's parameters in gradient-ready order.
         """
         if self.sealed is not None:
             indices = {self.sealed.bucket_of_parameter[i] for i in ready_order}
@@ -97,9 +94,6 @@ class PlanBuilder:
 
     def reorder_tail(self, arrival_order: Sequence[int]) -> BucketPlan:
         """The sealed plan's next generation, with the eager tail packed in the order in which its gradients arrived.
-
-        Args:
-            arrival_order: Parameter indices in the order of their gradients in one iteration.
 
         Returns:
             A plan with the same buckets of compiled frames, and all buckets in the order of their last gradients.

@@ -95,6 +95,7 @@ from ddp_compile.torch_internals.tensors import (
     is_plain_tensor,
     key_of_storage,
     local_tensor,
+    local_tensors,
     num_bytes_hint,
     num_references,
     num_storage_uses,

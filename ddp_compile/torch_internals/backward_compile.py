@@ -87,19 +87,14 @@ BackwardPass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, int, tuple[
 
 
 class GraphEdit(NamedTuple):
-    """A change to AOTAutograd's forward and backward graphs before they are compiled, unless a cache has them.
+    """A change to AOTAutograd's forward and backward graphs before they are compiled, unless a cache has them."""
 
-    Args:
-        backward: Called with the backward graph, and with passes that the compiler needs after all others.
-        cache_key: Different for edits that make different graphs, the same in every process for the same edit.
-        compile_edited: Calls a compiler that may not know the operators in an edited backward; inductor does.
-        forward: Called with the forward graph; only for compilers of which `edits_forwards` is true.
-    """
-
+    #: Called with the backward graph, and with passes that the compiler needs after all others.
     backward: Callable[[fx.GraphModule, Sequence[BackwardPass]], None]
-    cache_key: str
+    cache_key: str  #: different for edits that make different graphs, the same in every process for the same edit
+    #: Calls a compiler that may not know the operators in an edited backward; inductor does.
     compile_edited: Callable[[CompileBackward, fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-    forward: Callable[[fx.GraphModule], None] | None = None
+    forward: Callable[[fx.GraphModule], None] | None = None  #: only for compilers with `edits_forwards`
 
 
 #: Like `InnerBackend`, with an edit of the backward.
@@ -111,10 +106,6 @@ def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = 
 
     Known are inductor, ``compile_fx`` itself or with the user's ``inner_compile``, ``aot_eager``, and results of
     ``torch._dynamo.backends.common.aot_autograd``.
-
-    Args:
-        inner: The result of `inner_backend`.
-        accept_failure: As for `compile_with_eager_backward`; None raises inductor's errors.
 
     Raises:
         ValueError: The backend's ``inner_compile`` is not callable.

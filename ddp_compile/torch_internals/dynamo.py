@@ -96,7 +96,6 @@ def traced_call_of(
     ``nn.Sequential``, is compiled like any other.
 
     Args:
-        cls: The class of the module.
         runs_eagerly: Called first if Dynamo leaves the frame to Python.
         is_broken: Called with the module before its own code runs, if a graph break in it keeps it out of this frame.
     """
@@ -228,12 +227,8 @@ def has_isolated_recompiles() -> bool:
 def watch_compilations(begins: Callable[[str], None], ends: Callable[[], None]) -> Callable[[], None]:
     """Call two functions around everything that torch compiles: frames, backwards compiled late, CUDA graphs.
 
-    Args:
-        begins: Called with the number of the compilation, "0/1" for example.
-        ends: Called when it is over, or has failed.
-
-    Returns:
-        A function that unregisters both, as ``torch._dynamo.reset()`` does.
+    The first one gets the number of the compilation, "0/1" for example. Returns a function that unregisters both, as
+    ``torch._dynamo.reset()`` does.
     """
     import torch._dynamo
 

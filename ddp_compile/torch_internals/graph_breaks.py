@@ -49,11 +49,7 @@ class GraphBreaks:
         return self._is_noted
 
     def note_module(self) -> bool:
-        """Python is about to run the module's own code, since a graph break keeps it out of the outer frame.
-
-        Returns:
-            Whether this is the first time.
-        """
+        """Python is about to run the module's own code, after a graph break; returns whether this is the first time."""
         is_new, self._is_noted = not self._is_noted, True
         if is_new:
             self._first = _last_graph_break()

@@ -78,7 +78,6 @@ def is_plain_tensor(value: Tensor) -> bool:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long
     return module is not None and isinstance(value, module.DTensor)
 
@@ -89,6 +88,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The `local_tensor` of each."""
+    return list(map(local_tensor, tensors))
 
 
 def has_equal_parts(value: Any) -> bool:

@@ -32,8 +32,6 @@ def describe_module(
     """Lines that have to be the same on every rank; with strides, since flat buffers follow them.
 
     Args:
-        module: The module.
-        config: Its settings.
         launches_in_backward: Whether buckets are launched inside compiled backwards.
         ignored: Names of parameters and buffers that may differ.
     """

@@ -30,7 +30,6 @@ class ReplicatedParameters:
     """The parameters that one module was replicated with.
 
     Args:
-        module: The module.
         ignored: Names of parameters that are not reduced.
     """
 
@@ -69,11 +68,8 @@ class ReplicatedParameters:
     def refuse_changes(self, module: nn.Module) -> None:
         """Refuse parameters other than those that were replicated.
 
-        A frozen or moved or renamed parameter is no change: the step of a generator freezes the discriminator, and
-        thaws it afterwards. If gradients are missing for that reason, `MissingGradientError` says so.
-
-        Raises:
-            ParametersChangedError: Names each parameter, and what happened to it.
+        A frozen or moved or renamed parameter is no change: a generator's step freezes the discriminator, and
+        unfreezes it afterwards. If gradients are missing for that reason, `MissingGradientError` says so.
         """
         if self._is_as_it_was(module):
             return

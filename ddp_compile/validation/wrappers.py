@@ -43,11 +43,7 @@ _REDUCING = _SHARDING | {"DistributedDataParallel", "DataParallel", "DeepSpeedEn
 
 
 def refuse_wrappers_inside(module: nn.Module) -> None:
-    """Refuse a module that is a wrapper, or holds one other than a submodule of ``fully_shard``.
-
-    Raises:
-        ReplicationError: Names the wrapper, where it is, and what to do.
-    """
+    """Raise a ReplicationError for a module that is or holds a wrapper, other than a submodule of ``fully_shard``."""
     for name, submodule in module.named_modules():
         kind = _kind_of(type(submodule))
         if kind is not None and not (name and kind == "FSDPModule"):
@@ -82,13 +78,6 @@ def refuse_wrapper_around(module: nn.Module, parameters: Mapping[str, nn.Paramet
     """While the module is called: refuse a caller that reduces the same gradients, or trains adapters of PEFT.
 
     A wrapper whose forward merely calls the module, a frozen teacher for example, is allowed.
-
-    Args:
-        module: The module.
-        parameters: Its parameters that are reduced, by name.
-
-    Raises:
-        ReplicationError: Names the wrapper and the way out.
     """
     for wrapper in itertools.chain([module], _calling_modules()):
         if wrapper is not module and _trains_adapters(wrapper, module):

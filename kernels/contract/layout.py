@@ -105,10 +105,7 @@ def check_memory(
     """Raise ValueError if a tensor shares memory with ``flat`` outside of its place, or two written ones share memory.
 
     Args:
-        tensors: The tensors of a bucket.
         places: The place of each in ``flat``.
-        flat: The flat buffer.
-        written: Whether the tensors are about to be written.
         indices: The tensors to check; all of them when None.
     """
     flat_begin, flat_end = _memory(flat)

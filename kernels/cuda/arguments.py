@@ -92,7 +92,6 @@ class Pack(Arguments):
     """Consecutive tensors of a bucket that one launch moves; only their addresses change between steps.
 
     Args:
-        first: Index of the first tensor.
         numels: Elements of each of these tensors; int64, shape (number of tensors).
         offsets: Their places, in elements of the flat buffer; int64, same shape.
     """
@@ -116,7 +115,6 @@ class Pack(Arguments):
         Args:
             addresses: Address of an array of 64-bit integers.
             codes: If given, the dtype codes of all tensors, of which only those with ``code`` will be moved.
-            code: Number of a dtype.
         """
         mine = self.structure.addresses
         ctypes.memmove(mine, addresses + 8 * self.first, 8 * self.num_tensors)

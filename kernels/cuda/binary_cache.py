@@ -37,9 +37,6 @@ class BinaryCache:
 
     A file is the SHA-256 of a binary and the binary. Files are replaced atomically, so any number of processes may
     share the folder. The first error with it is logged, and binaries are compiled in memory from then on.
-
-    Args:
-        folder: Created for the user alone when the first file is written.
     """
 
     def __init__(self, folder: Path) -> None:

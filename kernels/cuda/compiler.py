@@ -40,11 +40,7 @@ class Compiler:
             ) from error
 
     def target(self, capability: tuple[int, int]) -> str:
-        """The newest architecture that NVRTC knows and the device can run.
-
-        Raises:
-            KernelUnavailableError: There is none.
-        """
+        """The newest architecture that NVRTC and the device know; raises KernelUnavailableError if there is none."""
         major, minor = capability
         if capability < OLDEST_CAPABILITY:
             raise KernelUnavailableError(

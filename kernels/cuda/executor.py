@@ -31,8 +31,6 @@ class CudaExecutor:
     CUDA graph owns everything that it needs. The graph replays the addresses that it was captured with.
 
     Args:
-        tensors: The tensors of the bucket.
-        flat: The flat buffer.
         offsets: Their places, in elements; packed when None.
         device: For tests; that of ``flat`` when None.
 

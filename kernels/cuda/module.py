@@ -28,11 +28,8 @@ class KernelDevice:
     """One device, with the kernels loaded onto it.
 
     Args:
-        driver: Loads and launches.
         binary_of: Compiles a program, or reads its binary from the cache.
         current_stream: Returns torch's current stream.
-        num_multiprocessors: Number of multiprocessors of the device.
-        name: Its description.
     """
 
     def __init__(

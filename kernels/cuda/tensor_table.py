@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +18,7 @@ from ddp_compile.kernels.native.tensor_table import NativeTensorTable
 OTHER_CODE = 255
 
 
-class TensorTable(Protocol):
-    """The interface of both tables."""
-
-    numels: Tensor  #: elements of each tensor; int64, on the CPU
-    offsets: Tensor  #: of each tensor's place, in elements of the flat buffer; int64, on the CPU
-    addresses: int  #: address of an array of 64-bit integers, the tensors' addresses when last read
-
-    def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> list[int]:
-        """See `NativeTensorTable.read`."""
-
-    def dtype_codes(self) -> bytes:
-        """A number of ``DTYPE_CODES`` for each tensor that was read last, or ``OTHER_CODE``."""
-
-
-def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> TensorTable:
+def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> LibraryTable | PythonTable:
     """The faster table that is available; raises the errors of `layout.check_fit`."""
     try:
         return LibraryTable(library.load(), tensors, flat, offsets)
@@ -49,12 +34,15 @@ class LibraryTable(NativeTensorTable):
     ) -> None:
         super().__init__(library, tensors, flat, offsets)
         self._num_tensors = len(tensors)
+        #: Elements of each tensor, and of the flat buffer before its place; int64, on the CPU.
         self.numels = _copied(library.table_numels(self.handle), len(tensors))
         self.offsets = _copied(library.table_offsets(self.handle), len(tensors))
+        #: Of an array of 64-bit integers, the tensors' addresses when last read.
         self.addresses: int = library.table_addresses(self.handle) or 0
         self._dtypes = library.table_dtypes(self.handle)
 
     def dtype_codes(self) -> bytes:
+        """A number of ``DTYPE_CODES`` for each tensor that was read last, or ``OTHER_CODE``."""
         return ctypes.string_at(self._dtypes, self._num_tensors)
 
 

@@ -10,7 +10,6 @@ from ddp_compile.kernels.native.library import DTYPE_CODES
 
 
 def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = None) -> None:
-    """See `ddp_compile.kernels.minmax_u8_compress`."""
     chunk_numel = -(-values.numel() // len(rows))
     library.load().minmax_u8_compress(
         DTYPE_CODES[values.dtype],
@@ -26,7 +25,6 @@ def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = No
 
 
 def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False) -> None:
-    """See `ddp_compile.kernels.minmax_u8_decompress`."""
     library.load().minmax_u8_decompress(
         DTYPE_CODES[values.dtype],
         rows.data_ptr(),
@@ -41,7 +39,6 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False)
 
 
 def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
-    """See `ddp_compile.kernels.average_into`."""
     library.load().average(
         DTYPE_CODES[x.dtype],
         x.data_ptr(),

@@ -63,9 +63,6 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 class NativeLibrary:
     """The functions of csrc/library.cpp, without the ``ddp_compile_`` of their names, and torch's exchange API.
 
-    Args:
-        path: The shared library.
-
     Raises:
         KernelUnavailableError: It cannot be loaded, or was built from other sources than these.
     """
@@ -97,11 +94,7 @@ class NativeLibrary:
         return [name.decode() for name in names]
 
     def use_instruction_set(self, name: str) -> None:
-        """Use another one in the whole process from now on; for tests and measurements.
-
-        Raises:
-            ValueError: It is none of `instruction_sets`.
-        """
+        """Use another of `instruction_sets` in the whole process from now on; for tests and measurements."""
         if not self.set_instruction_set(name.encode()):
             raise ValueError(f"instruction set {name!r} is none of {', '.join(self.instruction_sets())}")
 
@@ -112,11 +105,7 @@ class NativeLibrary:
 
 @functools.cache
 def load() -> NativeLibrary:
-    """The library beside this file.
-
-    Raises:
-        KernelUnavailableError: It was not built, or cannot be loaded.
-    """
+    """The library beside this file; raises KernelUnavailableError if it was not built, or cannot be loaded."""
     found = sorted(path for pattern in ("_core*.so", "_core*.pyd") for path in FOLDER.glob(pattern))
     if not found:
         raise KernelUnavailableError(

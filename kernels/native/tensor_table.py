@@ -15,7 +15,6 @@ class NativeTensorTable:
     """Shapes, strides and places of tensors, and their addresses when last read; see csrc/tensor_table.h.
 
     Args:
-        library: The loaded library.
         tensors: Tensors of the shapes, strides and device of the bucket; not kept.
         flat: The flat buffer that has the places.
         offsets: The places, in elements; packed when None.
@@ -59,7 +58,6 @@ class NativeTensorTable:
         """Read the addresses of tensors of the table's shapes.
 
         Args:
-            tensors: In the order of the table.
             flat: The flat buffer that they will be copied to or from, of a dtype in ``DTYPE_CODES``.
             written: Whether the tensors will be written.
 
@@ -95,7 +93,6 @@ class NativeTensorTable:
         return list(others)
 
     def shape(self, index: int) -> list[int]:
-        """The shape of tensor ``index``."""
         num_dims = ctypes.c_int64()
         sizes = self._library.table_sizes(self.handle, index, ctypes.byref(num_dims))
         return list(sizes[: num_dims.value])

@@ -32,18 +32,14 @@ def is_dense_tensor(output: Any) -> bool:
 def value_to_hold(
     following: Sequence[fx.Node], position: Mapping[fx.Node, int], last: fx.Node, excluded: Iterable[fx.Node]
 ) -> list[fx.Node]:
-    """Of the values computed up to ``last``, the one that most of the ``following`` nodes depend on.
+    """Of the values computed up to ``last``, the one that most of the ``following`` nodes depend on, if there is one.
 
     An operator that is declared to write into it runs after its computation and before those nodes.
 
     Args:
         following: All nodes from ``last`` to the next operator of ours, in order.
         position: Of every node of the graph.
-        last: The node before them.
         excluded: Values that must not be chosen.
-
-    Returns:
-        A list of one node, or an empty one.
     """
     not_these = {base_of(node) for node in excluded}
     bits: dict[fx.Node, int] = {}  # of each value computed up to `last`

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import fx
 
 from ddp_compile.graph_ops import HOLD_BACK
-from ddp_compile.passes.pipeline import NamesGraph, PassResult
+from ddp_compile.passes.pipeline import AotContext, PassResult
 from ddp_compile.torch_internals import SPARSE_FROM_PARTS
 
 
-def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: NamesGraph) -> PassResult:
+def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """Read the indices and values of sparse tensors at the end of the graph.
 
     A sparse tensor uses the memory of its parts. Inductor (torch 2.13) does not know this, and writes later results of

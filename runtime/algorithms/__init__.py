@@ -11,7 +11,7 @@
 
 Each derives from `CommAlgorithm` (runtime/buckets/comm_algorithm.py), directly or by way of
 
-- collective_chain.py: several collectives for each bucket; hierarchical.py runs such a chain between nodes;
+- collective_chain.py: several collectives for each bucket, also on each node first and between the nodes;
 - parameter_average.py: parameters are averaged in place of gradients; after_step.py: after an optimizer's step.
 
 The other files are their parts. To add an algorithm, write a file here after all_reduce.py and export its config in

@@ -16,8 +16,9 @@ from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage
 class Exchange(Enum):
     """Where the exchange of the last iteration stands."""
 
-    NONE = auto()  #: there is none, or it came after the step as it should
+    NONE = auto()  #: there is none
     DUE = auto()  #: it waits for the step
+    AFTER_STEP = auto()  #: it came after the step, as it should
     BEFORE_STEP = auto()  #: it came without a step, which must not follow any more
 
 
@@ -39,7 +40,6 @@ class AfterStep(ParameterAverage):
         """Exchange with the other ranks: an iteration has ended, and its step was done or skipped."""
 
     def before_forward(self, synchronize: bool) -> None:
-        """Communicate if it is still due."""
         if synchronize and not self._steps.forward_begins(self.name):
             self._communicate_if_due()
 
@@ -78,6 +78,6 @@ class AfterStep(ParameterAverage):
             )
 
     def _step_ends(self) -> None:
-        if self._steps.all_have_stepped:
+        if self._steps.all_have_stepped and self._exchange is not Exchange.NONE:
             self._communicate_if_due()
-            self._exchange = Exchange.NONE
+            self._exchange = Exchange.AFTER_STEP

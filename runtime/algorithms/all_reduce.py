@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ddp_compile import torch_internals
 from ddp_compile.kernels import flatten_scale, unflatten
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
-from ddp_compile.runtime.algorithms.hierarchical import Hierarchical
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, Hierarchical
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, CommAlgorithm, Pending, Traits
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import ReductionError, ReplicationError, format_ranks, this_rank
 from ddp_compile.kernels import average_into
 from ddp_compile.kernels.executors import KERNEL_DTYPES
 from ddp_compile.runtime.algorithms.averaging_thread import AveragingThread, Standing
@@ -24,7 +24,6 @@ from ddp_compile.runtime.algorithms.parameter_gate import ParameterGate
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.process_groups import host_group, own_group
-from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.comm.streams import Event
 
 
@@ -55,7 +54,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     # What the reducer calls.
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make a process group of its own."""
         self._device = parameters[0].device
         self._group = own_group(self._process_group, self._device)
         self._hosts = host_group(self._group, self._device)  # gloo's, which notices a killed rank
@@ -70,11 +68,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self._let_go()
 
     def before_forward(self, synchronize: bool) -> None:
-        """Keep the parameters as they are until the backward has ended.
-
-        Raises:
-            ReductionError: Averaging has failed since.
-        """
+        """Keep the parameters as they are until the backward has ended; raises if averaging has failed."""
         self._raise_failure()
         if not self._steps.forward_begins(self.name):
             self._gate.leave("step")  # one that has raised
@@ -85,11 +79,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._gate.note_reads()
 
     def after_backward(self) -> None:
-        """Start to average after the last step of warm-up.
-
-        Raises:
-            ReductionError: Averaging has failed since.
-        """
+        """Start to average after the last step of warm-up; raises if averaging has failed."""
         super().after_backward()
         self._gate.leave("backward")
         self._raise_failure()
@@ -103,13 +93,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
                 " model.comm_algorithm.resume()"
             )
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self._gate.enter("evaluation")
-        try:
-            yield
-        finally:
-            self._gate.leave("evaluation")
+    def evaluation(self) -> AbstractContextManager[None]:
+        return self._gate.inside("evaluation")
 
     def _refuse_state(self, state: Mapping[str, Any]) -> None:
         super()._refuse_state(state)
@@ -134,18 +119,13 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._is_aborted = False
         self._start()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         """A context for writes to parameters that are no steps of a ``torch.optim.Optimizer``: it excludes averages.
 
         Raises:
             ReductionError: Parameters have been written outside of it.
         """
-        self._gate.enter("writing")
-        try:
-            yield
-        finally:
-            self._gate.leave("writing")
+        return self._gate.inside("writing")
 
     def __enter__(self) -> AsyncModelAverageAlgorithm:
         self.resume()
@@ -166,7 +146,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
             self._averager = AveragingThread(self, self._group, self._hosts, self._device, self._interval_s, limit_s)
 
     def _stop(self) -> None:
-        """Stop with all ranks."""
         averager, self._averager = self._averager, None
         if averager is None:
             return
@@ -191,7 +170,6 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     @property
     def has_pending(self) -> bool:
-        """Whether an average is yet to be applied."""
         return self._pending is not None
 
     def round(self, since: Event) -> None:

@@ -2,11 +2,11 @@
 
 Note [Ranks that end]
 No rank waits for another, so no rank would miss one whose main thread has ended. Its averaging thread would go on, and
-the others would average with parameters that nobody trains. So the threads exchange the ranks' standings, all to all,
-at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank notices at
-once. In a process that still runs, the averaging thread reports the end as soon as the main thread has ended, however
-it ended: Python does not say, and a script that ends without ``abort()`` leaves ranks with different parameters, which
-is an error too.
+the others would average with parameters that are no longer trained. So the threads exchange the ranks' standings, all
+to all, at least every `_LONGEST_SILENCE_S` seconds. A killed process closes its connections, which every other rank
+notices at once. In a process that still runs, the averaging thread reports the end as soon as the main thread has
+ended, however it ended: Python does not say, and a script that ends without ``abort()`` leaves ranks with different
+parameters, which is an error too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import time
 import weakref
 from enum import IntEnum, auto
 from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_compile.errors import this_rank
 from ddp_compile.runtime.comm import streams
+
+if TYPE_CHECKING:
+    from ddp_compile.runtime.algorithms.async_model_average import AsyncModelAverageAlgorithm
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +56,6 @@ HOW_GONE = {
 }
 
 
-class Rounds(Protocol):
-    """The part of `AsyncModelAverageAlgorithm` that the thread calls."""
-
-    @property
-    def has_pending(self) -> bool: ...
-
-    def round(self, since: streams.Event) -> None: ...
-
-    def apply_within(self, limit_s: float) -> None: ...
-
-
 class AveragingThread:
     """Runs rounds until all ranks have asked for the end, or one has failed; see Note [Ranks that end].
 
@@ -80,7 +72,7 @@ class AveragingThread:
 
     def __init__(
         self,
-        algorithm: Rounds,
+        algorithm: AsyncModelAverageAlgorithm,
         group: dist.ProcessGroup,
         hosts: tuple[Any, torch.device],
         device: torch.device,
@@ -107,11 +99,7 @@ class AveragingThread:
         self._at_exit = Finalize(None, self._process_ends, exitpriority=0)
 
     def stop(self) -> list[int]:
-        """Ask for the end, and return when all ranks have asked for it, or one has failed.
-
-        Returns:
-            The global ranks that have not asked in time; the thread ends then, without them.
-        """
+        """Ask for the end, and wait for the others; returns the global ranks that have not asked for it in time."""
         self._stops.set()
         self._thread.join(self._limit_s)
         if not self._thread.is_alive():
@@ -180,7 +168,7 @@ class AveragingThread:
                 del algorithm
                 self._stops.wait(min(_LONGEST_SILENCE_S, max(0.0, due_at - time.monotonic())))
 
-    def _standing(self, algorithm: Rounds | None) -> Standing:
+    def _standing(self, algorithm: AsyncModelAverageAlgorithm | None) -> Standing:
         if self._has_ended is not None:
             return self._has_ended
         if not threading.main_thread().is_alive():  # other exit functions may run for long before ours

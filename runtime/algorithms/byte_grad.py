@@ -13,8 +13,7 @@ from ddp_compile import torch_internals
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 from ddp_compile.kernels.contract.reference import row_bytes
 from ddp_compile.kernels.executors import KERNEL_DTYPES
-from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
-from ddp_compile.runtime.algorithms.hierarchical import Hierarchical
+from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain, Hierarchical
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,9 +12,9 @@ from torch.nn import Parameter
 
 from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
-from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
+from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.process_groups import own_group
+from ddp_compile.runtime.comm.process_groups import NodeGroups, own_group
 from ddp_compile.runtime.comm.streams import Event, SideStream, record, work_blocks_host
 
 
@@ -49,24 +50,20 @@ class CollectiveChain(CommAlgorithm):
             self.take_own_group(parameters)
 
     def take_own_group(self, parameters: Sequence[Parameter]) -> None:
-        """Send over a process group of the same ranks that nobody else uses; a single rank needs none."""
+        """Send over a process group of the same ranks that nothing else uses; a single rank needs none."""
         if self.process_group.size() > 1:
             self.process_group = own_group(self.process_group, parameters[0].device)
             self.shares_process_group = False
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start the first collective of a bucket, after the last one of the previous bucket; see the class.
-
-        Raises:
-            ReductionError: The previous bucket's reduction has failed.
-        """
+        """Start the first collective of a bucket, after the last one of the previous bucket; see the class."""
         self.drain()
         device = bucket.flat.device
         if self._side_stream is None:
             self._side_stream = SideStream(device)
         chain = _Chain(self, bucket, self._side_stream)
         with self._side_stream.after_current():
-            chain.start_first()
+            chain.go_on()
         if not work_blocks_host(self.process_group, device):
             chain.finish()
             return chain
@@ -78,14 +75,52 @@ class CollectiveChain(CommAlgorithm):
         return chain
 
     def drain(self) -> None:
-        """Start the remaining collectives of the bucket launched last, and wait for all but the last one.
-
-        Raises:
-            ReductionError: One of its collectives has failed.
-        """
+        """Start the remaining collectives of the bucket launched last, and wait for all but the last one."""
         chain, self._under_way = self._under_way, None
         if chain is not None:
             chain.start_all()
+
+
+class Hierarchical(CollectiveChain):
+    """Runs another algorithm between the leaders of the nodes, on the sum of each node.
+
+    Buckets arrive divided by the number of all ranks, so the sum of the nodes' sums is the mean, however many ranks a
+    node has. All ranks of a node get their leader's result, bit for bit.
+
+    Args:
+        between: Runs between the leaders; `attach` gives it their process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, between: CollectiveChain) -> None:
+        super().__init__(process_group)
+        self.num_collectives = 0  # set by `attach`
+        self.name = f"hierarchical {between.name}"
+        self.traits = Traits(layout=between.traits.layout, takes_sparse=False, takes_dtypes=between.traits.takes_dtypes)
+        self._between = between
+        self._nodes: Any = None  # set by `attach`
+
+    def attach(self, parameters: Sequence[Parameter]) -> None:
+        """Make the groups of nodes and leaders; raises on every rank if one does not know its place on its node."""
+        nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
+        self._nodes = nodes
+        self.shares_process_group = False
+        self.num_collectives = 0 if nodes.within is None else 2
+        if self._sends_between:
+            self._between.process_group = nodes.leaders
+            self.num_collectives += self._between.num_collectives
+
+    @property
+    def _sends_between(self) -> bool:
+        return self._nodes.leaders is not None and self._nodes.leaders.size() > 1
+
+    def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
+        flat, nodes = bucket.flat, self._nodes
+        if (work := nodes.reduce(flat)) is not None:
+            yield work
+        if self._sends_between:
+            yield from self._between.reduce(bucket)
+        if (work := nodes.broadcast(flat)) is not None:
+            yield work
 
 
 class _Chain:
@@ -102,21 +137,17 @@ class _Chain:
         self._work: dist.Work | None = None
         self._failure: ReductionError | None = None
 
-    def start_first(self) -> None:
-        """Start the first collective."""
-        self._go_on()
-
     def start_all(self) -> None:
         """Start all collectives, and wait for all but the last one."""
         with self._side_stream.on():
             while self._num_started < self._algorithm.num_collectives:
-                self._go_on()
+                self.go_on()
 
     def finish(self) -> None:
         """Start all collectives, and do what comes after the last one."""
         with self._side_stream.on():
             while self._done is None:
-                self._go_on()
+                self.go_on()
 
     def wait(self) -> None:
         """Return when the bucket holds the result; further calls do nothing, or raise the same error again."""
@@ -126,27 +157,23 @@ class _Chain:
         self._done.wait()
 
     def result(self) -> list[Tensor]:
-        """The reduced flat buffer."""
         return [self._flat]
 
-    def _go_on(self) -> None:
-        """Wait for the collective under way, and resume the generator."""
+    def go_on(self) -> None:
+        """Wait for the collective under way, if any, and start the next one."""
         if self._failure is not None:
             raise self._failure
         try:
-            self._wait_for_one()
+            work, self._work = self._work, None
+            if work is not None:
+                work.wait()
             self._start_next()
         except ReductionError as failure:
             self._failure = failure
             raise
-
-    def _wait_for_one(self) -> None:
-        work, self._work = self._work, None
-        try:
-            if work is not None:
-                work.wait()
         except RuntimeError as error:
-            raise error_messages.reduction_failed(self._bucket.describe(), error) from error
+            self._failure = error_messages.reduction_failed(self._bucket.describe(), error)
+            raise self._failure from error
 
     def _start_next(self) -> None:
         algorithm = self._algorithm

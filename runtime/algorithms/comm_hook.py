@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, this_rank, with_article
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.buckets.local_tensors import local_tensors
 from ddp_compile.runtime.comm.streams import work_blocks_host
 
 HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
@@ -134,11 +134,7 @@ class HookWork:
         self._bucket = bucket
 
     def wait(self) -> None:
-        """Wait for the hook's future and copy its result into the buffer; further calls do nothing.
-
-        Raises:
-            ReductionError: The future failed, or does not hold reduced gradients.
-        """
+        """Wait for the hook's future and copy its result into the buffer; further calls do nothing."""
         if self._future is None:
             return
         try:
@@ -149,7 +145,6 @@ class HookWork:
         self._future = None
 
     def result(self) -> list[Tensor]:
-        """The reduced buffer; called after `wait`."""
         return [self._buffer]
 
     def _take(self, value: object) -> None:
@@ -201,18 +196,16 @@ class CommHook(CommAlgorithm):
         self._running: HookWork | None = None
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Call the hook with one bucket.
-
-        Raises:
-            ReductionError: The hook raised, or returned no future; on the CPU also errors of the previous bucket.
-        """
+        """Call the hook with one bucket; on the CPU, errors of the previous bucket are raised here too."""
         self.drain()
         flat, described = bucket.flat, bucket.describe()
         # Hooks may resize their buffer, as batched PowerSGD does; the bucket's keeps its shape.
         handed_out = flat if bucket.spec.is_sparse else flat.view(-1)
         try:
             with torch.no_grad():
-                given = GradBucket(bucket.spec.index, is_last, handed_out, local_tensors(bucket.parameters))
+                given = GradBucket(
+                    bucket.spec.index, is_last, handed_out, torch_internals.local_tensors(bucket.parameters)
+                )
                 future = self._function(self._state, given)
         except Exception as error:
             self.fail(f"raised {error!r} on {described}", error)
@@ -224,19 +217,12 @@ class CommHook(CommAlgorithm):
         return work
 
     def drain(self) -> None:
-        """Wait for a hook that may start more collectives, before anything else is started.
-
-        See Note [One hook at a time on the CPU].
-
-        Raises:
-            ReductionError: As `HookWork.wait`.
-        """
+        """Wait for a hook that may start more collectives; see Note [One hook at a time on the CPU]."""
         running, self._running = self._running, None
         if running is not None:
             running.wait()
 
     def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
-        """Raise the ReductionError of this hook."""
         raise ReductionError(
             f"{this_rank()}: the {self.name} {what}. The gradients are not reduced and this rank may be"
             " out of step with the others; correct the hook, or look for the error of another rank that has raised or"

@@ -50,11 +50,7 @@ class DecentralizedAlgorithm(ParameterAverage):
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make process groups of its own, and buffers to send and receive.
-
-        Raises:
-            ValueError: On every rank, if a rank does not know its node, or the number of nodes is odd.
-        """
+        """Make process groups of its own, and buffers; raises on every rank if nodes are unknown, or odd in number."""
         self._groups = NodeGroups.of(self._process_group, parameters[0].device, self.name, self._hierarchical)
         if self._is_with_one_peer:
             _refuse_odd(len(self._groups.sizes), "nodes")
@@ -64,24 +60,18 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._received = self._parameters.new() if exchanges else []
 
     def before_forward(self, synchronize: bool) -> None:
-        """Send the parameters, in each step that is one of the interval."""
         if synchronize:
             self._steps.forward_begins(self.name)
             self._send()
 
     def after_backward(self) -> None:
-        """Replace the parameters by the average, before the optimizer steps.
-
-        Raises:
-            ReductionError: The exchange failed, or parameters were written since the forward.
-        """
+        """Replace the parameters by the average before the optimizer steps; raises if they were written meanwhile."""
         self._send()  # gradients may have come without a forward, by a method of the module
         if self._under_way is not None:
             self._finish()
         super().after_backward()
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of steps and exchanges."""
         return {**super().state_dict(), "num_exchanges": self._num_exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,12 +137,7 @@ class DecentralizedAlgorithm(ParameterAverage):
 
 
 def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
-    """The peer of one of ``size``: each of one half meets one of the other half, shifted by one in each exchange.
-
-    Args:
-        place: 0 to ``size`` - 1.
-        size: An even number.
-        num_exchanges: Number of exchanges so far.
+    """The peer of one of ``size``, an even number: each of one half meets one of the other, shifted by one each time.
 
     Source: the decentralised algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
     """

@@ -78,21 +78,16 @@ class FlatParameters:
 
 
 def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [torch_internals.local_tensor(parameter.detach()) for parameter in parameters]
+    return torch_internals.local_tensors([parameter.detach() for parameter in parameters])
 
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to add up a buffer over all ranks of a group."""
     work: dist.Work = torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
     return work
 
 
 def average_over(group: dist.ProcessGroup, parameters: FlatParameters, name: str) -> None:
-    """Replace the parameters by their mean over the ranks of a group, the same bits on all of them.
-
-    Raises:
-        ReductionError: The all-reduce of ``name`` failed.
-    """
+    """Replace the parameters by their mean over a group, the same bits on every rank; raises ReductionError."""
     if group.size() == 1:
         return
     flats = parameters.new()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from ddp_compile.runtime.algorithms.after_step import AfterStep
+from ddp_compile.errors import ReductionError, this_rank
+from ddp_compile.runtime.algorithms.after_step import AfterStep, Exchange
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING, average_over
 from ddp_compile.runtime.algorithms.parameter_average import refuse_interval
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig, Traits
@@ -36,8 +37,16 @@ class LocalSGDAlgorithm(AfterStep):
         self._group = own_group(self._process_group, parameters[0].device)
 
     def communicate(self) -> None:
-        """Average the parameters."""
         average_over(self._group, self._parameters, self.name)
+
+    def _step_ends(self) -> None:
+        if self._exchange is Exchange.AFTER_STEP and self._steps.has_gradients:
+            raise ReductionError(
+                f"{this_rank()}: an optimizer has stepped again after the {self.name} has averaged the parameters, so"
+                " the ranks' parameters differ. Take one step of each optimizer for each backward that is reduced, and"
+                " start again from a checkpoint"
+            )
+        super()._step_ends()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,11 +61,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make process groups of its own, and copies of the parameters.
-
-        Raises:
-            ValueError: On every rank, if a rank does not know its node, or the nodes have different sizes.
-        """
+        """Make process groups and copies of the parameters; raises if nodes are unknown, or differ in size."""
         device = parameters[0].device
         self._groups = NodeGroups.of(self._process_group, device, self.name, self._hierarchical)
         if len(set(self._groups.sizes)) > 1:
@@ -83,13 +79,10 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if leaders is not None and work_blocks_host(leaders, device):
             keep_after(self, partial(_let_neighbours_have, self._under_way))
 
-    def communicate(self) -> None:
-        """Exchange with both neighbours."""
-        if self._process_group.size() > 1:
-            self._exchange_and_count()
-
     @torch.no_grad()
-    def _exchange_and_count(self) -> None:
+    def communicate(self) -> None:
+        if self._process_group.size() == 1:
+            return
         groups = self._groups
         blocks = self._parameters.blocks(BLOCK_NUMEL) if groups.within is None and not self._begins_anew else None
         if blocks is None or groups.leaders is None:
@@ -117,11 +110,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._parameters.write(flats)
 
     def _exchange_with_neighbours(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
-        """Let x become the new W, segment by segment; each is sent while the next one is computed.
-
-        Args:
-            blocks: x, see `FlatParameters.blocks`.
-        """
+        """Let x become the new W, segment by segment; each is sent while the next one is computed."""
         for messages in self._under_way.values():
             self._await(messages)
         left, right = _neighbours_in(group)
@@ -250,11 +239,7 @@ def _num_bytes(block: Tensor) -> int:
 
 
 def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Tensor], scratch: Tensor) -> Tensor:
-    """Let x and W of a segment be W + D(C(z)), block by block; a neighbour on both sides counts twice.
-
-    Returns:
-        C(z), the blocks one after the other.
-    """
+    """Let x and W of a segment be W + D(C(z)), and return C(z); a neighbour on both sides counts twice."""
     message = []
     for pieces, of_own, *of_neighbours in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbours)), strict=True):
         z, of_x = scratch[:, : len(of_own)]

@@ -54,11 +54,7 @@ def exchange(
 
 
 def wait_for(works: Sequence[dist.Work | None], name: str) -> None:
-    """Wait for all works.
-
-    Raises:
-        ReductionError: One of them has failed.
-    """
+    """Wait for all works; raises ReductionError if one of them has failed."""
     try:
         for work in works:
             if work is not None:

@@ -31,6 +31,7 @@ class OptimizerSteps:
         self._inside: list[weakref.ref[Optimizer]] = []
         self._num_iterations_inside = 0
         self._stepped: set[int] = set()
+        self._last: set[int] = set()  # the parameters of the optimizer that began to step last
         alive = weakref.ref(self)
 
         def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -55,14 +56,11 @@ class OptimizerSteps:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient; without one, a step changes nothing."""
-        return any(p.grad is not None for p in self._parameters)
+        """Whether the optimizer that stepped last has a gradient; without one, a step changes nothing."""
+        return any(p.grad is not None and id(p) in self._last for p in self._parameters)
 
     def forward_begins(self, algorithm: str) -> bool:
-        """A forward with gradients begins.
-
-        Returns:
-            Whether it is inside of a step, in its closure.
+        """A forward with gradients begins; returns whether that is in the closure of a step.
 
         Raises:
             ReplicationError: It is the second iteration inside of one step.
@@ -82,21 +80,21 @@ class OptimizerSteps:
         return True
 
     def iteration_ends(self) -> None:
-        """An iteration ends."""
         self._num_iterations_inside += bool(self._inside)
         self._stepped = set()
 
     def stop(self) -> None:
-        """Never call back again."""
         _remove(self._handles)
 
     def _begins(self, optimizer: Optimizer) -> None:
-        if not self._ids_of(optimizer).isdisjoint(self._numbers):
+        ids = self._ids_of(optimizer)
+        if not ids.isdisjoint(self._numbers):
             what = f"a step of {type(optimizer).__name__}, around which ranks communicate,"
             streams.refuse_capture(self._parameters[0].device, what)
             self._inside.append(weakref.ref(optimizer))
             if len(self._inside) == 1:
                 self._num_iterations_inside = 0
+                self._last = ids
                 self._before()
 
     def _ends(self, optimizer: Optimizer) -> None:

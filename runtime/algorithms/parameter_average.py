@@ -34,7 +34,6 @@ class ParameterAverage(CommAlgorithm):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether this is a step of warm-up."""
         return self._num_steps < self._warmup_steps
 
     @property
@@ -62,7 +61,6 @@ class ParameterAverage(CommAlgorithm):
         self._steps.iteration_ends()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps."""
         return {"algorithm": type(self).__name__, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,7 +69,6 @@ class ParameterAverage(CommAlgorithm):
         self._num_steps = state["num_steps"]
 
     def _refuse_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a state cannot be loaded."""
         given = state.get("algorithm", "unknown algorithm")
         if given != type(self).__name__:
             raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -51,7 +52,7 @@ class ParameterGate:
     def enter(self, why: str) -> None:
         """A thread starts to use the parameters; it waits while they are being written."""
         with self._changed:
-            if not self._inside.total():  # a trainer that comes back at once must not pass the writer for ever
+            if not self._inside.total():  # a trainer that comes back at once must not overtake the writer each time
                 self._changed.wait_for(lambda: not self._writer_waits)
                 self._refuse_writes_outside()
             self._inside[why] += 1
@@ -74,6 +75,15 @@ class ParameterGate:
             self._note_left()
             self._changed.notify_all()
 
+    @contextmanager
+    def inside(self, why: str) -> Iterator[None]:
+        """Enter, and leave at the end."""
+        self.enter(why)
+        try:
+            yield
+        finally:
+            self.leave(why)
+
     def note_reads(self) -> None:
         """The current stream has been given work that reads the parameters; what is written next comes after it."""
         with self._changed:
@@ -88,11 +98,7 @@ class ParameterGate:
             self._changed.notify_all()
 
     def write(self, function: Callable[[], None], limit_s: float) -> bool:
-        """Call a function that writes the parameters, as soon as no thread is inside.
-
-        Returns:
-            Whether it was called.
-        """
+        """Call a function that writes the parameters when no thread is inside; returns whether it was in time."""
         with self._changed:
             self._writer_waits = True
             try:

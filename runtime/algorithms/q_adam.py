@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import shorten_names
 from ddp_compile.runtime.algorithms.all_reduce import AllReduceInChain
 from ddp_compile.runtime.algorithms.byte_grad import ByteGradAlgorithm
 from ddp_compile.runtime.algorithms.collective_chain import CollectiveChain
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
-from ddp_compile.runtime.buckets.local_tensors import local_tensors
 
 
 class HasMomenta(Protocol):
@@ -71,11 +71,7 @@ class MomentumExchange(CollectiveChain):
     @property
     def num_collectives(self) -> int:  # type: ignore[override]
         """Changes only in an optimizer's step, so between two iterations."""
-        return self._reduction.num_collectives
-
-    @property
-    def _reduction(self) -> CollectiveChain:
-        return self._in_warmup if self._optimizer.in_warmup else self._afterwards
+        return (self._in_warmup if self._optimizer.in_warmup else self._afterwards).num_collectives
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """The parameters have to be those of the optimizer, which may have frozen ones as well."""
@@ -133,7 +129,7 @@ class MomentumExchange(CollectiveChain):
             part.places.append(place)
             if momentum is not None:  # before the first gradient it is zero
                 part.places_of_momenta.append(place)
-                part.momenta.extend(local_tensors([momentum]))
+                part.momenta.extend(torch_internals.local_tensors([momentum]))
         return parts
 
 

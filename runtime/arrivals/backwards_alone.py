@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 
-from ddp_compile.runtime.comm import error_messages
+from ddp_compile.errors import this_rank
 
 log = logging.getLogger(__name__)
+
+#: A few regularisers may have backwards of their own before the module is first called; more than these are a mistake.
+_MOST_ALONE = 8
 
 
 class BackwardsAlone:
     """Tells which backwards before the first call of the module are to be reduced.
 
-    If somebody calls ``module.forward`` or a method of their own, a backward brings all gradients, and they are
+    If the user calls ``module.forward`` or another method, a backward brings all gradients, and they are
     reduced. If it was a regulariser, its gradients stay where they are, and are reduced in the first iteration.
-
-    Args:
-        num_parameters: Of the module.
     """
 
     def __init__(self, num_parameters: int) -> None:
@@ -25,7 +25,6 @@ class BackwardsAlone:
         self._num_partial = 0
 
     def arrive(self, index: int) -> None:
-        """A parameter has got a gradient."""
         self._arrived.add(index)
 
     def forget(self) -> None:
@@ -38,6 +37,14 @@ class BackwardsAlone:
         if len(arrived) == self._num_parameters:
             return True
         self._num_partial += 1
-        if self._num_partial == error_messages.MOST_BACKWARDS_ALONE:
-            log.warning(error_messages.backwards_alone(len(arrived), self._num_parameters))
+        if self._num_partial == _MOST_ALONE:
+            log.warning(
+                "%s: %d backwards have brought gradients, the last one of %d of %d parameters, and the module itself"
+                " has not been called yet: they are not averaged. Call the module, model(x), or apply ddp_compile to"
+                " the submodule that is trained",
+                this_rank(),
+                _MOST_ALONE,
+                len(arrived),
+                self._num_parameters,
+            )
         return False

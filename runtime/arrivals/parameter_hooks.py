@@ -32,12 +32,11 @@ class ParameterHooks:
 
     Args:
         parameters: The parameters; their place is their number.
-        accumulators: Their AccumulateGrad nodes.
         listener: Not kept alive.
 
     Note [One of many]
     With thousands of small parameters, hooks are what a reducer costs: a microsecond or two for a Python function and
-    what it does, as the backward has pushed it out of the caches meanwhile. Of a bucket's gradients only two need
+    what it does, since the backward has pushed it out of the caches. Of a bucket's gradients only two need
     thought: the one that begins a backward and the one that completes the bucket. So after the first one of a backward
     the reducer calls `batch`, and then the hook of nearly every parameter is the ``append`` of a list, which runs no
     Python code. Only the parameter that came last in its bucket the time before notifies the listener, which first
@@ -64,7 +63,6 @@ class ParameterHooks:
         """Batch the gradients of one bucket from now on.
 
         Args:
-            bucket: The bucket.
             arriving: The parameters that the listener is being notified of.
             notify_of_last: Whether to notify the listener when the last one comes.
         """
@@ -112,7 +110,7 @@ class ParameterHooks:
         self._batching.clear()
 
     def with_hooks_of_others(self) -> list[int]:
-        """The parameters on which somebody else has hooks, beside those on their nodes."""
+        """The parameters with hooks of users, not counting those on their nodes."""
         return torch_internals.with_hooks_of_others(self._all_hooks)
 
     def notify_after_others(self, index: int) -> None:
@@ -120,7 +118,6 @@ class ParameterHooks:
         self._accumulators.run_last(index, self._notify_after_others)
 
     def remove(self) -> None:
-        """Stop listening."""
         self.notify_of_each()
         for handle in self._handles:
             handle.remove()
@@ -142,7 +139,6 @@ class _Batch:
     """The hooks of one bucket's parameters, and the gradients that have come without a notification.
 
     Args:
-        bucket: The bucket.
         slots: For each of its parameters: the dict of its hooks, the key of ours, and the hook that notifies.
     """
 
@@ -156,7 +152,6 @@ class _Batch:
         self._append = self._arrived.append
 
     def begin(self, arriving: Sequence[int], notify_of_last: bool) -> None:
-        """See `ParameterHooks.batch`."""
         iteration = self.bucket.iteration
         if self._iteration is iteration and (notify_of_last or self.last is None):
             return
@@ -172,7 +167,6 @@ class _Batch:
             hooks[number] = notify
 
     def notify_of_each(self) -> None:
-        """See `ParameterHooks.notify_of_each`."""
         if self._iteration is None:
             return
         self.take()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
+from torch import Tensor
+
 from ddp_compile import torch_internals
-from ddp_compile.runtime.arrivals.used_parameters import UsedParameters
+from ddp_compile.config import ReplicateConfig
+from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages
 
 
@@ -32,7 +34,6 @@ class AllRequired:
         """After a synchronised forward, find the parameters that no backward from its outputs can reach.
 
         Args:
-            outputs: What it returned.
             on_reached: Called in each pass of a backward that differentiates the outputs, if the iteration may end when
                 that pass does.
         """
@@ -42,24 +43,11 @@ class AllRequired:
         return False
 
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
-        """At the first gradient of a backward: the parameters that need not be waited for.
-
-        Args:
-            arriving: The parameters whose gradients are there.
-        """
+        """The parameters that need not be waited for, when the first gradients of a backward are ``arriving``."""
         return frozenset()
 
     def counts(self, bucket: Bucket, index: int, is_undefined: bool) -> bool:
-        """A parameter has arrived: whether its bucket waits for that.
-
-        Args:
-            bucket: The parameter's bucket.
-            index: The parameter.
-            is_undefined: Whether its gradient is undefined.
-
-        Raises:
-            GradientArrivalError: The bucket has been launched without it.
-        """
+        """A parameter has arrived: whether its bucket waits for that. Raises if it was launched without it."""
         return True
 
     def is_last_pass(self) -> bool:
@@ -74,11 +62,7 @@ class AllRequired:
         """Raise a ReplicationError if this rank, which has no input left, cannot go on without ever having had any."""
 
     def message(self, is_shadow: bool) -> bytearray:
-        """What this rank tells the others: a flag for each parameter, 1 if it was used.
-
-        Args:
-            is_shadow: This rank contributes zeros, and keeps what was used here for the next iteration.
-        """
+        """What this rank tells the others: a 1 for each parameter that was used here; a shadow says nothing yet."""
         return bytearray()
 
     def hear(self, used: Sequence[int]) -> None:
@@ -94,8 +78,9 @@ class UnusedAllowed(AllRequired):
     to which the graph around it leads.
 
     Args:
-        bucket_set: Has the parameters and their iteration.
         leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
+
+    Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
 
     counts_each = True
@@ -105,13 +90,15 @@ class UnusedAllowed(AllRequired):
         self._set = bucket_set
         self._leaves_out_unused = leaves_out_unused
         self._unused_at_first: Set[int] | None = None  # by all ranks; None in the first iteration
-        self._used = UsedParameters(bucket_set.parameters)
+        self._index_of = {id(parameter): i for i, parameter in enumerate(bucket_set.parameters)}
+        self._used_here: set[int] = set()  # got a gradient on this rank since the last message
 
     def note(self, index: int) -> None:
-        self._used.note(index)
+        self._used_here.add(index)
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        unreached, iteration = self._used.unreached_from(outputs), self._set.iteration
+        reached = {self._index_of.get(id(leaf)) for leaf in _leaves_of(torch_internals.tensors_in(outputs))}
+        unreached, iteration = {i for i in self._index_of.values() if i not in reached}, self._set.iteration
         iteration.unreached = unreached if iteration.unreached is None else iteration.unreached & unreached
 
     def leaves_out(self, bucket: Bucket) -> bool:
@@ -139,7 +126,12 @@ class UnusedAllowed(AllRequired):
         return missing
 
     def message(self, is_shadow: bool) -> bytearray:
-        return bytearray(len(self._set.parameters)) if is_shadow else self._used.take()
+        flags = bytearray(len(self._set.parameters))
+        if not is_shadow:
+            for index in self._used_here:
+                flags[index] = 1
+            self._used_here.clear()
+        return flags
 
     def hear(self, used: Sequence[int]) -> None:
         self.used_by_nobody = frozenset(index for index, flag in enumerate(used) if not flag)
@@ -202,7 +194,10 @@ class StaticGraph(UnusedAllowed):
 
     def refuse_shadow(self) -> None:
         if self._expected is None:
-            raise error_messages.static_graph_without_input()
+            raise ReplicationError(
+                f"{this_rank()}: static_graph=True learns from the first iteration, in which this rank has had no"
+                " input; give every rank at least one batch, or drop static_graph"
+            )
 
     def hear(self, used: Sequence[int]) -> None:
         super().hear(used)
@@ -213,10 +208,28 @@ class StaticGraph(UnusedAllowed):
         return set(range(len(self._set.parameters))) - arrivals.keys()
 
 
-def policy_for(settings: ReducerSettings, bucket_set: BucketSet) -> AllRequired:
-    """The policy that the settings ask for."""
-    if settings.static_graph:
-        return StaticGraph(bucket_set, settings.skip_all_reduce_unused_params)
-    if settings.find_unused_parameters:
-        return UnusedAllowed(bucket_set, settings.skip_all_reduce_unused_params)
+def policy_for(config: ReplicateConfig, bucket_set: BucketSet) -> AllRequired:
+    if config.static_graph:
+        return StaticGraph(bucket_set, config.skip_all_reduce_unused_params)
+    if config.find_unused_parameters:
+        return UnusedAllowed(bucket_set, config.skip_all_reduce_unused_params)
     return AllRequired()
+
+
+def _leaves_of(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors into which a backward from these tensors would accumulate."""
+    seen: set[Any] = set()
+    nodes: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        nodes.extend(following for following, _ in node.next_functions if following is not None)

@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ddp_compile.errors import GradientArrivalError, this_rank
 from ddp_compile.runtime.arrivals.accumulators import Accumulators
 from ddp_compile.runtime.buckets.bucket_set import BucketSet
-from ddp_compile.runtime.comm import error_messages
 
 
 class UndefinedGradients:
-    """Tells an undefined gradient from one that somebody has taken away.
+    """Tells an undefined gradient from one that a hook has taken away.
 
     A custom Function that returns None leads to an undefined gradient. So does compiled code that reads a parameter
     without giving it a gradient: under ``torch.no_grad()``, through ``detach()``, for an argmax. AccumulateGrad runs
@@ -23,10 +23,6 @@ class UndefinedGradients:
     Only a prehook of AccumulateGrad can tell these apart for certain. It costs a Python function, so only parameters
     get one that have hooks of others, or whose gradient has been undefined once. For the rest, a gradient that was
     there on arrival has been taken away, and one that was not is undefined.
-
-    Args:
-        bucket_set: Has the parameters, and the iteration in which this is noted.
-        accumulators: The AccumulateGrad nodes of the parameters.
 
     Source: ``Reducer::mark_variable_ready_dense`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, which contributes
     zeros in both cases.
@@ -42,14 +38,7 @@ class UndefinedGradients:
             self._accumulators.add_prehook(index, _prehook_for(weakref.ref(self._set), index))
 
     def arrive(self, index: int) -> bool:
-        """A parameter's hook has run.
-
-        Returns:
-            Whether its gradient is undefined.
-
-        Raises:
-            GradientArrivalError: Somebody has taken its gradient away.
-        """
+        """A parameter's hook has run: whether its gradient is undefined. Raises if a hook has taken it away."""
         if self._set.parameters[index].grad is not None:
             self._set.iteration.arrived.add(index)
             return False
@@ -58,15 +47,14 @@ class UndefinedGradients:
         return True
 
     def verify(self, index: int) -> None:
-        """A parameter has arrived and has no gradient.
-
-        Raises:
-            GradientArrivalError: Its gradient is not undefined: somebody has taken it away.
-        """
+        """A parameter has arrived without a gradient: raise a GradientArrivalError unless it is undefined."""
         iteration = self._set.iteration
         if index not in iteration.undefined:
             if index in iteration.arrived or index in iteration.defined:
-                raise error_messages.gradient_gone(self._set.names[index])
+                raise GradientArrivalError(
+                    f"{this_rank()}: the gradient of {self._set.names[index]} was set to None before it was averaged,"
+                    " perhaps by a hook that steps an optimizer inside the backward; step after the backward"
+                )
             iteration.undefined.add(index)
             self.watch(index)
 

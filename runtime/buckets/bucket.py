@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import shorten_names
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.comm_algorithm import Pending
 from ddp_compile.runtime.buckets.flat_buffer import FlatBuffer, non_finite_flags
 from ddp_compile.runtime.buckets.gradient_views import held_by_others
 from ddp_compile.runtime.buckets.iteration import BucketIteration, BucketState
-from ddp_compile.runtime.buckets.local_tensors import local_tensors
 from ddp_compile.runtime.comm import error_messages, streams
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Bucket:
     Args:
         spec: The bucket's part of the plan.
         parameters: Its parameters, in the order of ``spec.gradients``.
-        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless somebody could tell; see
+        gradient_as_bucket_view: Whether ``.grad`` becomes a view into the flat buffer unless a user could tell; see
             Note [Gradients that others hold]. Otherwise the result is copied into the gradients that the engine made.
         lazy_allocation: Whether the flat buffer is dropped when an iteration ends.
         checks_finite: Whether `flatten` notes which gradients are infinite or NaN.
@@ -54,13 +54,14 @@ class Bucket:
         self.spec = spec
         self.parameters = tuple(parameters)
         self._buffer = FlatBuffer(spec, parameters)
-        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors  #: see `local_tensors`
+        #: Never with a DTensor, since one cannot know who holds the tensor inside it: the result is copied into it.
+        self.gradient_as_bucket_view = gradient_as_bucket_view and not self._buffer.has_dtensors
         self.param_indices = tuple(gradient.index for gradient in spec.gradients)  #: numbers of its parameters
         self.position_of = {index: position for position, index in enumerate(self.param_indices)}
         #: Whether it is launched as soon as a compiled backward has computed it; the same on every rank.
         self.may_launch_early = False
         self.was_launched_too_early = False
-        self.iteration = BucketIteration(self.param_indices)
+        self.iteration = BucketIteration(set(self.param_indices))
         self._lazy_allocation = lazy_allocation
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
@@ -68,8 +69,7 @@ class Bucket:
         self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on the same one
 
     def begin_iteration(self) -> None:
-        """Replace the iteration that has ended."""
-        self.iteration = BucketIteration(self.param_indices)
+        self.iteration = BucketIteration(set(self.param_indices))
         self._sparse = None
         if self._lazy_allocation:
             self._buffer.drop()
@@ -140,7 +140,7 @@ class Bucket:
         """What this rank sends: the ``.grad`` of each parameter, or what stands for it. Nothing is missing from now on.
 
         Args:
-            sends: Whether anything is sent; otherwise nobody looks at what stands for a gradient.
+            sends: Whether anything is sent; otherwise what stands for a gradient is not read.
             verify_undefined: Called with each parameter that has arrived and holds no gradient; raises unless its
                 gradient is undefined.
             keeps_own: Whether the bucket may have to be launched again.
@@ -173,15 +173,11 @@ class Bucket:
 
     def keep_own(self, gradients: Sequence[Tensor]) -> None:
         """Keep this rank's gradients, which the result will overwrite, until the iteration ends."""
-        # Not the tensors themselves, which would look as if somebody else held them.
+        # Not the tensors themselves, which would look as if users held them.
         self.iteration.own = [g.clone() if self.holds(g) else g.detach() for g in gradients]
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before the first write of an iteration: leave the flat buffer to those who hold a part of it, if any.
-
-        Args:
-            gradients: The ``.grad`` of each parameter.
-        """
+        """Before the first write of an iteration: leave the flat buffer to those who hold a part of it, if any."""
         if not self.iteration.is_claimed:
             self.iteration.is_claimed = True
             self._buffer.claim(gradients)
@@ -236,7 +232,7 @@ class Bucket:
         """Note which ``.grad`` are infinite or NaN, in an iteration in which nothing is flattened."""
         none = torch.empty(0, device=self._device)
         gradients = [none.to(p.dtype) if p.grad is None else p.grad for p in self.parameters]
-        self.iteration.non_finite = non_finite_flags(local_tensors(gradients))
+        self.iteration.non_finite = non_finite_flags(torch_internals.local_tensors(gradients))
 
     def _contribution(self, position: int, gradient: Tensor | None, sends: bool) -> Tensor:
         """What a parameter sends: its gradient of this iteration, else what it holds from before, else zeros.
@@ -247,7 +243,7 @@ class Bucket:
         if gradient is not None and self.param_indices[position] not in self.iteration.unused:
             return gradient
         if not sends:
-            return parameter  # nobody looks at it
+            return parameter  # it is not read
         if self.spec.is_sparse:
             return self._without_rows() if parameter.grad is None else parameter.grad.clone()
         view = self._buffer.places[position]
@@ -298,14 +294,13 @@ class Bucket:
         return [parameter.grad for parameter in self.parameters]
 
     def store(self, position: int, gradient: Tensor | None) -> None:
-        """Write ``.grad`` of the parameter at a position."""
         self.parameters[position].grad = gradient
 
     def point_gradients_at_views(self, untouched: Set[int] = frozenset()) -> None:
         """Make each ``.grad`` a view into the flat buffer, which frees the gradient that the engine made.
 
         It needs only the buffer's address, so it runs while the reduction is under way. It does nothing without
-        ``gradient_as_bucket_view`` and for a sparse gradient. A gradient that somebody else holds stays; see Note
+        ``gradient_as_bucket_view`` and for a sparse gradient. A gradient that users hold stays; see Note
         [Gradients that others hold].
 
         Args:
@@ -327,11 +322,7 @@ class Bucket:
             parameter.grad = view
 
     def hand_over(self, untouched: Set[int] = frozenset()) -> None:
-        """Let every ``.grad`` be the reduced gradient; the reduction must have been waited for.
-
-        Args:
-            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` stays what it was.
-        """
+        """Let every ``.grad`` be the reduced gradient, except those that no rank has touched."""
         left_alone = self._positions_of(untouched)
         if self.spec.is_sparse:
             # A sparse sum has other indices than the sparse tensor it started from, so it is a new tensor.
@@ -379,7 +370,6 @@ class Bucket:
         self._buffer.unflatten(gradients)
 
     def _positions_of(self, indices: Set[int]) -> set[int]:
-        """Positions of these parameters in the bucket."""
         if not indices:
             return set()
         return {position for index, position in self.position_of.items() if index in indices}
@@ -413,15 +403,11 @@ class Bucket:
         return self._buffer.holds_zeros(gradients)
 
     def new_views(self) -> list[Tensor]:
-        """New views into the flat buffer, which AccumulateGrad stores as they are, since nobody else holds them."""
+        """New views into the flat buffer, which AccumulateGrad stores as they are, since nothing else holds them."""
         return [view.detach() for view in self._buffer.gradient_views.tensors]
 
     def lay_out_as(self, spec: BucketSpec) -> None:
-        """Give the gradients their places in a new flat buffer, between two backwards.
-
-        Args:
-            spec: The same bucket with another layout. Each ``.grad`` stays where it is until the next flatten.
-        """
+        """Between two backwards, take another layout; each ``.grad`` stays where it is until the next flatten."""
         self.spec = spec
         self._buffer.lay_out_as(spec)
 
@@ -436,6 +422,5 @@ class Bucket:
 
 
 def drop_gradients(parameters: Iterable[Parameter]) -> None:
-    """Let every ``.grad`` be None."""
     for parameter in parameters:
         parameter.grad = None

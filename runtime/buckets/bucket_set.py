@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from ddp_compile.config import ReplicateConfig
 from ddp_compile.errors import RanksDifferError, ReductionError, number_of, this_rank
 from ddp_compile.plan.builder import PlanBuilder
 from ddp_compile.plan.spec import BucketPlan, Layout
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.iteration import Iteration
-from ddp_compile.runtime.buckets.reducer_settings import ReducerSettings
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import agree_on_plan, plan_of_rank_0, verify_algorithms_agree
+from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,7 @@ class BucketSet:
 
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
-        builder: The module's plan.
         process_group: The ranks that agree on it.
-        settings: Of the reducer.
     """
 
     def __init__(
@@ -35,7 +34,8 @@ class BucketSet:
         parameters: Sequence[Parameter],
         builder: PlanBuilder,
         process_group: dist.ProcessGroup,
-        settings: ReducerSettings,
+        config: ReplicateConfig,
+        monitor: DesyncMonitor,
     ) -> None:
         self.iteration = Iteration(1)  #: under way, or next
         self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
@@ -45,10 +45,10 @@ class BucketSet:
         self.names = [gradient.fqn for gradient in builder.gradients]  #: fully qualified, of the parameters
         self._builder = builder
         self.process_group = process_group
-        self.settings = settings
-        self._monitor = settings.monitor
+        self.config = config
+        self._monitor = monitor
         # With `find_unused_parameters` the next iteration may be different.
-        self._first_is_typical = settings.static_graph or not settings.find_unused_parameters
+        self._first_is_typical = config.static_graph or not config.find_unused_parameters
         # Parameters in the order of their last gradients in the first iteration; None after `rebuild_once`.
         self._arrival_order: dict[int, None] | None = {}
 
@@ -65,9 +65,6 @@ class BucketSet:
 
     def seal(self, algorithm: str) -> BucketPlan:
         """Agree on the plan before anything is launched.
-
-        Args:
-            algorithm: Name of this rank's algorithm.
 
         Raises:
             RanksDifferError: The ranks have different algorithms.
@@ -137,7 +134,11 @@ class BucketSet:
                 bucket.lay_out_as(spec)
 
     def _no_plan(self, error: RuntimeError) -> ReductionError:
-        failure = error_messages.no_plan_to_agree_on(self._builder.propose(), error)
+        gradients = self._builder.propose().buckets[0].gradients
+        failure = ReductionError(
+            f"{this_rank()}: the ranks could not agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
+            f" {gradients[-1].fqn}) could be launched. {error_messages.look_elsewhere('its backward', error)}"
+        )
         return self._monitor.report_failure(failure)
 
     def _refuse_other_model(self, plan: BucketPlan) -> None:
@@ -146,15 +147,15 @@ class BucketSet:
         if theirs == ours:
             return
         index = min(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
-        described = [str(gradients.get(index, "nothing there")) for gradients in (theirs, ours)]
-        raise error_messages.another_models_plan(self._monitor.model, *described)
+        raise RanksDifferError(
+            f"{this_rank()}: the bucket plan that rank 0 has sent is not that of {self._monitor.model}: it has"
+            f" {theirs.get(index, 'nothing there')}, and the model has {ours.get(index, 'nothing there')}. Rank 0 has"
+            " come to another model's forward or backward: call the models in one order on every rank, or give each"
+            " model a process group of its own"
+        )
 
     def _install(self, plan: BucketPlan) -> None:
-        """Reduce by another plan from now on. Buckets that both plans have are kept.
-
-        Raises:
-            RanksDifferError: It is another model's plan.
-        """
+        """Reduce by another plan from now on; buckets of both are kept. Raises if it is another model's plan."""
         self._refuse_other_model(plan)
         self._builder.seal(plan)
         present = {(bucket.spec.gradients, bucket.spec.layout): bucket for bucket in self.buckets}
@@ -166,9 +167,9 @@ class BucketSet:
                 bucket = Bucket(
                     spec,
                     parameters,
-                    self.settings.gradient_as_bucket_view,
-                    self.settings.lazy_bucket_allocation,
-                    self.settings.check_finite_gradients,
+                    self.config.gradient_as_bucket_view,
+                    self.config.lazy_bucket_allocation,
+                    self.config.check_finite_gradients,
                 )
             bucket.spec = spec
             buckets.append(bucket)

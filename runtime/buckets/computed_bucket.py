@@ -28,9 +28,7 @@ class ComputedBucket:
     its gradients arrive.
 
     Args:
-        bucket: The bucket.
         gradients: What the graph returns for them.
-        decision: What becomes of the bucket.
         compares_values: Whether hooks may write into the gradients in a way that neither address nor version shows.
         moved: What was computed, if the graph returns other tensors. It is gone after the launch.
     """

@@ -9,11 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.kernels import FlattenPlan
+from ddp_compile.kernels import FlattenPlan, FlattenStats
 from ddp_compile.plan.spec import BucketSpec
 from ddp_compile.runtime.buckets.gradient_views import GradientViews
-from ddp_compile.runtime.buckets.local_tensors import has_dtensors, local_tensors
-from ddp_compile.runtime.buckets.real_parts import RealParts
 from ddp_compile.runtime.comm import error_messages, streams
 
 
@@ -21,14 +19,15 @@ class FlatBuffer:
     """Memory for the gradients of one bucket, allocated at its first use and at the first use after `drop`.
 
     Args:
-        spec: The bucket's part of the plan, which says where each gradient lies.
         parameters: Its parameters, in the order of ``spec.gradients``.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
         self._spec = spec
         self._parameters = tuple(parameters)
-        self.has_dtensors = has_dtensors(parameters)  #: whether tensor parallelism has sharded any
+        self.has_dtensors = any(
+            map(torch_internals.is_dtensor, parameters)
+        )  #: whether tensor parallelism has sharded any
         self._tensor: Tensor | None = None
         self._flatten_plan: FlattenPlan | RealParts | None = None
         self._views: GradientViews | None = None
@@ -65,11 +64,7 @@ class FlatBuffer:
         self._views = None
 
     def claim(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before the first write of an iteration: drop it if somebody holds a part of it that is not ``.grad``.
-
-        Args:
-            gradients: The ``.grad`` of each parameter.
-        """
+        """Before the first write of an iteration: drop it if other code holds a part of it that is not ``.grad``."""
         if self._views is not None and not self._views.are_free() and not self._views.make_free(gradients):
             self.drop()
 
@@ -83,7 +78,6 @@ class FlatBuffer:
 
         Args:
             gradients: One for each place.
-            scale: Factor for every element.
             checks_finite: Whether to look for infinities and NaN, without making the host wait for a device.
 
         Returns:
@@ -120,13 +114,11 @@ class FlatBuffer:
             streams.used_here([self._tensor])
 
     def unflatten(self, gradients: Sequence[Tensor]) -> None:
-        """Write each place into a gradient."""
         plan, gradients = self._plan(), self._on_this_rank(gradients)
         plan.unflatten(gradients)
         streams.launched("unflatten", plan.views, gradients)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in it."""
         if self._tensor is None or tensor.layout is not torch.strided:
             return False
         begin = self._tensor.data_ptr()
@@ -139,7 +131,7 @@ class FlatBuffer:
         return not streams.has_streams(self._tensor.device) and not self._tensor.any()
 
     def _on_this_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return local_tensors(tensors) if self.has_dtensors else tensors
+        return torch_internals.local_tensors(tensors) if self.has_dtensors else tensors
 
     def _plan(self) -> FlattenPlan | RealParts:
         if self._flatten_plan is None:
@@ -172,16 +164,41 @@ class FlatBuffer:
 
 
 def non_finite_flags(tensors: Sequence[Tensor]) -> Tensor:
-    """Which of these tensors hold an infinite value or a NaN; the host does not wait for a device.
-
-    Args:
-        tensors: Of any shapes, dtypes and layouts, on one device.
+    """Which of these tensors hold an infinite value or a NaN; the host does not wait for their device.
 
     Returns:
-        Bool, shape (len(tensors),), on their device.
+        Bool, shape (len(tensors),), on the device of the tensors, which may have any shapes, dtypes and layouts.
     """
     with torch.no_grad():
         values = [torch_internals.sparse_values(t) if t.is_sparse else t for t in tensors]
         # The largest absolute value is NaN if any value is. An empty tensor has none.
         largest = torch._foreach_norm([v if v.numel() else v.new_zeros(1) for v in values], float("inf"))
         return ~torch.stack(largest).isfinite()
+
+
+class RealParts:
+    """What a `FlattenPlan` is, for complex tensors: a plan over their real and imaginary parts, which lie side by side.
+
+    Args:
+        tensors: Complex tensors, as for `FlattenPlan`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int]) -> None:
+        parts = torch.view_as_real(flat).view(-1)
+        self._plan = FlattenPlan.for_bucket(_real_parts(tensors), parts, [2 * offset for offset in offsets])
+        self.views = tuple(torch.view_as_complex(view) for view in self._plan.views)
+
+    def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
+        return self._plan.flatten(_real_parts(tensors), scale, with_stats=with_stats)
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> None:
+        written = [torch.empty_like(tensor) if tensor.is_conj() else tensor for tensor in tensors]
+        self._plan.unflatten(_real_parts(written))
+        for tensor, result in zip(tensors, written, strict=True):
+            if result is not tensor:
+                tensor.copy_(result)
+
+
+def _real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    # Autograd can leave a conjugation to be done when the values are read; such a tensor has no view of its parts.
+    return [torch.view_as_real(tensor.detach().resolve_conj()) for tensor in tensors]

@@ -4,11 +4,11 @@ Note [Gradients that others hold]
 Users keep gradients (gradient surgery, logging), put others in their place (``p.grad.data = ...``), let them be views
 of a buffer of their own, and save them. With DistributedDataParallel's default that is all safe: each gradient has
 memory of its own, and the reduced one is copied into it. Views into flat buffers save that copy and its memory, but
-only if nobody can tell the difference:
+only if no other code can tell the difference:
 
-- Before a bucket writes its flat buffer, it counts the references to each view and to its storage. If somebody holds a
-  view that is no ``.grad`` any more, the bucket leaves that buffer to them and takes a new one.
-- Before ``.grad`` becomes a view, the bucket looks whether somebody else holds the tensor that is there; or its memory,
+- Before a bucket writes its flat buffer, it counts the references to each view and to its storage. If other code holds
+  a view that is no ``.grad`` any more, the bucket leaves that buffer to them and takes a new one.
+- Before ``.grad`` becomes a view, the bucket checks whether other code holds the tensor that is there; or its memory,
   if it has been written in place and so is not what the engine has just made. Then that tensor stays ``.grad``, and the
   reduced gradient is copied into it.
 - A view that has been given other memory is an ordinary gradient from then on; its place gets another view.
@@ -46,7 +46,7 @@ class GradientViews:
         self._places = tuple(places)
         self.tensors = [with_own_storage(place) for place in places]
         self._look()
-        # References to a tensor that nobody else holds.
+        # References to a tensor that no other code holds.
         self._own_references = max(torch_internals.num_references(self.tensors), default=0)
         self._references_to_storage = max(map(sys.getrefcount, self._storages), default=0)
 
@@ -62,7 +62,7 @@ class GradientViews:
     def follow(self) -> None:
         """If a comm hook has resized the flat buffer, and so given it other memory, lie in the places again.
 
-        The tensors stay the same objects; views of them that somebody has made before are lost with the old memory.
+        The tensors stay the same objects; views of them that were made before are lost with the old memory.
         """
         if not self._places or self._places[0].data_ptr() == self._begin:
             return
@@ -71,7 +71,6 @@ class GradientViews:
         self._look()
 
     def are(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether these are the gradients."""
         return all(map(operator.is_, gradients, self.tensors))
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:
@@ -84,7 +83,7 @@ class GradientViews:
                 the write, as with any code that writes gradients in place.
 
         Returns:
-            False if somebody holds a tensor that is no ``.grad`` any more.
+            False if other code holds a tensor that is no ``.grad`` any more.
         """
         if self.are(gradients) and self._lie_in_place():
             return True

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -19,52 +20,31 @@ if TYPE_CHECKING:
     from ddp_compile.runtime.comm.streams import Event
 
 
+@dataclass(slots=True, eq=False)
 class Iteration:
-    """The iteration of one module that is under way or, between two backwards, comes next.
+    """The iteration of one module that is under way or, between two backwards, comes next."""
 
-    Args:
-        number: The same on every rank; the first one is number 1. An iteration in which the ranks exchanged nothing, of
-            a regulariser over a few parameters for example, leaves its number to the next one.
-    """
+    #: The same on every rank; the first one is number 1. An iteration in which the ranks exchanged nothing, of a
+    #: regulariser over a few parameters for example, leaves its number to the next one.
+    number: int
 
-    __slots__ = (
-        "arrivals",
-        "arrived",
-        "defined",
-        "has_launched",
-        "has_new_hooks",
-        "is_exchange",
-        "is_shadow",
-        "is_whole",
-        "num_launched",
-        "number",
-        "pass_of_outputs",
-        "passes",
-        "undefined",
-        "unreached",
-        "with_running_hooks",
-    )
+    # Launches; `LaunchQueue` writes these.
+    num_launched: int = 0  #: buckets that were launched or passed over, the first ones in plan order
+    has_launched: bool = False  #: whether any was launched
+    is_whole: bool = True  #: False after a bucket was passed over until the next iteration
+    is_exchange: bool = False  #: whether the ranks exchange something although no bucket was launched
+    is_shadow: bool = False  #: whether this rank contributes zeros because it has no input left (``Join``)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-        # Launches; `LaunchQueue` writes these.
-        self.num_launched = 0  #: buckets that were launched or passed over, the first ones in plan order
-        self.has_launched = False  #: whether any was launched
-        self.is_whole = True  #: False after a bucket was passed over until the next iteration
-        self.is_exchange = False  #: whether the ranks exchange something although no bucket was launched
-        self.is_shadow = False  #: whether this rank contributes zeros because it has no input left (``Join``)
-
-        # Arrivals, by parameter number; `Reducer` and arrivals/ write these.
-        self.passes: set[int] = set()  #: graph tasks of the backward that will call the reducer when they end
-        self.with_running_hooks: list[Bucket] = []  #: complete, but hooks may still change the last gradient
-        self.arrived: set[int] = set()  #: had a gradient when the reducer was last told of them
-        self.defined: set[int] = set()  #: by a prehook of AccumulateGrad: got a gradient the last time
-        self.undefined: set[int] = set()  #: got none, by a prehook or because ``.grad`` never was there
-        self.unreached: set[int] | None = None  #: no path leads to them from any output; None before a search
-        self.arrivals: Counter[int] = Counter()  #: with a static graph: how often each has arrived
-        self.pass_of_outputs: int | None = None  #: with a static graph: graph task that differentiates the outputs
-        self.has_new_hooks = False  #: whether users have registered hooks since the last iteration
+    # Arrivals, by parameter number; `Reducer` and arrivals/ write these.
+    passes: set[int] = field(default_factory=set)  #: graph tasks of the backward that call the reducer when they end
+    with_running_hooks: list[Bucket] = field(default_factory=list)  #: complete, but hooks may still change a gradient
+    arrived: set[int] = field(default_factory=set)  #: had a gradient when the reducer was last told of them
+    defined: set[int] = field(default_factory=set)  #: by a prehook of AccumulateGrad: got a gradient the last time
+    undefined: set[int] = field(default_factory=set)  #: got none, by a prehook or because ``.grad`` never was there
+    unreached: set[int] | None = None  #: no path leads to them from any output; None before a search
+    arrivals: Counter[int] = field(default_factory=Counter)  #: with a static graph: how often each has arrived
+    pass_of_outputs: int | None = None  #: with a static graph: graph task that differentiates the outputs
+    has_new_hooks: bool = False  #: whether users have registered hooks since the last iteration
 
     @property
     def met_others(self) -> bool:
@@ -81,46 +61,26 @@ class BucketState(Enum):
     REDUCED = auto()  #: its reduction has been waited for
 
 
+@dataclass(slots=True, eq=False)
 class BucketIteration:
-    """What one bucket has come to in an iteration. Only `Bucket` writes it.
+    """What one bucket has come to in an iteration. Only `Bucket` writes it."""
 
-    Args:
-        param_indices: The bucket's parameters.
-    """
-
-    __slots__ = (
-        "computed",
-        "copied_back",
-        "flattened",
-        "flattened_at",
-        "is_claimed",
-        "is_skipped",
-        "non_finite",
-        "own",
-        "pending",
-        "saved",
-        "state",
-        "unused",
-        "work",
-    )
-
-    def __init__(self, param_indices: Iterable[int]) -> None:
-        self.state = BucketState.PENDING
-        self.pending = set(param_indices)  #: parameters whose gradient is missing
-        self.unused: set[int] = set()  #: parameters that get no gradient on this rank
-        self.is_skipped = False  #: whether the others of the iteration are sent without it
-        self.work: Pending | None = None
-        #: The gradients as a compiled backward has computed them, if it has computed the whole bucket.
-        self.computed: ComputedBucket | None = None
-        #: This rank's gradients, if ``.grad`` no longer holds them and they may have to be sent again.
-        self.own: list[Tensor] | None = None
-        #: Which gradients were infinite or NaN before the reduction, in the bucket's order: bool, on their device. None
-        #: if they were not checked, or all are known to be finite.
-        self.non_finite: Tensor | None = None
-        self.is_claimed = False  #: whether the flat buffer may be written
-        self.saved: dict[int, Tensor] = {}  #: by position: copies of unused gradients that lie in the flat buffer
-        # The flattened gradients, until `.grad` is something else: a tensor that loses its Python object while torch
-        # holds it gets it back, and both are slow to free.
-        self.flattened: Sequence[Tensor] = ()
-        self.flattened_at: Event | None = None  #: recorded after the flatten, if another bucket had to go first
-        self.copied_back: frozenset[int] = frozenset()  #: positions whose ``.grad`` stays the tensor that it is
+    pending: set[int]  #: parameters whose gradient is missing
+    state: BucketState = BucketState.PENDING
+    unused: set[int] = field(default_factory=set)  #: parameters that get no gradient on this rank
+    is_skipped: bool = False  #: whether the others of the iteration are sent without it
+    work: Pending | None = None
+    #: The gradients as a compiled backward has computed them, if it has computed the whole bucket.
+    computed: ComputedBucket | None = None
+    #: This rank's gradients, if ``.grad`` no longer holds them and they may have to be sent again.
+    own: list[Tensor] | None = None
+    #: Which gradients were infinite or NaN before the reduction, in the bucket's order: bool, on their device. None if
+    #: they were not checked, or all are known to be finite.
+    non_finite: Tensor | None = None
+    is_claimed: bool = False  #: whether the flat buffer may be written
+    saved: dict[int, Tensor] = field(default_factory=dict)  #: by position: unused gradients from the flat buffer
+    #: The flattened gradients, until `.grad` is something else: a tensor that loses its Python object while torch holds
+    #: it gets it back, and both are slow to free.
+    flattened: Sequence[Tensor] = ()
+    flattened_at: Event | None = None  #: recorded after the flatten, if another bucket had to go first
+    copied_back: frozenset[int] = frozenset()  #: positions whose ``.grad`` stays the tensor that it is

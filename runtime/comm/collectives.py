@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, number_of, this_rank
+from ddp_compile.errors import RanksDifferError, name_values, number_of, this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.rank_names import name_values
 
 log = logging.getLogger(__name__)
 

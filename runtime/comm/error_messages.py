@@ -9,43 +9,32 @@ from torch import Tensor
 from ddp_compile.errors import (
     GradientArrivalError,
     MissingGradientError,
-    NonFiniteGradientError,
     ParametersChangedError,
     RanksDifferError,
     ReductionError,
     ReplicationError,
     this_rank,
 )
-from ddp_compile.plan.spec import BucketPlan
-from ddp_compile.runtime.comm.rank_names import on_ranks
 
 # Collectives that fail.
 
 
-def _look_elsewhere(where: str, error: Exception) -> str:
+def look_elsewhere(where: str, error: Exception) -> str:
+    """What may have gone wrong on another rank."""
     return (
         f"Another rank has raised, exited, or not come to {where} within the process group's timeout; look for its"
         f" error. ({error})"
     )
 
 
-def no_plan_to_agree_on(plan: BucketPlan, error: RuntimeError) -> ReductionError:
-    """The collective that seals the plan, or packs its tail anew, failed."""
-    gradients = plan.buckets[0].gradients
-    return ReductionError(
-        f"{this_rank()}: the ranks could not agree on the bucket plan, before bucket 0 ({gradients[0].fqn}, ...,"
-        f" {gradients[-1].fqn}) could be launched. {_look_elsewhere('its backward', error)}"
-    )
-
-
 def reduction_failed(what: str, error: RuntimeError) -> ReductionError:
     """The reduction of a bucket, or of the message at the end of an iteration, failed."""
-    return ReductionError(f"{this_rank()}: the all-reduce of {what} failed. {_look_elsewhere('its backward', error)}")
+    return ReductionError(f"{this_rank()}: the all-reduce of {what} failed. {look_elsewhere('its backward', error)}")
 
 
 def exchange_failed(name: str, error: Exception) -> ReductionError:
     """Something other than a reduction of gradients failed."""
-    return ReductionError(f"{this_rank()}: the {name} failed. {_look_elsewhere('the same step', error)}")
+    return ReductionError(f"{this_rank()}: the {name} failed. {look_elsewhere('the same step', error)}")
 
 
 def nothing_to_wait_for(name: str, bucket: str, returned: object) -> TypeError:
@@ -63,14 +52,6 @@ def algorithms_differ(described: str) -> RanksDifferError:
     return RanksDifferError(
         f"{this_rank()}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
         " register_comm_hook on every rank, with the same hook, between the same two steps"
-    )
-
-
-def another_models_plan(model: str, theirs: str, ours: str) -> RanksDifferError:
-    return RanksDifferError(
-        f"{this_rank()}: the bucket plan that rank 0 has sent is not that of {model}: it has {theirs}, and the model"
-        f" has {ours}. Rank 0 has come to another model's forward or backward: call the models in one order on every"
-        " rank, or give each model a process group of its own"
     )
 
 
@@ -114,31 +95,12 @@ def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static
     )
 
 
-#: A few regularisers may have backwards of their own before the module is first called; more than these are a mistake.
-MOST_BACKWARDS_ALONE = 8
-
-
-def backwards_alone(num_arrived: int, num_parameters: int) -> str:
-    return (
-        f"{this_rank()}: {MOST_BACKWARDS_ALONE} backwards have brought gradients, the last one of {num_arrived} of"
-        f" {num_parameters} parameters, and the module itself has not been called yet: they are not averaged. Call the"
-        " module, model(x), or apply ddp_compile to the submodule that is trained"
-    )
-
-
 def parameters_changed(changes: Sequence[str]) -> ParametersChangedError:
     """Args: changes: Such as "added: adapter.weight"."""
     return ParametersChangedError(
         f"{this_rank()}: the parameters are not those that ddp_compile has replicated, and their gradients would not be"
         f" averaged: {'; '.join(changes)}. Make such changes before ddp_compile, or replicate the module again after"
         " them: model = ddp_compile(model.unwrap(), ...)"
-    )
-
-
-def static_graph_without_input() -> ReplicationError:
-    return ReplicationError(
-        f"{this_rank()}: static_graph=True learns from the first iteration, in which this rank has had no input; give"
-        " every rank at least one batch, or drop static_graph"
     )
 
 
@@ -196,27 +158,6 @@ def contributor_after_launch(names: Sequence[str], launched_once: str | None, ha
         f" another one. The reduced gradients lack it, and the buckets cannot be launched again, because {reason}."
         " Every rank has raised this: set the gradients to zero and do the step again, in which those buckets wait for"
         " all of it; or pass split='forward'"
-    )
-
-
-def not_finite(found: Mapping[int, str]) -> NonFiniteGradientError:
-    """Args: found: The gradients of each global rank that were not finite, in words; empty if all were."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in found.items():
-        ranks_of.setdefault(text, []).append(rank)
-    described = "; ".join(f"{on_ranks(ranks)} in {text}" for text, ranks in ranks_of.items() if text)
-    return NonFiniteGradientError(
-        f"{this_rank()}: gradients were infinite or NaN before they were reduced, {described}. Every rank has raised"
-        " this, and .grad holds means that are not finite either. Set the gradients to zero on every rank, and leave"
-        " this step out or start again from a checkpoint; torch.autograd.set_detect_anomaly(True) tells which operation"
-        " makes a NaN. With a GradScaler, which looks for infinities itself, drop check_finite_gradients=True"
-    )
-
-
-def gradient_gone(name: str) -> GradientArrivalError:
-    return GradientArrivalError(
-        f"{this_rank()}: the gradient of {name} was set to None before it was averaged, perhaps"
-        " by a hook that steps an optimizer inside the backward; step after the backward"
     )
 
 

@@ -63,11 +63,7 @@ class IterationMessage:
             self._work = self._group.allreduce([self._flags], options)
 
     def wait(self) -> list[bytes]:
-        """The parts that `send` was given, with the flags of all ranks.
-
-        Raises:
-            RuntimeError: The all-reduce failed or timed out.
-        """
+        """The parts that `send` was given, with the flags of all ranks; raises RuntimeError if that failed."""
         assert self._flags is not None
         if self._work is not None:
             self._work.wait()

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import on_ranks, this_rank
 from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
-from ddp_compile.runtime.comm.rank_names import on_ranks
 
 
 def group_of(
@@ -37,7 +36,7 @@ def group_of(
 
 
 def own_group(process_group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A process group of the same ranks over which nobody else sends; all of them call this. See `group_of`."""
+    """A process group of the same ranks over which nothing else is sent; all of them call this. See `group_of`."""
     return group_of(dist.get_process_group_ranks(process_group), process_group, device)
 
 
@@ -46,9 +45,6 @@ def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[
 
     It is the process group itself if its tensors are on a device without streams. Otherwise it is a gloo group, made
     without ``torch.distributed.new_group``, which would keep it until all groups are destroyed.
-
-    Args:
-        process_group: The ranks; all of them call this.
     """
     store: Any = process_group.get_group_store() if streams.has_streams(device) else None
     if store is None:  # of a process group written in Python, whose peers gloo could not find, or not needed
@@ -84,21 +80,13 @@ def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """The process groups of ranks that reduce on their nodes first, and then between the nodes.
+    """The process groups of ranks that reduce on their nodes first, and then between the nodes."""
 
-    Args:
-        sizes: How many ranks each node has.
-        node: This rank's, by its number in ``sizes``.
-        leader: The global rank that speaks for it.
-        within: The ranks of the node; None if this one is alone there.
-        leaders: The leaders of all nodes; None on a rank that is none.
-    """
-
-    sizes: tuple[int, ...]
-    node: int
-    leader: int
-    within: dist.ProcessGroup | None
-    leaders: dist.ProcessGroup | None
+    sizes: tuple[int, ...]  #: how many ranks each node has
+    node: int  #: this rank's, by its number in ``sizes``
+    leader: int  #: the global rank that speaks for it
+    within: dist.ProcessGroup | None  #: the ranks of the node; None if this one is alone there
+    leaders: dist.ProcessGroup | None  #: of all nodes; None on a rank that is none
 
     @classmethod
     def of(

@@ -1,22 +1,9 @@
 """Streams and events of accelerators; the only file of the runtime that knows them.
 
-Note [Streams]
-On an accelerator, Python only queues an operator, which then runs in the order of its stream. These streams meet in one
-iteration:
-
-- the *forward's*: compiled backwards run on it, and with them an early launch;
-- AccumulateGrad's, fixed when its node was made: hooks run on it, and with them the flatten of a bucket;
-- the *caller's*, which called ``backward()``: engine callbacks run on it, and with them the end of an iteration;
-- those of the process groups, and of algorithms that compute beside the backward.
-
-Autograd orders the first three. Everything else is ordered here: a stream that reads another one's writes waits for an
-`Event` of it, and memory that is used outside of the stream that allocated it is announced with `used_here`, or the
-allocator would reuse it too early. A collective waits for the stream that is current when it is launched; its
-``Work.wait()`` holds up the stream that is current then, see `work_blocks_host`.
-
-On a device without streams, such as the CPU, all of this does nothing, so callers need no branches.
-
-Everything goes through `backend`. Tests replace it by a simulated one, which finds accesses that no wait orders.
+docs/streams.md says which streams meet in an iteration, and which waits for which. A stream that reads another one's
+writes waits for an `Event` of it. `used_here` announces memory that is used outside of the stream that allocated it.
+On a device without streams, such as the CPU, all of this does nothing, so callers need no branches. Everything goes
+through `backend`, which tests replace by a simulated one that finds accesses that no wait orders.
 """
 
 from __future__ import annotations
@@ -124,11 +111,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Raise a ReplicationError if a call would be captured, and replayed without what Python does in each iteration.
-
-    Args:
-        what: The call; nothing of it has been sent.
-    """
+    """Raise a ReplicationError if a call would be captured, and replayed without what Python does each time."""
     if is_capturing(device):
         raise ReplicationError(
             f"{this_rank()}: {what} was called while work for {device} is being captured into a graph"

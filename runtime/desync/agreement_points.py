@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import this_rank
+from ddp_compile.errors import format_ranks, this_rank
 from ddp_compile.plan.spec import BucketPlan
 from ddp_compile.runtime.comm import error_messages
-from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.desync.fingerprint import ORDER_WAY_OUT, Fingerprint, ModelFingerprint, describe_differences
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, StoreLostError
@@ -48,7 +47,7 @@ class AgreementPoints:
     """
 
     def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, ranks: Sequence[int]) -> None:
-        self.iteration_number = 1  #: of the iteration that is under way or, between iterations, comes next
+        self.iteration_number = 1  #: see `Iteration.number`
         self.begins_after_forward = True  #: whether a synchronised forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
         self.forwards = ForwardsLeftOut()
@@ -65,7 +64,6 @@ class AgreementPoints:
         """The last bucket of an iteration is about to be launched: tell the other ranks, if this is an agreement point.
 
         Args:
-            algorithm: Name of the algorithm that reduces it.
             is_shared: Whether it is sent over the process group that models share.
         """
         if self._digest_of is None or self._digest_of[0] is not plan:
@@ -104,16 +102,11 @@ class AgreementPoints:
         except StoreLostError as error:
             self._give_up(order, f"the store of the process group is gone ({error})")
 
-    def iteration_ends(self, has_launched: bool) -> None:
-        """The next launched bucket begins another iteration.
-
-        Args:
-            has_launched: Whether this one launched any. A backward without launches, of a regulariser over a few
-                parameters, concerns no other rank and does not count as an iteration.
-        """
-        if has_launched:
-            self.iteration_number += 1
+    def iteration_ends(self, next_number: int) -> None:
+        """The next launched bucket begins this iteration, which is the same one if nothing was exchanged in it."""
+        if next_number != self.iteration_number:
             self._backwards_repeated += not self.begins_after_forward
+        self.iteration_number = next_number
         self._added = None
 
     @property

@@ -8,41 +8,27 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ddp_compile.runtime.comm.rank_names import name_values
+from ddp_compile.errors import name_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFingerprint:
-    """What one model has done on one rank up to an iteration.
+    """What one model has done on one rank up to an iteration."""
 
-    Args:
-        plan: Digest and generation of its bucket plan.
-        algorithm: Name of the algorithm that reduces it.
-        forwards_left_out: Training forwards that no backward has reached, although a backward has reached a later one.
-        backwards_repeated: Iterations without a forward since the previous one.
-    """
-
-    plan: str
-    algorithm: str
-    forwards_left_out: int
-    backwards_repeated: int
+    plan: str  #: digest and generation
+    algorithm: str  #: name of the algorithm that reduces it
+    forwards_left_out: int  #: training forwards that no backward has reached, although one has reached a later forward
+    backwards_repeated: int  #: iterations without a forward since the previous one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What the models that share a process group have done on one rank.
+    """What the models that share a process group have done on one rank."""
 
-    Args:
-        number: How many iterations all models have had.
-        models: Those that had an iteration since the last agreement point, by name.
-        order: Digest of the order in which all models have sent gradients and buffers.
-        latest: The latest messages in order, "the gradients of model 1 (Linear)"; empty if there is only one model.
-    """
-
-    number: int
-    models: dict[str, ModelFingerprint]
-    order: str
-    latest: tuple[str, ...]
+    number: int  #: how many iterations all models have had
+    models: dict[str, ModelFingerprint]  #: those that had an iteration since the last agreement point, by name
+    order: str  #: digest of the order in which all models have sent gradients and buffers
+    latest: tuple[str, ...]  #: the latest messages, "the gradients of model 1 (Linear)"; empty with one model
 
     @property
     def digest(self) -> str:
@@ -86,11 +72,7 @@ ORDER_WAY_OUT = (
 
 
 def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
-    """The differences between the ranks, the fewest ranks first, and what to do about them; None without any.
-
-    Args:
-        fingerprints: By global rank.
-    """
+    """The differences between the ranks, the fewest ranks first, and what to do about them; None without any."""
     differences, ways_out = [], []
     first = next(iter(fingerprints.values()))
     if len({fingerprint.order for fingerprint in fingerprints.values()}) > 1:

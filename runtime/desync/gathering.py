@@ -67,14 +67,7 @@ class Gathering:
         return text
 
     def wait_for_readers(self, num_ranks: int, wait_s: float) -> None:
-        """Wait until so many ranks have asked for a summary, and each that has asked has one.
-
-        Args:
-            num_ranks: Counted over all summaries so far.
-
-        Raises:
-            StoreLostError: The store has not answered.
-        """
+        """Wait until so many ranks have asked for summaries, and have them; raises StoreLostError."""
         for _ in pauses(wait_s):
             num_tickets = self._store.add(self._tickets, 0)
             if num_tickets >= num_ranks and self._store.add(self._readers, 0) >= num_tickets:
@@ -113,12 +106,7 @@ class Gathering:
 
 
 def pauses(wait_s: float, longest_s: float = 0.2) -> Iterator[None]:
-    """Yields between pauses, the last time when the time is over.
-
-    Args:
-        wait_s: How long all pauses last together.
-        longest_s: How long one lasts at most; they double.
-    """
+    """Yield between pauses, each twice as long as the one before, and once more when the time is over."""
     end, pause_s = time.monotonic() + wait_s, 0.01
     while True:
         is_over = time.monotonic() >= end  # asked first, so that the caller sees what came in time

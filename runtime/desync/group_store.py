@@ -83,14 +83,7 @@ class GroupStore:
         return self.ask(lambda: self._store.add(self._prefix + key, amount))
 
     def has_come_to(self, counter: str, value: int, old_counter: str | None = None) -> bool:
-        """Whether a counter has a value.
-
-        Args:
-            old_counter: Another key, deleted if the counter has the value.
-
-        Raises:
-            StoreLostError: The store has not answered.
-        """
+        """Whether a counter has a value; if so, an old counter is deleted. Raises StoreLostError."""
 
         def compare() -> bool:
             has_come = self._store.add(self._prefix + counter, 0) == value
@@ -105,11 +98,7 @@ class GroupStore:
         return self.ask(lambda: self._values(keys))
 
     def ask(self, question: Callable[[], Answer], limit_s: float = ANSWER_LIMIT_S) -> Answer:
-        """Run a function that waits for the store; see Note [Stores that do not answer].
-
-        Raises:
-            StoreLostError: It took too long, it failed, or the store was lost before.
-        """
+        """Run a function that waits for the store, see Note [Stores that do not answer]; raises StoreLostError."""
         if self.lost is not None:
             raise StoreLostError(self.lost)
         answers: list[Answer] = []

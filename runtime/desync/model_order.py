@@ -49,11 +49,7 @@ class ModelOrder:
         self._done: dict[str, ModelFingerprint] = {}  # since the last agreement point
 
     def add(self, class_name: str) -> str:
-        """Add a model; every rank adds the same ones in the same order.
-
-        Returns:
-            Its name in errors.
-        """
+        """Add a model, on every rank the same ones in the same order; returns its name in errors."""
         number = len(self._numbers) + 1
         name = f"model {number} ({class_name})"
         self._numbers[name] = number
@@ -68,11 +64,7 @@ class ModelOrder:
             self._latest.append(f"the {what} of {model}")
 
     def last_bucket_is_launched(self, model: str, done: ModelFingerprint) -> Fingerprint | None:
-        """Record an iteration.
-
-        Returns:
-            The fingerprint that has to be equal on all ranks, if this is an agreement point.
-        """
+        """Record an iteration; returns the fingerprint to compare if this is an agreement point."""
         self.sends("gradients", model)
         self.num_iterations += 1
         self._done[model] = done
@@ -86,11 +78,7 @@ class ModelOrder:
         return self._numbers[model]
 
     def fingerprint(self, forget: bool = False) -> Fingerprint:
-        """The fingerprint that has to be equal on all ranks now.
-
-        Args:
-            forget: Whether the next fingerprint starts with the next iteration, because this one is compared.
-        """
+        """The fingerprint that has to be equal on all ranks now; to ``forget`` starts the next one anew."""
         done = dict(self._done)
         if forget:
             self._done.clear()

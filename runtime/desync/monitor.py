@@ -2,9 +2,9 @@
 
 Note [Ranks that get out of step]
 Collectives pair up by order alone. A rank that leaves out a backward, or calls one twice, reduces with another step of
-the other ranks: means of gradients that do not belong together, and at the end a collective that nobody joins. So the
-ranks compare, see Note [Agreement points], and each posts where it stands, so that the error of a failed collective can
-say where the others are. docs/divergence.md lists what can differ and what happens then.
+the other ranks: means of gradients that do not belong together, and at the end a collective that no other rank joins.
+So the ranks compare, see Note [Agreement points], and each posts where it stands, so that the error of a failed
+collective can say where the others are. docs/divergence.md lists what can differ and what happens then.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, this_rank
+from ddp_compile.errors import ReductionError, name_values, this_rank
 from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.comm.collectives import name_from_rank_0
-from ddp_compile.runtime.comm.rank_names import name_values
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints
 from ddp_compile.runtime.desync.gathering import Gathering, pauses
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
@@ -86,21 +85,13 @@ class DesyncMonitor:
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
     def forward_ends(self, kind: str, outputs: Any = None) -> None:
-        """A forward has returned.
-
-        Args:
-            outputs: What it returned, if either every rank or none has to call its backward.
-        """
+        """A forward has returned; with ``outputs`` if either every rank or none has to call its backward."""
         if outputs is not None and self._store.lost is None:
             self._points.forwards.watch(outputs)
         self._statuses.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:
-        """The first gradient of an iteration has arrived.
-
-        Args:
-            after_forward: Whether a synchronised forward has come since the previous iteration.
-        """
+        """The first gradient of an iteration has arrived, after a synchronised forward or without one."""
         self._points.begins_after_forward = after_forward
         self._statuses.note("backward of iteration", self._points.iteration_number)
 

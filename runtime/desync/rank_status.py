@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ddp_compile.runtime.comm.rank_names import format_ranks
+from ddp_compile.errors import format_ranks
 from ddp_compile.runtime.desync.gathering import Gathering
 from ddp_compile.runtime.desync.group_store import GroupStore, StoreLostError
 
@@ -71,7 +71,6 @@ class RankStatuses:
 
     @property
     def now(self) -> RankStatus:
-        """Where this rank stands."""
         if self._failure is not None:
             return self._failure
         at, number, then = self._noted
@@ -93,11 +92,7 @@ class RankStatuses:
             self._post_from_budget(now)
 
     def fail(self, then: str) -> None:
-        """This rank raises; posted at once, unless it has posted a failure before.
-
-        Args:
-            then: Text after the step at which it stands.
-        """
+        """This rank raises; posted at once, unless it has posted a failure before."""
         if self._failure is None:
             at, since, _ = self.now
             self._failure = RankStatus(f"{at}{then}", since, failed=True)
@@ -152,12 +147,7 @@ class RankStatuses:
 
 
 def format_rank_statuses(statuses: Mapping[int, RankStatus | None], now: float) -> str:
-    """A small table with a line for each place where ranks stood.
-
-    Args:
-        statuses: By global rank; None for a rank that was never heard of.
-        now: Seconds of this machine's clock.
-    """
+    """A table with a line for each place where ranks stood; None for a rank that was never heard of."""
     ranks_at: dict[str, list[int]] = {}
     ages_s: dict[str, list[float]] = {}
     for rank, rank_status in statuses.items():

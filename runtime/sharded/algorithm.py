@@ -16,7 +16,6 @@ from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
-from ddp_compile.runtime.buckets.local_tensors import has_dtensors
 from ddp_compile.runtime.buckets.sharding import Sharding
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.process_groups import group_of
@@ -68,7 +67,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """See `CommAlgorithm.objection`."""
-        if has_dtensors(list(parameters.values())):
+        if any(map(torch_internals.is_dtensor, parameters.values())):
             return (
                 "a sharded optimizer takes no DTensors, of which a rank has a part already; use fully_shard for these"
                 " modules, or leave the optimizer as it is"

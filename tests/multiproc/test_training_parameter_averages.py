@@ -140,6 +140,25 @@ def test_a_step_whose_parameters_were_sent_before_it_is_refused(config: Algorith
     assert all(text.startswith(f"rank {rank}: an optimizer is about to step after the l") for text in said)
 
 
+@on_ranks(2)
+def test_a_second_step_after_an_average_is_an_error() -> None:
+    """Of an optimizer whose parameters have a gradient; one without any changes nothing."""
+    model, _ = make_model(LocalSGD(period=2))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.layers[:2], model.layers[2:]))
+    for step in range(4):
+        loss_of(model(batch(dist.get_rank(), step, 0))).backward()
+        first.step()
+        second.step()
+        if step % 2 == 1:
+            second.step()  # between two averages
+            continue
+        assert is_same_everywhere(flat_of(model))
+        with pytest.raises(ReductionError, match=f"rank {dist.get_rank()}: an optimizer has stepped again after the l"):
+            second.step()
+        first.zero_grad()
+        first.step()
+
+
 # Ways to train.
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from store_ranks import PLAN, on_threads, points_of, run_iteration, store_of
 
-from ddp_compile.errors import RanksDifferError
-from ddp_compile.runtime.comm.rank_names import format_ranks, name_values
+from ddp_compile.errors import RanksDifferError, format_ranks, name_values
 from ddp_compile.runtime.desync import agreement_points, rank_status
 from ddp_compile.runtime.desync.agreement_points import AgreementPoints, ForwardsLeftOut
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint, describe_differences
@@ -185,7 +184,7 @@ def compare_all(ranks: list[AgreementPoints]) -> list[Exception | None]:
         try:
             points.compare()
         finally:
-            points.iteration_ends(has_launched=True)
+            points.iteration_ends(points.iteration_number + 1)
 
     return on_threads([functools.partial(compare, points) for points in ranks])
 
@@ -284,7 +283,7 @@ def test_a_backward_that_sends_nothing_is_no_iteration() -> None:
     ranks = two_ranks()
     run_iteration(ranks[0])
     ranks[1].begins_after_forward = False
-    ranks[1].iteration_ends(has_launched=False)
+    ranks[1].iteration_ends(ranks[1].iteration_number)
     run_iteration(ranks[1])
     assert compare_all(ranks) == [None, None]
     assert [points.iteration_number for points in ranks] == [2, 2]
@@ -296,7 +295,7 @@ def test_a_rank_that_says_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch, 
     for _ in range(10):
         run_iteration(points)
         points.compare()
-        points.iteration_ends(has_launched=True)
+        points.iteration_ends(points.iteration_number + 1)
     said = [message for message in caplog.messages if "said nothing" in message]
     assert len(said) == 3 and "at the end of iteration 1: 1." in said[0]
     assert "3 times not every rank answered" in caplog.text

@@ -235,6 +235,14 @@ def test_a_written_tensor_has_a_new_version(asked: Asked) -> None:
         product.sum().backward()
 
 
+def test_each_write_counts_once_for_each_tensor(asked: Asked) -> None:
+    """Also for a tensor that torch's own operations write: `ParameterGate` tells other writes by it."""
+    tensors = [ones(2), ones(3) if asked.implementation else ones(6)[::2]]
+    before = [tensor._version for tensor in tensors]
+    asked.plan(tensors, torch.zeros(5)).unflatten(tensors, 0.5)
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
+
+
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("position", [0, 70, 129])
 def test_one_bad_value_anywhere_is_noticed_and_passed_on(asked: Asked, bad: float, position: int) -> None:
