@@ -121,7 +121,7 @@ class Reducer:
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:
         """Use another algorithm from the next backward on; nothing of the one before is under way."""
         self._queue.algorithm = algorithm
-        self._set.lay_out_as(algorithm.traits.layout)
+        self._set.lay_out_as(algorithm.traits.layout, algorithm.sharding.owners)
 
     @property
     def gathers_parameters(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -21,17 +21,26 @@ from ddp_compile.runtime.buckets.sharding import Sharding
 from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
+from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import HiddenGradients, norm_over_ranks
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.reader import ParameterReader
-from ddp_compile.runtime.sharded.state import Event
+from ddp_compile.runtime.sharded.state import Event, State
 from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
 
 
 class ShardedAlgorithm(CommAlgorithm, Sharding):
-    """Reduces each bucket to one shard for each rank; the rank's optimizer steps the pieces of parameters in its shard.
+    """Reduces each bucket to one shard for each rank, whose optimizers step the pieces of parameters in that shard.
 
-    After its step a bucket is gathered, and waited for when it is read, see `ParameterReader`.
+    After all optimizers with a parameter in it have stepped, a bucket is gathered. It is waited for when it is read,
+    see `ParameterReader`.
+
+    Args:
+        optimizers: Each reduced parameter is in one of them.
+        names: Of the reduced parameters, in registration order.
+        owners: See `Sharding.owners`.
+        master_weights: Step parameters of low precision in float32.
+        overlaps: Gathers may be under way when a step returns.
 
     Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; Megatron-core's distributed optimizer,
     whose gathers overlap with the next forward too.
@@ -46,19 +55,23 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def __init__(
         self,
         process_group: dist.ProcessGroup,
-        optimizer: SteppedPieces,
+        optimizers: Sequence[SteppedPieces],
         names: Sequence[str],
+        owners: Mapping[int, int],
         master_weights: bool,
         overlaps: bool,
     ) -> None:
         self._process_group = process_group
-        self._optimizer = optimizer
+        self._optimizers = tuple(optimizers)
         self._names = tuple(names)
+        self.owners = owners
         self._master_weights = master_weights
         self._overlaps = overlaps
-        #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
-        self.witnesses: list[Piece] = []
+        self._cuts: dict[tuple[int, ...], Cut] = {}  # of buckets, by the numbers of their parameters
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
+        self._due: list[SteppedPieces] = []  # optimizers that have not stepped since the first one did
+        self._stepping: SteppedPieces | None = None  # the optimizer whose step has begun and not ended
+        self._stepped: set[int] = set()  # numbers of parameters that steps may have changed since then
         self._num_steps = 0
 
     @property
@@ -87,8 +100,9 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._num_elements = sum(parameter.numel() for parameter in parameters)
         self._hidden = HiddenGradients(self._parameters, self._names)
         self.transfers = ShardTransfers(gathers, gradients, device)
-        self.reader = ParameterReader(self._parameters, self._overlaps, self._failed)
-        self._optimizer.attach()
+        self.reader = ParameterReader(self._parameters, self._overlaps, self.refuse_half_a_step, self._failed)
+        for optimizer in self._optimizers:
+            optimizer.attach()
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
@@ -98,9 +112,11 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             if together and self.buckets:
                 gradients = self._whole_gradients("giving back what is sharded")
         except BaseException:
-            self._optimizer.detach(together=False)  # the others may be gone
+            for optimizer in self._optimizers:
+                optimizer.detach(together=False)  # the others may be gone
             raise
-        self._optimizer.detach(together)
+        for optimizer in self._optimizers:
+            optimizer.detach(together)
         for bucket in self.buckets:
             bucket.leave()
         self._hidden.replace(gradients)
@@ -115,7 +131,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`."""
-        return self.transfers.reduce_scatter(bucket.flat)
+        cut = self._cuts.get(bucket.param_indices)
+        if cut is None:
+            cut = self._cuts[bucket.param_indices] = self.transfers.cut(bucket.spec)
+        return self.transfers.reduce_scatter(bucket.flat, cut)
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """Set or add to ``.grad`` of each piece its part of the mean, and hide those of the parameters."""
@@ -123,34 +142,28 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             self._shard(buckets)
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
-        pieces = [piece for piece in self._pieces() if piece.index in reduced]
-        self._refuse_stale_gradients(pieces)
-        for piece in pieces:
-            piece.accumulate(shards[piece.index], self._unscaled)
-        for witness in self.witnesses:
-            witness.zero(set_to_none=True)
-            witness.accumulate(witness.stepped.detach(), self._unscaled)
+        self._refuse_stale_gradients(piece for piece in self._pieces() if piece.index in reduced)
+        for optimizer in self._optimizers:
+            optimizer.accumulate(shards, reduced)
         self._hidden.show(reduced)
         self._stepped_versions = {}
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
-        self._optimizer.before_sharding()
-        shared = self.transfers, self._master_weights
-        self.reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
-        dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
-        device = self._parameters[0].device
-        self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
-        self._optimizer.shard(self.buckets)
+        for optimizer in self._optimizers:
+            optimizer.before_sharding()
+        self.reader.buckets = tuple(ShardedBucket(b, self.transfers, self._master_weights) for b in buckets)
+        for optimizer in self._optimizers:
+            optimizer.shard(self.buckets)
 
-    def _unscaled(self, found_non_finite: Tensor) -> None:
-        """A GradScaler has looked at gradients: all ranks step by them, or none does."""
+    def unscaled(self, found_non_finite: Tensor, optimizer: SteppedPieces) -> None:
+        """A GradScaler has looked at an optimizer's gradients: let all ranks step by them, or none."""
         with self.on_every_rank("GradScaler's question whether gradients are finite"):
             self.transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
-        self._note_versions()
+        self._note_versions(optimizer)
 
-    def _note_versions(self) -> None:
-        gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
-        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
+    def _note_versions(self, optimizer: SteppedPieces) -> None:
+        gradients = {piece.index: piece.stepped.grad for piece in optimizer.pieces}
+        self._stepped_versions |= {index: g._version for index, g in gradients.items() if g is not None}
 
     def _refuse_stale_gradients(self, pieces: Iterable[Piece]) -> None:
         """Raise if a gradient is unchanged since a step: nobody knows whether the user meant to keep it."""
@@ -163,11 +176,16 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
                     " for each step"
                 )
 
-    def zero_gradients(self, set_to_none: bool = True) -> None:
-        """See `Sharding.zero_gradients`; the optimizer's ``zero_grad`` calls it as well."""
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """See `Sharding.zero_gradients`."""
+        self.zero_gradients_of(range(len(self._parameters)), set_to_none)
+
+    def zero_gradients_of(self, indices: Collection[int], set_to_none: bool) -> None:
+        """Zero the gradients of these parameters, as an optimizer's ``zero_grad``."""
         for piece in self._pieces():
-            piece.zero(set_to_none)
-        self._hidden.zero(set_to_none)
+            if piece.index in indices:
+                piece.zero(set_to_none)
+        self._hidden.zero(set_to_none, indices)
 
     def _take_edits_of_gradients(self) -> None:
         """What a user has done to ``.grad`` of a parameter happens to its pieces' as well."""
@@ -215,33 +233,68 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     # Steps.
 
-    def step_begins(self) -> None:
-        """The optimizer is about to step the pieces."""
+    def step_begins(self, optimizer: SteppedPieces) -> None:
+        """An optimizer is about to step its pieces."""
         streams.refuse_capture(self.buckets[0].flat.device, "a step of a sharded optimizer")
-        self.reader.refuse_half_a_step()
-        self.reader.wait()  # for the step before, if no forward came between
+        if optimizer not in self._due:
+            self.refuse_half_a_step()
+            self.reader.wait()  # for the step before, if no forward came between
+            for bucket in self.buckets:
+                bucket.take_edits()
+            self._due = list(self._optimizers)
+            self._stepped = set()
         self._before_gradients_are_read("optimizer.step()")
-        for bucket in self.buckets:
-            bucket.take_edits()
-        self._stepped = {*self._hidden.reduced} | {p.index for p in self._pieces() if p.stepped.grad is not None}
-        for bucket in self.buckets:
-            bucket.on(Event.STEP_BEGINS)
+        present = {piece.index for piece in optimizer.pieces if piece.stepped.grad is not None}
+        self._stepped |= (self._hidden.reduced & optimizer.indices) | present
+        for bucket in optimizer.buckets:
+            if bucket.state is State.WHOLE:
+                bucket.on(Event.STEP_BEGINS)
+        self._stepping = optimizer
         self.reader.step_begins()
 
-    def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
-        """Gather a bucket; on every rank in the same order."""
+    def bucket_is_stepped(self, bucket: ShardedBucket, optimizer: SteppedPieces) -> None:
+        """Gather a bucket if no other optimizer has yet to step it; on every rank in the same order."""
         self.reader.raise_guard()  # the step itself may have read parameters
+        if any(other is not optimizer and bucket in other.buckets for other in self._due):
+            return
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
                 bucket.gather(self._stepped)
         except RuntimeError as error:
             raise self._failed(error) from error
 
-    def step_ends(self) -> None:
-        """All buckets are being gathered."""
-        self.reader.step_ends()
-        self._note_versions()
-        self._num_steps += 1
+    def step_ends(self, optimizer: SteppedPieces) -> None:
+        """An optimizer has stepped all its pieces."""
+        self._due.remove(optimizer)
+        self._stepping = None
+        self._note_versions(optimizer)
+        if not self._due:
+            self._num_steps += 1
+        self.reader.step_ends(is_last=not self._due)
+
+    def refuse_half_a_step(self) -> None:
+        """Raise a ReplicationError if a step has raised, or if some of the optimizers have stepped and others have not.
+
+        An optimizer whose step a GradScaler leaves out counts as one that has stepped.
+        """
+        if self._stepping is not None:
+            raise ReplicationError(
+                f"{this_rank()}: {self._stepping.name}.step() has raised before all parameters were stepped, so the"
+                " ranks are not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
+            )
+        for optimizer in [each for each in self._due if each.is_left_out()]:
+            for bucket in optimizer.buckets:
+                if bucket.state is State.WHOLE:
+                    bucket.on(Event.STEP_BEGINS)
+                self.bucket_is_stepped(bucket, optimizer)
+            self.step_ends(optimizer)
+        if self._due:
+            names = ", ".join(optimizer.name for optimizer in self._due)
+            raise ReplicationError(
+                f"{this_rank()}: half a step: of the {len(self._optimizers)} optimizers that were sharded together,"
+                f" {names} has not stepped since the others did. Call step() of each of them, one after the other,"
+                " before parameters are read again by a forward or otherwise"
+            )
 
     def refuse_step_before_sharding(self) -> None:
         """Raise if the optimizer, which is not sharded yet, would step by gradients that are not reduced.

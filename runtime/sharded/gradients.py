@@ -16,7 +16,7 @@ all elements are finite, is answered alike on all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import reduce
 from typing import Any, NoReturn
 
@@ -117,18 +117,18 @@ class HiddenGradients:
                 self._parameters[index].grad = None
         self._shown.clear()
 
-    def zero(self, set_to_none: bool) -> None:
-        """The pieces' gradients are zeroed: zero what this rank has accumulated and not reduced as well."""
-        if set_to_none:
-            self.remove()
-            self._reduced.clear()
-        for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
+    def zero(self, set_to_none: bool, indices: Collection[int]) -> None:
+        """These pieces' gradients are zeroed: zero what this rank has accumulated and not reduced as well."""
+        for index in indices:
+            parameter, hidden = self._parameters[index], self._hidden[index]
             hidden.is_zeroed = False
-            if parameter.grad is not None and parameter.grad is not hidden:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad.zero_()
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None and parameter.grad is not hidden:
+                parameter.grad.zero_()
+        if set_to_none:
+            self._shown.difference_update(indices)
+            self._reduced.difference_update(indices)
 
     def take_edits(self) -> tuple[set[int], set[int]]:
         """What a user has done to hidden gradients.

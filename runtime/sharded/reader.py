@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch.nn import Parameter
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import ReductionError
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.guard import ParameterGuard
 from ddp_compile.runtime.sharded.state import State
@@ -19,12 +19,18 @@ class ParameterReader:
     """Waits for parameters before they are read.
 
     A forward that is one compiled graph waits for each bucket at its first use; every other reader waits for all of
-    them. ``overlaps`` is the user's setting, ``failed`` makes the error to raise from that of a gather.
+    them. ``overlaps`` is the user's setting; ``refuse_half_a_step`` raises if a step has begun and not ended;
+    ``failed`` makes the error to raise from that of a gather.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], overlaps: bool, failed: Callable[[RuntimeError], ReductionError]
+        self,
+        parameters: Sequence[Parameter],
+        overlaps: bool,
+        refuse_half_a_step: Callable[[], None],
+        failed: Callable[[RuntimeError], ReductionError],
     ) -> None:
+        self._refuse_half_a_step = refuse_half_a_step
         self._failed = failed
         self._overlaps = overlaps
         self._guard = ParameterGuard(parameters, self._complete)
@@ -40,24 +46,16 @@ class ParameterReader:
         self._stepping_thread = threading.get_ident()
         self.raise_guard()
 
-    def step_ends(self) -> None:
-        """All buckets are being gathered."""
+    def step_ends(self, is_last: bool) -> None:
+        """An optimizer has stepped; if it is the last one, all buckets are being gathered."""
         self._stepping_thread = 0
-        if not self._overlaps:
+        if is_last and not self._overlaps:
             self.wait()
 
     def raise_guard(self) -> None:
         """From now on, whoever reads a parameter that he holds waits."""
         if self._overlaps:
             self._guard.raise_up()
-
-    def refuse_half_a_step(self) -> None:
-        """Raise a ReplicationError if a step has begun and not ended."""
-        if any(bucket.state is State.STEPPING for bucket in self.buckets):
-            raise ReplicationError(
-                f"{this_rank()}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
-                " not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
-            )
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """See `Sharding.await_parameters`."""
@@ -71,9 +69,10 @@ class ParameterReader:
                     self._wait_for(bucket)
 
     def _complete(self) -> None:
-        # Other threads may read while this one steps, and so may the step's own code.
-        if self._stepping_thread == threading.get_ident() and not torch_internals.inside_optimizer_step():
-            self.refuse_half_a_step()
+        # Other threads may read while one steps, and so may the step's own code.
+        stepping = self._stepping_thread
+        if not stepping or (stepping == threading.get_ident() and not torch_internals.inside_optimizer_step()):
+            self._refuse_half_a_step()
         for bucket in reversed(self.buckets):
             self._wait_for(bucket)
 
@@ -91,7 +90,7 @@ class ParameterReader:
     def before_forward(self) -> None:
         """Leave gathers under way only if nothing but one compiled graph is going to read the parameters."""
         if not torch_internals.inside_optimizer_step():
-            self.refuse_half_a_step()
+            self._refuse_half_a_step()
         if self._overlaps_forward:
             self._guard.take_down()
             self._watch_compilations()
