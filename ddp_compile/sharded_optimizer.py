@@ -94,11 +94,11 @@ def shard_optimizer(
     between two steps, before or after schedulers are made::
 
         model = ddp_compile(model)
-        optimizer = ddp_compile.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
 
     or, with several optimizers, each of which steps once after each backward::
 
-        muon, adamw = ddp_compile.shard_optimizer([torch.optim.Muon(matrices), torch.optim.AdamW(others)], model)
+        muon, adamw = shard_optimizer([torch.optim.Muon(matrices), torch.optim.AdamW(others)], model)
 
     Optimizers that work element by element get one-dimensional pieces of parameters. The others get whole parameters:
     each has one owner, the rank that steps it. Owners are chosen so that all ranks have about as much to do.
@@ -133,7 +133,7 @@ def shard_optimizer(
         ReplicationError: The optimizer or the model is not of the kind above; says what to do.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     _refuse_arguments(optimizers, elementwise, placement)
     if not isinstance(model, ReplicatedModule):
         raise ReplicationError(
@@ -146,9 +146,9 @@ def shard_optimizer(
     owners: dict[int, int] = {}
     refusal: ReplicationError | None = None
     try:
-        _refuse_model(model, state)
         for each in optimizers:
             _refuse_optimizer(each, elementwise, placement == "whole")
+        _refuse_model(model, state)
         _refuse_parameters(optimizers, names, state.reducer.parameters)
         for each in optimizers:
             if not (type(each) in _ELEMENTWISE or elementwise):
@@ -176,7 +176,7 @@ def shard_optimizer(
         for each in optimizers
     ]
     set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), owners, master_weights, overlap), None)
-    return optimizer if isinstance(optimizer, Optimizer) else optimizers
+    return optimizers if isinstance(optimizer, list | tuple) else optimizer
 
 
 def _objection_of(model: nn.Module) -> Callable[[], str]:

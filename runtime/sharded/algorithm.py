@@ -236,7 +236,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def step_begins(self, optimizer: SteppedPieces) -> None:
         """An optimizer is about to step its pieces."""
         streams.refuse_capture(self.buckets[0].flat.device, "a step of a sharded optimizer")
-        if optimizer not in self._due:
+        if self._stepping is not None or optimizer not in self._due:
             self.refuse_half_a_step()
             self.reader.wait()  # for the step before, if no forward came between
             for bucket in self.buckets:

@@ -400,7 +400,7 @@ def bytes_of_states() -> tuple[int, int, int]:
     shards, element = model.comm_algorithm.buckets, 4
     # Operators take the same elements in vectors, and the same ones one by one, in a piece and in the whole.
     assert all(piece.begin * element % PADDED_ALIGNMENT_BYTES == 0 for bucket in shards for piece in bucket.pieces)
-    padding = sum(b.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
+    padding = sum(b.cut.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
         p.numel() for p in model.parameters()
     )
     counts = [

@@ -61,13 +61,20 @@ def refused_at_the_call() -> list[str]:
         return lambda: shard_optimizer(optimizer, other, **settings)
 
     adamw = torch.optim.AdamW(parameters)
+    halved = Mlp(WIDTH, 2)
+    halved.layers[0].requires_grad_(False)
+    halved = ddp_compile(halved, backend="eager")
     said = [
         said_by(shard("adamw")),
         said_by(shard(adamw, Mlp(WIDTH, 2))),
         said_by(shard(torch.optim.AdamW(parameters[1:]))),
         said_by(shard(torch.optim.AdamW([*parameters, nn.Parameter(torch.zeros(2))]))),
         said_by(shard(torch.optim.LBFGS(parameters))),
-        said_by(shard(torch.optim.Adafactor(parameters))),
+        said_by(shard([])),
+        said_by(shard(adamw, placement="flat")),
+        said_by(shard(Lion(parameters), placement="whole", elementwise=True)),
+        said_by(shard([torch.optim.SGD(parameters), torch.optim.SGD(parameters[:1])])),
+        said_by(shard([torch.optim.SGD(halved.layers[i].parameters()) for i in range(2)], halved)),
         said_by(shard(Lion(parameters))),
         said_by(shard(torch.optim.SGD(parameters, differentiable=True))),
         said_by(shard(torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank())))),
@@ -95,8 +102,12 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         "ReplicationError: shard_optimizer: model is a Mlp that is not replicated; call ddp_compile(model) first",
         "the model reduces parameters that the optimizer does not have: layers.0.weight. Put all of them",
         "the optimizer has 1 parameters that the model does not have",
-        "LBFGS cannot be sharded by elements, since it looks at all parameters at once",
-        "Adafactor cannot be sharded by elements, since it looks at rows and columns",
+        "LBFGS cannot be sharded, since it looks at all parameters at once",
+        "optimizer=[] has no optimizer",
+        "placement='flat' with elementwise=False: pass 'whole' for optimizers that need whole parameters",
+        "placement='whole' with elementwise=True: pass 'whole' for optimizers that need whole parameters",
+        "more than one optimizer has the parameters layers.0.weight; leave each in one",
+        "SGD has no parameter that the model reduces; leave it out",
         "Lion works element by element is not known; pass elementwise=True",
         "a SGD with differentiable=True cannot be sharded",
         "RanksDifferError: rank {rank}: the optimizers that are to be sharded have other settings",
@@ -105,7 +116,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         "a sharded optimizer cannot be used with the ByteGrad",
         "4 parameters have gradients, which are no shards; call shard_optimizer between two steps",
         "this AdamW is sharded already",
-        "a sharded optimizer cannot be used with the sharded optimizer: one optimizer steps all",
+        "a sharded optimizer cannot be used with the sharded optimizer: the first call shards all parameters of a model. Pass all optimizers to one call",
         "add_param_group of an optimizer that is sharded",
         "cannot be used with the sharded optimizer: ",
         "Join cannot be used with the sharded optimizer: ",
