@@ -22,7 +22,7 @@ from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.comm.rank_names import format_ranks
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
-from ddp_compile.runtime.sharded.owners import choose_owners
+from ddp_compile.runtime.sharded.owners import Owners, choose_owners
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -143,7 +143,7 @@ def shard_optimizer(
     state = state_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduced = {id(parameter): i for i, parameter in enumerate(state.reducer.parameters)}
-    owners: dict[int, int] = {}
+    owners: list[Owners] = []
     refusal: ReplicationError | None = None
     try:
         for each in optimizers:
@@ -152,9 +152,9 @@ def shard_optimizer(
         _refuse_parameters(optimizers, names, state.reducer.parameters)
         for each in optimizers:
             if not (type(each) in _ELEMENTWISE or elementwise):
-                owners |= choose_owners(each, reduced, state.process_group.size(), cost)
+                owners.append(choose_owners(each, reduced, state.process_group.size(), cost))
         settings = [(type(each).__name__, _settings_of(each, names)) for each in optimizers]
-        described = f"{master_weights} {overlap} {sorted(owners.items())} {settings}"
+        described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
         refusal, described = error, "refused"
     different = ranks_unlike_rank_0(described.encode(), state.process_group, state.device)
@@ -165,6 +165,8 @@ def shard_optimizer(
             f"{this_rank()}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
+    for of_optimizer in owners:
+        of_optimizer.warn_if_uneven()
     pieces = [
         SteppedPieces(
             each,
@@ -238,7 +240,7 @@ class _Sharded(AlgorithmConfig):
         self,
         optimizers: Sequence[SteppedPieces],
         names: Sequence[str],
-        owners: Mapping[int, int],
+        owners: Sequence[Owners],
         master_weights: bool,
         overlap: bool,
     ) -> None:

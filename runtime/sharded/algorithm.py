@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ddp_compile import torch_internals
 from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError, this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
+from ddp_compile.runtime.algorithms.messages import objection_to_messages
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.local_tensors import has_dtensors
@@ -24,6 +25,7 @@ from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.cut import Cut
 from ddp_compile.runtime.sharded.gradients import HiddenGradients, norm_over_ranks
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
+from ddp_compile.runtime.sharded.owners import Owners
 from ddp_compile.runtime.sharded.reader import ParameterReader
 from ddp_compile.runtime.sharded.state import Event, State
 from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
@@ -38,7 +40,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     Args:
         optimizers: Each reduced parameter is in one of them.
         names: Of the reduced parameters, in registration order.
-        owners: See `Sharding.owners`.
+        owners: Of the optimizers that step whole parameters.
         master_weights: Step parameters of low precision in float32.
         overlaps: Gathers may be under way when a step returns.
 
@@ -57,14 +59,15 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         process_group: dist.ProcessGroup,
         optimizers: Sequence[SteppedPieces],
         names: Sequence[str],
-        owners: Mapping[int, int],
+        owners: Sequence[Owners],
         master_weights: bool,
         overlaps: bool,
     ) -> None:
         self._process_group = process_group
         self._optimizers = tuple(optimizers)
         self._names = tuple(names)
-        self.owners = owners
+        self.owners = {index: rank for each in owners for index, rank in each.rank_of.items()}
+        self._owners_of_optimizers = tuple(owners)
         self._master_weights = master_weights
         self._overlaps = overlaps
         self._cuts: dict[tuple[int, ...], Cut] = {}  # of buckets, by the numbers of their parameters
@@ -86,6 +89,9 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
                 "a sharded optimizer takes no DTensors, of which a rank has a part already; use fully_shard for these"
                 " modules, or leave the optimizer as it is"
             )
+        if self.owners:
+            device = next(iter(parameters.values())).device
+            return objection_to_messages("sharded optimizer of whole parameters", self._process_group, device)
         return ""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
@@ -333,7 +339,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             when = "in step(), by overlap=False"
         elif self.reader.has_overlapped:
             when = "part by part"
-        return [f"this rank steps {own} of {self._num_elements} elements; gathered parameters are waited for {when}"]
+        return [
+            f"this rank steps {own} of {self._num_elements} elements; gathered parameters are waited for {when}",
+            *(owners.describe() for owners in self._owners_of_optimizers),
+        ]
 
     @contextmanager
     def on_every_rank(self, what: str) -> Iterator[None]:

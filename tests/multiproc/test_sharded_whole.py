@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,24 +307,52 @@ def test_a_cost_of_users_decides_who_owns_what() -> None:
     assert owned["first.bias"] is None
 
 
+@on_ranks(3)
+@torch.compiler.set_stance("force_eager")
+def test_more_ranks_than_matrices_train_and_are_told() -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
+    reference = copy.deepcopy(module)
+    model: Any = ddp_compile(module, backend="eager")
+    optimizers, of_reference = muon(model)[:1], muon(reference)[:1]
+    others = matrices_and_others(model)[1]
+    optimizers.append(torch.optim.SGD(others, lr=0.1))
+    of_reference.append(torch.optim.SGD(matrices_and_others(reference)[1], lr=0.1))
+    with unittest.TestCase().assertLogs("ddp_compile.runtime.sharded.owners") as logs:
+        shard_optimizer(optimizers, model)
+    (warned,) = logs.output
+    assert f"rank {dist.get_rank()}: Muon steps 2 whole parameters on 3 ranks. Rank 0 has 2." in warned
+    assert "and 1 ranks nothing" in warned
+    for step in range(3):
+        loss_of(model(batch(step))).backward()
+        gradients = model.full_gradients()
+        for name, parameter in reference.named_parameters():
+            parameter.grad = gradients[name]
+        for each in (*optimizers, *of_reference):
+            each.step()
+        model.zero_grad()
+        assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    assert "Muon steps whole parameters: 1, 1, 0 on ranks 0 to 2; the rank with most to do has 2." in model.explain()
+
+
 # What is sent, and when.
 
 
 @on_ranks(3)
 @torch.compiler.set_stance("force_eager")
-def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
     pair = Pair("muon")
     pair.train(0)
     loss_of(pair.model(batch(1))).backward()
     waits, transfers = [], pair.model.comm_algorithm.transfers
     gathers, all_gather = [], transfers.all_gather
-    for function in ("all_reduce", "broadcast", "all_gather_object", "all_to_all_single"):
-        monkeypatch.setattr(dist, function, lambda *_args, **_options: waits.append(1))
-    monkeypatch.setattr(Transfer, "wait", lambda _transfer: waits.append(1))
-    monkeypatch.setattr(transfers, "all_gather", lambda flat, cut: gathers.append(1) or all_gather(flat, cut))
-    for each in pair.optimizers:
-        each.step()
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        for function in ("all_reduce", "broadcast", "all_gather_object", "all_to_all_single"):
+            patch.setattr(dist, function, lambda *_args, **_options: waits.append(1))
+        patch.setattr(Transfer, "wait", lambda _transfer: waits.append(1))
+        patch.setattr(transfers, "all_gather", lambda flat, cut: gathers.append(1) or all_gather(flat, cut))
+        for each in pair.optimizers:
+            each.step()
     assert not waits and len(gathers) == len(pair.model.bucket_plan.buckets) > 2
     pair.model.await_parameters()
 
