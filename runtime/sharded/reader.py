@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class ParameterReader:
         #: Cleared by the first forward of which Python runs a part: Python could read any parameter.
         self._overlaps_forward = overlaps
         self.has_overlapped = False  #: whether the last forward waited for each bucket at its first use
+        self._process = os.getpid()
         self._stepping_thread = 0
         self._stop_watching: Callable[[], None] | None = None
 
@@ -81,6 +83,12 @@ class ParameterReader:
         if bucket.state is not State.GATHERING:
             bucket.wait()
             return
+        if os.getpid() != self._process:
+            raise ReplicationError(
+                f"{this_rank()}: a parameter is read in a process that was forked after optimizer.step(), before the"
+                " other ranks' parts of it had come, and they come to the parent alone. Call model.await_parameters()"
+                " before the fork, or shard_optimizer(..., overlap=False)"
+            )
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
                 bucket.wait()
