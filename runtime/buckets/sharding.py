@@ -22,6 +22,9 @@ class Sharding:
     #: Whether parameters may still be written when a forward begins, so that graphs are compiled with waits in them.
     gathers_parameters: bool = False
 
+    def backward_begins(self) -> None:
+        """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""
+
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """The buckets of an iteration have been reduced: set every ``.grad``.
 

@@ -137,6 +137,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._optimizer.before_sharding()
         shared = self.transfers, self._master_weights
         self.reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
+        self._hidden.pieces = tuple(self._pieces())
         dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
         device = self._parameters[0].device
         self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
@@ -169,15 +170,12 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             piece.zero(set_to_none)
         self._hidden.zero(set_to_none)
 
-    def _take_edits_of_gradients(self) -> None:
-        """What a user has done to ``.grad`` of a parameter happens to its pieces' as well."""
-        gone, zeroed = self._hidden.take_edits()
-        for piece in self._pieces() if gone or zeroed else ():
-            if piece.index in gone or piece.index in zeroed:
-                piece.zero(set_to_none=piece.index in gone)
+    def backward_begins(self) -> None:
+        """See `Sharding.backward_begins`."""
+        self._hidden.before_backward()
 
     def _before_gradients_are_read(self, what: str) -> None:
-        self._take_edits_of_gradients()
+        self._hidden.take_edits()
         self._hidden.refuse_others(what)
 
     def _whole_gradients(self, what: str) -> dict[int, Tensor]:
@@ -263,8 +261,13 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
     def before_forward(self, synchronize: bool) -> None:
         """See `CommAlgorithm.before_forward`."""
         self.reader.before_forward()
-        self._take_edits_of_gradients()
+        self._hidden.take_edits()
         self._hidden.remove()
+
+    def after_forward(self) -> None:
+        """See `CommAlgorithm.after_forward`."""
+        if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
+            self._hidden.show_again()
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """See `Sharding.forward_ends`."""

@@ -4,9 +4,10 @@ Note [Gradients in shards]
 After a backward no rank has a parameter's whole gradient, only the pieces in its own shards. If ``.grad`` were None,
 ``clip_grad_norm_`` over the model's parameters would silently clip nothing. So ``.grad`` of a parameter is a
 `HiddenGradient`, which has the gradient's shape and no values: any use of it raises, and names the call to make
-instead. It stands there from the end of the backward to the next forward or ``zero_grad``; meanwhile a user may set it
-to None or zero it, which then happens to the pieces' gradients as well. A forward removes it, since compilers look at
-``.grad``, and the backward adds to it.
+instead. It stands there for as long as the pieces have gradients, except during a forward, whose compiler looks at
+``.grad``, and during a backward, which adds to it. A forward may have no backward, if it computes a metric for example,
+so the end of the forward brings it back, and the first gradient of the backward removes it again. A user may set it to
+None or zero it, which then happens to the pieces' gradients as well.
 
 ``.grad`` of a piece is a `GradientShard`. Questions about all of its elements, its norm for example, are refused: each
 rank would get another answer, and ranks that skip steps by their own answers part ways. What a GradScaler asks, whether
@@ -16,9 +17,9 @@ all elements are finite, is answered alike on all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import reduce
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
+if TYPE_CHECKING:
+    from ddp_compile.runtime.sharded.bucket import Piece
+
 # Names of functions whose result depends on all elements, among those that decide whether a step is skipped.
 # fmt: off
 _OF_ALL_ELEMENTS = frozenset((
@@ -38,22 +42,28 @@ _OF_ALL_ELEMENTS = frozenset((
 ))
 # fmt: on
 
+#: What AccumulateGrad calls; the second with ``create_graph=True``.
+_ACCUMULATIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+
 
 class HiddenGradient(Tensor):
     """Stands for a gradient of which this rank has parts only; any use of its values raises a ReplicationError."""
 
+    number: int  #: of the parameter
     fqn: str
     is_zeroed: bool  #: a user has called ``zero_()``
+    owner: weakref.ref[HiddenGradients]  #: weak for the reason of `GradientShard.unscaled`
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, fqn: str) -> HiddenGradient:
+    def __new__(cls, parameter: Tensor, number: int, fqn: str, owner: HiddenGradients) -> HiddenGradient:
         hidden: HiddenGradient = torch_internals.wrapper_subclass(
             cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         )
-        hidden.fqn, hidden.is_zeroed = fqn, False
+        hidden.number, hidden.fqn, hidden.is_zeroed = number, fqn, False
+        hidden.owner = weakref.ref(owner)
         return hidden
 
-    def __init__(self, parameter: Tensor, fqn: str) -> None:
+    def __init__(self, parameter: Tensor, number: int, fqn: str, owner: HiddenGradients) -> None:
         """Nothing is left to do."""
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
@@ -75,26 +85,29 @@ class HiddenGradient(Tensor):
         if func is torch.ops.aten.zero_.default:
             hidden.is_zeroed = True
             return hidden
-        place = f"{this_rank()}: {func} of the gradient of {hidden.fqn}, which is reduced to shards"
-        if func is torch.ops.aten.add_.Tensor:  # AccumulateGrad
-            raise ReplicationError(
-                f"{place}: a second backward after one that has been reduced, without a forward of the module between."
-                " Call model(x) before each backward, or all forwards but the last one inside model.no_sync()"
-            )
+        if func in _ACCUMULATIONS and (owner := hidden.owner()) is not None and owner.accumulate(hidden, args[1]):
+            return hidden if func is torch.ops.aten.add_.Tensor else args[1].clone()
         raise ReplicationError(
-            f"{place}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
-            " model.full_gradients(), zero with optimizer.zero_grad() or model.zero_grad()"
+            f"{this_rank()}: {func} of the gradient of {hidden.fqn}, which is reduced to shards: no rank has all of it."
+            " Clip with model.clip_grad_norm_(max_norm), read with model.full_gradients(), zero with"
+            " optimizer.zero_grad() or model.zero_grad()"
         )
+
+
+torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # called in backwards, which compiled code may call
 
 
 class HiddenGradients:
     """Those of all reduced parameters of a module; see Note [Gradients in shards]."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+        self.pieces: Sequence[Piece] = ()  #: of this rank
         self._parameters = parameters
-        self._hidden = [HiddenGradient(p, name) for p, name in zip(parameters, names, strict=True)]
+        pairs = zip(parameters, names, strict=True)
+        self._hidden = [HiddenGradient(p, index, name, self) for index, (p, name) in enumerate(pairs)]
         self._reduced: set[int] = set()
         self._shown: set[int] = set()
+        self._makes_way = False  # for a backward: a forward has ended since the last one that was reduced
 
     @property
     def reduced(self) -> Set[int]:
@@ -104,11 +117,47 @@ class HiddenGradients:
     def show(self, new: Set[int]) -> None:
         """These parameters have been reduced: set ``.grad`` of all that have been, but not over later gradients."""
         self._reduced |= new
-        for index in self._reduced:
-            if index in new or self._parameters[index].grad is None:
-                self._hidden[index].is_zeroed = False
-                self._parameters[index].grad = self._hidden[index]
-                self._shown.add(index)
+        self._show(index for index in self._reduced if index in new or self._parameters[index].grad is None)
+        self._makes_way = False
+
+    def show_again(self) -> None:
+        """A forward has ended, and it may have no backward."""
+        self._show(index for index in self._reduced if self._parameters[index].grad is None)
+        self._makes_way = True
+
+    def _show(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._hidden[index].is_zeroed = False
+            self._parameters[index].grad = self._hidden[index]
+            self._shown.add(index)
+
+    def before_backward(self) -> None:
+        """A backward has brought its first gradients: hide nothing, unless no forward came before it."""
+        self.take_edits(in_backward=True)
+        if self._makes_way:
+            self.remove()
+
+    def accumulate(self, hidden: HiddenGradient, gradient: Tensor) -> bool:
+        """If it is AccumulateGrad that adds to a hidden gradient: set ``.grad`` as if there had been none.
+
+        Returns:
+            Whether it is.
+
+        Raises:
+            ReplicationError: No forward came before this backward.
+        """
+        parameter = self._parameters[hidden.number]
+        if not torch_internals.is_accumulating_into(parameter):
+            return False
+        self.before_backward()
+        if parameter.grad is hidden:
+            raise ReplicationError(
+                f"{this_rank()}: the gradient of {hidden.fqn} is reduced to shards, and a second backward adds to it"
+                " without a forward of the module between. Call model(x) before each backward, or all forwards but the"
+                " last one inside model.no_sync()"
+            )
+        parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
+        return True
 
     def remove(self) -> None:
         """Set ``.grad`` to None where it is hidden."""
@@ -130,32 +179,35 @@ class HiddenGradients:
                 else:
                     parameter.grad.zero_()
 
-    def take_edits(self) -> tuple[set[int], set[int]]:
-        """What a user has done to hidden gradients.
+    def take_edits(self, in_backward: bool = False) -> None:
+        """Let what a user has done to hidden gradients happen to the pieces' as well.
 
-        Returns:
-            The numbers of those that were set to None, and of those that were zeroed: each is told once.
+        Args:
+            in_backward: Whether a backward adds to what is in their place now, which will be reduced then.
 
         Raises:
-            ReplicationError: One was replaced by something else.
+            ReplicationError: One was replaced, and no step would see that.
         """
         gone, zeroed = set(), set()
         for index in self._shown:
             hidden, gradient = self._hidden[index], self._parameters[index].grad
-            if gradient is None:
+            if gradient is None or (in_backward and gradient is not hidden):
                 gone.add(index)
             elif gradient is not hidden:
                 raise ReplicationError(
                     f"{this_rank()}: .grad of {hidden.fqn} has been set after a backward that has reduced it to"
                     " shards, where no step would see it. Change gradients before they are reduced, by hooks on the"
-                    " parameter, or scale those of optimizer.param_groups, which are this rank's parts"
+                    " parameter, or scale those of optimizer.param_groups, which are this rank's parts; zero them with"
+                    " optimizer.zero_grad() or model.zero_grad()"
                 )
             elif hidden.is_zeroed:
                 hidden.is_zeroed = False
                 zeroed.add(index)
         self._reduced -= gone
         self._shown -= gone
-        return gone, zeroed
+        for piece in self.pieces if gone or zeroed else ():
+            if piece.index in gone or piece.index in zeroed:
+                piece.zero(set_to_none=piece.index in gone)
 
     def refuse_others(self, what: str) -> None:
         """Raise a ReplicationError if a parameter has a gradient that is not hidden, in the user's call ``what``."""
