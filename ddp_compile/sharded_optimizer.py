@@ -176,15 +176,12 @@ def _names_of_reduced(state: Any) -> list[str]:
 
 
 class _Sharded(AlgorithmConfig):
-    def __init__(self, optimizer: SteppedPieces, names: Sequence[str], master_weights: bool, overlap: bool) -> None:
-        self._optimizer = optimizer
-        self._settings = names, master_weights, overlap
+    def __init__(self, pieces: SteppedPieces, names: Sequence[str], master_weights: bool, overlap: bool) -> None:
+        self._settings = pieces, names, master_weights, overlap
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        algorithm = ShardedAlgorithm(process_group, self._optimizer, *self._settings)
-        self._optimizer.algorithm = algorithm
-        return algorithm
+        return ShardedAlgorithm(process_group, *self._settings)
 
 
 def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:

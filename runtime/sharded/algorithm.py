@@ -1,4 +1,4 @@
-"""Reduces gradients to shards, and gathers parameters from them after the optimizer's step."""
+"""Reduces gradients to shards, and gathers parameters after the optimizer's step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import DDPCompileError, ReplicationError, this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
@@ -31,16 +31,14 @@ from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
 class ShardedAlgorithm(CommAlgorithm, Sharding):
     """Reduces each bucket to one shard for each rank; the rank's optimizer steps the pieces of parameters in its shard.
 
-    After its step a bucket is gathered, and waited for when it is read, see `ParameterReader`.
+    After the step of a bucket its parameters are gathered. `ParameterReader` waits for them before they are read.
 
     Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; Megatron-core's distributed optimizer,
     whose gathers overlap with the next forward too.
     """
 
     name = "sharded optimizer"
-    traits = Traits(
-        on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True, takes_shadows=False
-    )
+    traits = Traits(on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True)
     gathers_parameters = True
 
     def __init__(
@@ -56,10 +54,9 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._names = tuple(names)
         self._master_weights = master_weights
         self._overlaps = overlaps
-        #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
+        #: A parameter without elements of each dtype, so that a GradScaler finds gradients on every rank, and asks all.
         self.witnesses: list[Piece] = []
         self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
-        self._num_steps = 0
 
     @property
     def sharding(self) -> Sharding:
@@ -87,8 +84,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._num_elements = sum(parameter.numel() for parameter in parameters)
         self._hidden = HiddenGradients(self._parameters, self._names)
         self.transfers = ShardTransfers(gathers, gradients, device)
-        self.reader = ParameterReader(self._parameters, self._overlaps, self._failed)
-        self._optimizer.attach()
+        self.reader = ParameterReader(self._parameters, self._overlaps)
+        self._optimizer.attach(self)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
@@ -118,12 +115,12 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         return self.transfers.reduce_scatter(bucket.flat)
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
-        """Set or add to ``.grad`` of each piece its part of the mean, and hide those of the parameters."""
+        """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
         if not self.buckets:
             self._shard(buckets)
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
-        pieces = [piece for piece in self._pieces() if piece.index in reduced]
+        pieces = [piece for piece in self._hidden.pieces if piece.index in reduced]
         self._refuse_stale_gradients(pieces)
         for piece in pieces:
             piece.accumulate(shards[piece.index], self._unscaled)
@@ -137,7 +134,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._optimizer.before_sharding()
         shared = self.transfers, self._master_weights
         self.reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
-        self._hidden.pieces = tuple(self._pieces())
+        self._hidden.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
         device = self._parameters[0].device
         self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
@@ -150,33 +147,27 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._note_versions()
 
     def _note_versions(self) -> None:
-        gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
+        gradients = {piece.index: piece.stepped.grad for piece in self._hidden.pieces}
         self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
 
     def _refuse_stale_gradients(self, pieces: Iterable[Piece]) -> None:
-        """Raise if a gradient is unchanged since a step: nobody knows whether the user meant to keep it."""
+        """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known."""
         for piece in pieces if self._stepped_versions else ():
             gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
             if gradient is not None and gradient._version == version:
                 raise ReplicationError(
-                    f"{this_rank()}: a backward ends and the gradient of {self._names[piece.index]} of before the"
-                    " last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or model.zero_grad()"
-                    " for each step"
+                    f"{this_rank()}: a backward has ended, and the gradient of {self._names[piece.index]} from before"
+                    " the last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or"
+                    " model.zero_grad() for each step"
                 )
 
-    def zero_gradients(self, set_to_none: bool = True) -> None:
+    def zero_gradients(self, set_to_none: bool) -> None:
         """See `Sharding.zero_gradients`; the optimizer's ``zero_grad`` calls it as well."""
-        for piece in self._pieces():
-            piece.zero(set_to_none)
         self._hidden.zero(set_to_none)
 
     def backward_begins(self) -> None:
         """See `Sharding.backward_begins`."""
         self._hidden.before_backward()
-
-    def _before_gradients_are_read(self, what: str) -> None:
-        self._hidden.take_edits()
-        self._hidden.refuse_others(what)
 
     def _whole_gradients(self, what: str) -> dict[int, Tensor]:
         gradients: dict[int, Tensor] = {}
@@ -191,8 +182,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See ``ReplicatedModule.clip_grad_norm_``."""
         if not self.buckets:
             return super().clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        self._before_gradients_are_read("model.clip_grad_norm_()")
-        pieces = [piece.stepped for piece in self._pieces()]
+        self._hidden.before_reading("model.clip_grad_norm_()")
+        pieces = [piece.stepped for piece in self._hidden.pieces]
         with self.on_every_rank("model.clip_grad_norm_()"):
             total = norm_over_ranks(pieces, float(norm_type), self._parameters, self.transfers)
         if error_if_nonfinite and not torch.isfinite(total):
@@ -207,7 +198,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See ``ReplicatedModule.full_gradients``."""
         if not self.buckets:
             return super().full_gradients(named)
-        self._before_gradients_are_read("model.full_gradients()")
+        self._hidden.before_reading("model.full_gradients()")
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
 
@@ -218,10 +209,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         streams.refuse_capture(self.buckets[0].flat.device, "a step of a sharded optimizer")
         self.reader.refuse_half_a_step()
         self.reader.wait()  # for the step before, if no forward came between
-        self._before_gradients_are_read("optimizer.step()")
+        self._hidden.before_reading("optimizer.step()")
         for bucket in self.buckets:
             bucket.take_edits()
-        self._stepped = {*self._hidden.reduced} | {p.index for p in self._pieces() if p.stepped.grad is not None}
+        self._stepped = self._hidden.reduced | {p.index for p in self._hidden.pieces if p.stepped.grad is not None}
         for bucket in self.buckets:
             bucket.on(Event.STEP_BEGINS)
         self.reader.step_begins()
@@ -233,13 +224,12 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
                 bucket.gather(self._stepped)
         except RuntimeError as error:
-            raise self._failed(error) from error
+            raise self.reader.failed(error) from error
 
     def step_ends(self) -> None:
         """All buckets are being gathered."""
         self.reader.step_ends()
         self._note_versions()
-        self._num_steps += 1
 
     def refuse_step_before_sharding(self) -> None:
         """Raise if the optimizer, which is not sharded yet, would step by gradients that are not reduced.
@@ -247,10 +237,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         Zeros pass: `torch.distributed.checkpoint.state_dict` steps by them to let the optimizer make its states.
         """
         if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
-            self._hidden.refuse_others("optimizer.step()")
-
-    def _pieces(self) -> Iterator[Piece]:
-        return (piece for bucket in self.buckets for piece in bucket.pieces)
+            self._hidden.before_reading("optimizer.step()")
 
     # Forwards.
 
@@ -264,20 +251,17 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._hidden.take_edits()
         self._hidden.remove()
 
-    def after_forward(self) -> None:
-        """See `CommAlgorithm.after_forward`."""
-        if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
-            self._hidden.show_again()
-
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """See `Sharding.forward_ends`."""
+        if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
+            self._hidden.show_again()
         self.reader.after_forward(as_one_graph, has_waited)
 
     def explain(self) -> list[str]:
         """See `Sharding.explain`."""
         if not self.buckets:
             return ["the optimizer is sharded at the end of the first backward"]
-        own = sum(piece.end - piece.begin for piece in self._pieces())
+        own = sum(piece.end - piece.begin for piece in self._hidden.pieces)
         when = "before each forward, as it is not one compiled graph"
         if not self._overlaps:
             when = "in step(), by overlap=False"
@@ -287,7 +271,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
 
     @contextmanager
     def on_every_rank(self, what: str) -> Iterator[None]:
-        """Around a wait for all ranks in the user's call ``what``: raise if one has not come, or calls another."""
+        """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come, or makes another call."""
         try:
             self.transfers.agree_on(what)
             yield
@@ -295,9 +279,6 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             raise
         except RuntimeError as error:
             raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
-
-    def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(f"gather of parameters after step {self._num_steps}", error)
 
 
 def _shard_of(bucket: Bucket) -> Tensor:

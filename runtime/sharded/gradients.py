@@ -1,4 +1,4 @@
-"""``.grad`` of parameters and of pieces after gradients have been reduced to shards.
+"""What ``.grad`` of parameters and of pieces is after gradients have been reduced to shards.
 
 Note [Gradients in shards]
 After a backward no rank has a parameter's whole gradient, only the pieces in its own shards. If ``.grad`` were None,
@@ -33,7 +33,7 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 if TYPE_CHECKING:
     from ddp_compile.runtime.sharded.bucket import Piece
 
-# Names of functions whose result depends on all elements, among those that decide whether a step is skipped.
+# Functions whose result depends on all elements, and by which people decide to skip a step.
 # fmt: off
 _OF_ALL_ELEMENTS = frozenset((
     "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm", "_foreach_max", "all", "allclose",
@@ -105,24 +105,20 @@ class HiddenGradients:
         self._parameters = parameters
         pairs = zip(parameters, names, strict=True)
         self._hidden = [HiddenGradient(p, index, name, self) for index, (p, name) in enumerate(pairs)]
-        self._reduced: set[int] = set()
+        #: Numbers of the parameters whose pieces have gradients, on the ranks that have a piece; only to be read.
+        self.reduced: set[int] = set()
         self._shown: set[int] = set()
         self._makes_way = False  # for a backward: a forward has ended since the last one that was reduced
 
-    @property
-    def reduced(self) -> Set[int]:
-        """Numbers of the parameters whose pieces have gradients, on the ranks that have a piece."""
-        return self._reduced
-
     def show(self, new: Set[int]) -> None:
         """These parameters have been reduced: set ``.grad`` of all that have been, but not over later gradients."""
-        self._reduced |= new
-        self._show(index for index in self._reduced if index in new or self._parameters[index].grad is None)
+        self.reduced |= new
+        self._show(index for index in self.reduced if index in new or self._parameters[index].grad is None)
         self._makes_way = False
 
     def show_again(self) -> None:
         """A forward has ended, and it may have no backward."""
-        self._show(index for index in self._reduced if self._parameters[index].grad is None)
+        self._show(index for index in self.reduced if self._parameters[index].grad is None)
         self._makes_way = True
 
     def _show(self, indices: Iterable[int]) -> None:
@@ -167,10 +163,12 @@ class HiddenGradients:
         self._shown.clear()
 
     def zero(self, set_to_none: bool) -> None:
-        """The pieces' gradients are zeroed: zero what this rank has accumulated and not reduced as well."""
+        """Zero the pieces' gradients, and what this rank has accumulated and not reduced."""
+        for piece in self.pieces:
+            piece.zero(set_to_none)
         if set_to_none:
             self.remove()
-            self._reduced.clear()
+            self.reduced.clear()
         for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
             hidden.is_zeroed = False
             if parameter.grad is not None and parameter.grad is not hidden:
@@ -203,14 +201,19 @@ class HiddenGradients:
             elif hidden.is_zeroed:
                 hidden.is_zeroed = False
                 zeroed.add(index)
-        self._reduced -= gone
+        self.reduced -= gone
         self._shown -= gone
         for piece in self.pieces if gone or zeroed else ():
             if piece.index in gone or piece.index in zeroed:
                 piece.zero(set_to_none=piece.index in gone)
 
-    def refuse_others(self, what: str) -> None:
-        """Raise a ReplicationError if a parameter has a gradient that is not hidden, in the user's call ``what``."""
+    def before_reading(self, what: str) -> None:
+        """The user's call ``what`` uses the pieces' gradients: take edits, and refuse what is not reduced.
+
+        Raises:
+            ReplicationError: A parameter has a gradient that is not hidden.
+        """
+        self.take_edits()
         for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
             if parameter.grad is not None and parameter.grad is not hidden:
                 raise ReplicationError(
@@ -228,7 +231,7 @@ class HiddenGradients:
             parameter = self._parameters[index]
             gradient = gradients[index].zero_() if index in zeroed else gradients[index]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._reduced.clear()
+        self.reduced.clear()
 
 
 class GradientShard(Tensor):

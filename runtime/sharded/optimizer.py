@@ -1,4 +1,4 @@
-"""The optimizer's side of `ddp_compile.runtime.sharded.algorithm`: steps, and states, of pieces."""
+"""Lets an optimizer step this rank's pieces of parameters, and convert their states."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 class SteppedPieces:
     """Lets an optimizer step this rank's pieces, bucket by bucket, and give whole parameters in its state_dict.
 
-    It uses the optimizer's hooks, so every caller of ``optimizer.step()`` passes here, a scheduler's wrapper or a
-    GradScaler too. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
+    It uses the optimizer's hooks, which every caller of ``optimizer.step()`` runs, such as a scheduler's wrapper or a
+    GradScaler. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
     first bucket is stepped, and after the last.
 
-    ``numbers`` are those of the reduced parameters, ``names`` those of all, by ``id``. ``objection`` says why the
-    parameters cannot be moved into flat buffers; its result is empty if they can.
+    ``numbers`` are those of the reduced parameters, ``names`` the names of all, both by ``id``. ``objection`` returns
+    why the parameters cannot be moved into flat buffers: nothing, as an empty string, if they can.
     """
-
-    algorithm: ShardedAlgorithm
 
     def __init__(
         self,
@@ -59,9 +57,9 @@ class SteppedPieces:
         self._handles: list[Any] = []
         self._attributes: list[str] = []  # of the optimizer, that it has from here
 
-    def attach(self) -> None:
+    def attach(self, algorithm: ShardedAlgorithm) -> None:
         """Take over the optimizer's steps and states."""
-        optimizer = self._optimizer
+        self._algorithm, optimizer = algorithm, self._optimizer
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
         after = optimizer.register_step_post_hook(never_traced(self._step_ends))
@@ -96,8 +94,8 @@ class SteppedPieces:
 
     def before_sharding(self) -> None:
         """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
-        with self.algorithm.on_every_rank("the first backward with a sharded optimizer"):
-            of_all = self.algorithm.transfers.objects_of_all(self._edit() or self._objection())
+        with self._algorithm.on_every_rank("the first backward with a sharded optimizer"):
+            of_all = self._algorithm.transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
             if objection:
                 raise ReplicationError(f"rank {rank}: {objection}")
@@ -106,7 +104,7 @@ class SteppedPieces:
         """Step the pieces from now on; called once, at the end of the first backward."""
         self._buckets = tuple(reversed(buckets))  # about the order in which a forward reads them
         self._divide({piece.index: piece.stepped for bucket in buckets for piece in bucket.pieces})
-        transfers = self.algorithm.transfers
+        transfers = self._algorithm.transfers
         self._states = ShardedStates(self._optimizer, self._numbers, self._whole, buckets, transfers)
         self._states.cut(self._loaded)
         self._loaded = None
@@ -131,7 +129,7 @@ class SteppedPieces:
             if (names := self._names[number]) is not None:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
         # Not stepped bucket by bucket: Adagrad, up to torch 2.12, has states only of what it was made with.
-        self._params[0] += [piece.stepped for piece in self.algorithm.witnesses]
+        self._params[0] += [piece.stepped for piece in self._algorithm.witnesses]
 
     def detach(self, together: bool) -> None:
         """Step whole parameters again; if not all ranks are there, refuse to step."""
@@ -172,12 +170,12 @@ class SteppedPieces:
             raise ReplicationError(f"{this_rank()}: {edit}")
 
     def _edit(self) -> str:
-        """Says that a user has changed the groups' parameters; empty if nobody has."""
+        """What to say if a user has changed the groups' parameters; empty otherwise."""
         present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if present == [list(map(id, of_group)) for of_group in self._shown]:
             return ""
         return (
-            'group["params"], or the number of groups, of a sharded optimizer has been changed, where the ranks have'
+            'group["params"], or the number of groups, of a sharded optimizer has been changed, but the ranks have'
             " parts of the parameters that it was sharded with. Put back what was there; to leave parameters out, set"
             " their .grad to None after a backward, or make the groups before shard_optimizer"
         )
@@ -187,12 +185,12 @@ class SteppedPieces:
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _with_loss(args, kwargs)
         if not self._buckets:
-            self.algorithm.refuse_step_before_sharding()
+            self._algorithm.refuse_step_before_sharding()
             self._loaded = None  # the states are not what was loaded any more
             return args, kwargs
         self._restore_after_error()
         self._refuse_edits()
-        self.algorithm.step_begins()
+        self._algorithm.step_begins()
         try:
             self._unguard_gradients()
             if self._is_stepped_by_bucket:
@@ -208,7 +206,7 @@ class SteppedPieces:
         for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
             self._show(params)
             step_without_hooks(self._optimizer)
-            self.algorithm.bucket_is_stepped(bucket)
+            self._algorithm.bucket_is_stepped(bucket)
         self._show(self._params_of_bucket[-1])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -216,11 +214,11 @@ class SteppedPieces:
             self._show(self._params)
             self._guard_gradients()
             for bucket in self._buckets[-1:] if self._is_stepped_by_bucket else self._buckets:
-                self.algorithm.bucket_is_stepped(bucket)
-            self.algorithm.step_ends()
+                self._algorithm.bucket_is_stepped(bucket)
+            self._algorithm.step_ends()
 
     def _unguard_gradients(self) -> None:
-        """Let the step, which may be compiled, see plain tensors: compilers do not know the class."""
+        """Give the step, which may be compiled, plain tensors: compilers do not know the class."""
         for parameter in (parameter for of_group in self._params for parameter in of_group):
             if isinstance(gradient := parameter.grad, GradientShard):
                 self._guarded.append((parameter, gradient))
@@ -233,7 +231,7 @@ class SteppedPieces:
         self._guarded = []
 
     def _restore_after_error(self) -> None:
-        """Show all pieces again if a step has raised, so that the hook after it was not called."""
+        """Show all pieces again if a step has raised, after which torch does not call our hook."""
         if self._buckets and self._shown is not self._params:
             self._put(self._params)
         self._guard_gradients()
@@ -242,14 +240,14 @@ class SteppedPieces:
         """``optimizer.zero_grad``: also what the model's parameters, which it does not step, have accumulated."""
         self._restore_after_error()
         type(self._optimizer).zero_grad(self._optimizer, set_to_none)
-        self.algorithm.zero_gradients(set_to_none)
+        self._algorithm.zero_gradients(set_to_none)
 
     # States.
 
     def _before_states(self) -> None:
         """States are about to be read or written: raise if they are not those of the groups after a step."""
         self._restore_after_error()
-        self.algorithm.reader.refuse_half_a_step()
+        self._algorithm.reader.refuse_half_a_step()
         self._refuse_edits()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
@@ -261,15 +259,15 @@ class SteppedPieces:
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
             return None
-        self.algorithm.await_parameters()
-        with self.algorithm.on_every_rank("optimizer.state_dict()"):
+        self._algorithm.await_parameters()
+        with self._algorithm.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict, self._names)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See `ddp_compile.runtime.sharded.checkpoint.sharded_optimizer_state_dict`."""
         assert self._states is not None
         self._before_states()
-        with self.algorithm.on_every_rank("sharded_optimizer_state_dict()"):
+        with self._algorithm.on_every_rank("sharded_optimizer_state_dict()"):
             return self._states.parts(self._fqns)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for parameters, and when: from the step that changes them to their next reader."""
+"""Waits for the parameters that a step has changed, before they are read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError, this_rank
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.guard import ParameterGuard
 from ddp_compile.runtime.sharded.state import State
@@ -20,13 +21,10 @@ class ParameterReader:
     """Waits for parameters before they are read.
 
     A forward that is one compiled graph waits for each bucket at its first use; every other reader waits for all of
-    them. ``overlaps`` is the user's setting, ``failed`` makes the error to raise from that of a gather.
+    them. ``overlaps`` is the user's setting.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], overlaps: bool, failed: Callable[[RuntimeError], ReductionError]
-    ) -> None:
-        self._failed = failed
+    def __init__(self, parameters: Sequence[Parameter], overlaps: bool) -> None:
         self._overlaps = overlaps
         self._guard = ParameterGuard(parameters, self._complete)
         self.buckets: Sequence[ShardedBucket] = ()  #: in plan order
@@ -34,12 +32,14 @@ class ParameterReader:
         self._overlaps_forward = overlaps
         self.has_overlapped = False  #: whether the last forward waited for each bucket at its first use
         self._process = os.getpid()
+        self._num_steps = 0
         self._stepping_thread = 0
         self._stop_watching: Callable[[], None] | None = None
 
     def step_begins(self) -> None:
         """Parameters are about to be stepped; those of the step before are complete."""
         self._stepping_thread = threading.get_ident()
+        self._num_steps += 1
         self.raise_guard()
 
     def step_ends(self) -> None:
@@ -49,7 +49,7 @@ class ParameterReader:
             self.wait()
 
     def raise_guard(self) -> None:
-        """From now on, whoever reads a parameter that he holds waits."""
+        """From now on, reading a parameter waits."""
         if self._overlaps:
             self._guard.raise_up()
 
@@ -94,7 +94,11 @@ class ParameterReader:
                 bucket.wait()
         except RuntimeError as error:
             self.raise_guard()  # a forward may have taken it down
-            raise self._failed(error) from error
+            raise self.failed(error) from error
+
+    def failed(self, error: RuntimeError) -> ReductionError:
+        """What to raise from the error of a gather."""
+        return error_messages.exchange_failed(f"gather of parameters after step {self._num_steps}", error)
 
     def before_forward(self) -> None:
         """Leave gathers under way only if nothing but one compiled graph is going to read the parameters."""
@@ -107,7 +111,7 @@ class ParameterReader:
             self.wait()
 
     def _watch_compilations(self) -> None:
-        """A compilation is the sign that this forward is another graph than the one before, perhaps a broken one."""
+        """A compilation means that this forward runs another graph than the last one, perhaps with graph breaks."""
         self._end_watching()
         alive = weakref.ref(self)  # torch keeps the callbacks if a forward never ends
 
