@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -12,19 +11,17 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, ReplicationError, this_rank
+from ddp_compile.errors import this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.local_tensors import has_dtensors
 from ddp_compile.runtime.buckets.sharding import Sharding
-from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.process_groups import group_of
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
-from ddp_compile.runtime.sharded.gradients import HiddenGradients, norm_over_ranks
+from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
 from ddp_compile.runtime.sharded.reader import ParameterReader
-from ddp_compile.runtime.sharded.state import Event
 from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
 
 
@@ -54,9 +51,8 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._names = tuple(names)
         self._master_weights = master_weights
         self._overlaps = overlaps
-        #: A parameter without elements of each dtype, so that a GradScaler finds gradients on every rank, and asks all.
-        self.witnesses: list[Piece] = []
-        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
+        # A parameter without elements of each dtype, so that a GradScaler finds gradients on every rank, and asks all.
+        self._witnesses: list[Piece] = []
 
     @property
     def sharding(self) -> Sharding:
@@ -82,16 +78,16 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             self.shares_process_group = False
         self._parameters = list(parameters)
         self._num_elements = sum(parameter.numel() for parameter in parameters)
-        self._hidden = HiddenGradients(self._parameters, self._names)
-        self.transfers = ShardTransfers(gathers, gradients, device)
-        self.reader = ParameterReader(self._parameters, self._overlaps)
-        self._optimizer.attach(self)
+        self._gradients = ShardedGradients(self._parameters, self._names)
+        self._transfers = ShardTransfers(gathers, gradients, device)
+        self._reader = ParameterReader(self._parameters, self._overlaps)
+        self._optimizer.attach(self._reader, self._gradients, self._transfers)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
         gradients: dict[int, Tensor] = {}
         try:
-            self.reader.wait()
+            self._reader.wait()
             if together and self.buckets:
                 gradients = self._whole_gradients("giving back what is sharded")
         except BaseException:
@@ -100,19 +96,19 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._optimizer.detach(together)
         for bucket in self.buckets:
             bucket.leave()
-        self._hidden.replace(gradients)
-        self.reader.buckets = ()
+        self._gradients.replace(gradients)
+        self._reader.buckets = ()
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]:
         """In plan order; none before the end of the first backward."""
-        return self.reader.buckets
+        return self._reader.buckets
 
     # Gradients.
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`."""
-        return self.transfers.reduce_scatter(bucket.flat)
+        return self._transfers.reduce_scatter(bucket.flat)
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
@@ -120,58 +116,36 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             self._shard(buckets)
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
-        pieces = [piece for piece in self._hidden.pieces if piece.index in reduced]
-        self._refuse_stale_gradients(pieces)
+        pieces = [piece for piece in self._gradients.pieces if piece.index in reduced]
+        self._gradients.refuse_stale(pieces)
         for piece in pieces:
-            piece.accumulate(shards[piece.index], self._unscaled)
-        for witness in self.witnesses:
+            piece.accumulate(shards[piece.index], self._optimizer.unscaled)
+        for witness in self._witnesses:
             witness.zero(set_to_none=True)
-            witness.accumulate(witness.stepped.detach(), self._unscaled)
-        self._hidden.show(reduced)
-        self._stepped_versions = {}
+            witness.accumulate(witness.stepped.detach(), self._optimizer.unscaled)
+        self._gradients.show(reduced)
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
         self._optimizer.before_sharding()
-        shared = self.transfers, self._master_weights
-        self.reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
-        self._hidden.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        shared = self._transfers, self._master_weights
+        self._reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
+        self._gradients.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
-        device = self._parameters[0].device
-        self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
-        self._optimizer.shard(self.buckets)
-
-    def _unscaled(self, found_non_finite: Tensor) -> None:
-        """A GradScaler has looked at gradients: all ranks step by them, or none does."""
-        with self.on_every_rank("GradScaler's question whether gradients are finite"):
-            self.transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        gradients = {piece.index: piece.stepped.grad for piece in self._hidden.pieces}
-        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
-
-    def _refuse_stale_gradients(self, pieces: Iterable[Piece]) -> None:
-        """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known."""
-        for piece in pieces if self._stepped_versions else ():
-            gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
-            if gradient is not None and gradient._version == version:
-                raise ReplicationError(
-                    f"{this_rank()}: a backward has ended, and the gradient of {self._names[piece.index]} from before"
-                    " the last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or"
-                    " model.zero_grad() for each step"
-                )
+        empty = [torch.empty(0, dtype=dtype, device=self._parameters[0].device) for dtype in dtypes]
+        self._witnesses = [Piece(-1, 0, 0, 0, Parameter(values)) for values in empty]
+        self._optimizer.shard(self.buckets, [witness.stepped for witness in self._witnesses])
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """See `Sharding.zero_gradients`; the optimizer's ``zero_grad`` calls it as well."""
-        self._hidden.zero(set_to_none)
+        """See `Sharding.zero_gradients`."""
+        self._gradients.zero(set_to_none)
 
     def backward_begins(self) -> None:
         """See `Sharding.backward_begins`."""
-        self._hidden.before_backward()
+        self._gradients.before_backward()
 
     def _whole_gradients(self, what: str) -> dict[int, Tensor]:
         gradients: dict[int, Tensor] = {}
-        with self.on_every_rank(what):
+        with self._transfers.on_every_rank(what):
             for bucket in self.buckets:
                 gradients |= bucket.whole_gradients()
         return gradients
@@ -182,10 +156,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See ``ReplicatedModule.clip_grad_norm_``."""
         if not self.buckets:
             return super().clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        self._hidden.before_reading("model.clip_grad_norm_()")
-        pieces = [piece.stepped for piece in self._hidden.pieces]
-        with self.on_every_rank("model.clip_grad_norm_()"):
-            total = norm_over_ranks(pieces, float(norm_type), self._parameters, self.transfers)
+        self._gradients.before_reading("model.clip_grad_norm_()")
+        pieces = [piece.stepped for piece in self._gradients.pieces]
+        with self._transfers.on_every_rank("model.clip_grad_norm_()"):
+            total = norm_over_ranks(pieces, float(norm_type), self._parameters, self._transfers)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"{this_rank()}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
@@ -198,87 +172,39 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See ``ReplicatedModule.full_gradients``."""
         if not self.buckets:
             return super().full_gradients(named)
-        self._hidden.before_reading("model.full_gradients()")
+        self._gradients.before_reading("model.full_gradients()")
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
-
-    # Steps.
-
-    def step_begins(self) -> None:
-        """The optimizer is about to step the pieces."""
-        streams.refuse_capture(self.buckets[0].flat.device, "a step of a sharded optimizer")
-        self.reader.refuse_half_a_step()
-        self.reader.wait()  # for the step before, if no forward came between
-        self._hidden.before_reading("optimizer.step()")
-        for bucket in self.buckets:
-            bucket.take_edits()
-        self._stepped = self._hidden.reduced | {p.index for p in self._hidden.pieces if p.stepped.grad is not None}
-        for bucket in self.buckets:
-            bucket.on(Event.STEP_BEGINS)
-        self.reader.step_begins()
-
-    def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
-        """Gather a bucket; on every rank in the same order."""
-        self.reader.raise_guard()  # the step itself may have read parameters
-        try:
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
-                bucket.gather(self._stepped)
-        except RuntimeError as error:
-            raise self.reader.failed(error) from error
-
-    def step_ends(self) -> None:
-        """All buckets are being gathered."""
-        self.reader.step_ends()
-        self._note_versions()
-
-    def refuse_step_before_sharding(self) -> None:
-        """Raise if the optimizer, which is not sharded yet, would step by gradients that are not reduced.
-
-        Zeros pass: `torch.distributed.checkpoint.state_dict` steps by them to let the optimizer make its states.
-        """
-        if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
-            self._hidden.before_reading("optimizer.step()")
 
     # Forwards.
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
         """See `Sharding.await_parameters`."""
-        self.reader.wait(indices)
+        self._reader.wait(indices)
 
     def before_forward(self, synchronize: bool) -> None:
         """See `CommAlgorithm.before_forward`."""
-        self.reader.before_forward()
-        self._hidden.take_edits()
-        self._hidden.remove()
+        self._reader.before_forward()
+        self._gradients.take_edits()
+        self._gradients.remove()
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """See `Sharding.forward_ends`."""
         if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
-            self._hidden.show_again()
-        self.reader.after_forward(as_one_graph, has_waited)
+            self._gradients.show_again()
+        self._reader.after_forward(as_one_graph, has_waited)
 
     def explain(self) -> list[str]:
         """See `Sharding.explain`."""
         if not self.buckets:
             return ["the optimizer is sharded at the end of the first backward"]
-        own = sum(piece.end - piece.begin for piece in self._hidden.pieces)
+        own = sum(piece.end - piece.begin for piece in self._gradients.pieces)
         when = "before each forward, as it is not one compiled graph"
         if not self._overlaps:
             when = "in step(), by overlap=False"
-        elif self.reader.has_overlapped:
+        elif self._reader.has_overlapped:
             when = "part by part"
         return [f"this rank steps {own} of {self._num_elements} elements; gathered parameters are waited for {when}"]
-
-    @contextmanager
-    def on_every_rank(self, what: str) -> Iterator[None]:
-        """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come, or makes another call."""
-        try:
-            self.transfers.agree_on(what)
-            yield
-        except DDPCompileError:
-            raise
-        except RuntimeError as error:
-            raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
 
 
 def _shard_of(bucket: Bucket) -> Tensor:

@@ -52,10 +52,10 @@ class HiddenGradient(Tensor):
     number: int  #: of the parameter
     fqn: str
     is_zeroed: bool  #: a user has called ``zero_()``
-    owner: weakref.ref[HiddenGradients]  #: weak for the reason of `GradientShard.unscaled`
+    owner: weakref.ref[ShardedGradients]  #: weak for the reason of `GradientShard.unscaled`
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, number: int, fqn: str, owner: HiddenGradients) -> HiddenGradient:
+    def __new__(cls, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> HiddenGradient:
         hidden: HiddenGradient = torch_internals.wrapper_subclass(
             cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         )
@@ -63,7 +63,7 @@ class HiddenGradient(Tensor):
         hidden.owner = weakref.ref(owner)
         return hidden
 
-    def __init__(self, parameter: Tensor, number: int, fqn: str, owner: HiddenGradients) -> None:
+    def __init__(self, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> None:
         """Nothing is left to do."""
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
@@ -97,8 +97,8 @@ class HiddenGradient(Tensor):
 torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # called in backwards, which compiled code may call
 
 
-class HiddenGradients:
-    """Those of all reduced parameters of a module; see Note [Gradients in shards]."""
+class ShardedGradients:
+    """Those of a module: of its reduced parameters, hidden, and of this rank's pieces; Note [Gradients in shards]."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
         self.pieces: Sequence[Piece] = ()  #: of this rank
@@ -108,6 +108,7 @@ class HiddenGradients:
         #: Numbers of the parameters whose pieces have gradients, on the ranks that have a piece; only to be read.
         self.reduced: set[int] = set()
         self._shown: set[int] = set()
+        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
         self._makes_way = False  # for a backward: a forward has ended since the last one that was reduced
 
     def show(self, new: Set[int]) -> None:
@@ -115,6 +116,7 @@ class HiddenGradients:
         self.reduced |= new
         self._show(index for index in self.reduced if index in new or self._parameters[index].grad is None)
         self._makes_way = False
+        self._stepped_versions = {}
 
     def show_again(self) -> None:
         """A forward has ended, and it may have no backward."""
@@ -220,6 +222,30 @@ class HiddenGradients:
                     f"{this_rank()}: {what} and a gradient of this rank alone, of backwards inside of"
                     " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
                     " outside of it, or drop the gradients with model.zero_grad()"
+                )
+
+    def refuse_step_before_sharding(self) -> None:
+        """Raise if the optimizer, which is not sharded yet, would step by gradients that are not reduced.
+
+        Zeros pass: `torch.distributed.checkpoint.state_dict` steps by them to let the optimizer make its states.
+        """
+        if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
+            self.before_reading("optimizer.step()")
+
+    def note_step(self) -> None:
+        """The optimizer has stepped by the pieces' gradients, or a GradScaler has asked whether to skip the step."""
+        gradients = {piece.index: piece.stepped.grad for piece in self.pieces}
+        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
+
+    def refuse_stale(self, pieces: Iterable[Piece]) -> None:
+        """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known."""
+        for piece in pieces if self._stepped_versions else ():
+            gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
+            if gradient is not None and gradient._version == version:
+                raise ReplicationError(
+                    f"{this_rank()}: a backward has ended, and the gradient of {self._hidden[piece.index].fqn} from"
+                    " before the last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or"
+                    " model.zero_grad() for each step"
                 )
 
     def replace(self, gradients: Mapping[int, Tensor]) -> None:

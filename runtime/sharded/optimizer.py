@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
+from ddp_compile.runtime.comm import streams
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PIECES
-from ddp_compile.runtime.sharded.gradients import GradientShard
+from ddp_compile.runtime.sharded.gradients import GradientShard, ShardedGradients
+from ddp_compile.runtime.sharded.reader import ParameterReader
+from ddp_compile.runtime.sharded.state import Event
 from ddp_compile.runtime.sharded.states import ShardedStates
-
-if TYPE_CHECKING:
-    from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
 class SteppedPieces:
@@ -57,9 +61,10 @@ class SteppedPieces:
         self._handles: list[Any] = []
         self._attributes: list[str] = []  # of the optimizer, that it has from here
 
-    def attach(self, algorithm: ShardedAlgorithm) -> None:
+    def attach(self, reader: ParameterReader, gradients: ShardedGradients, transfers: ShardTransfers) -> None:
         """Take over the optimizer's steps and states."""
-        self._algorithm, optimizer = algorithm, self._optimizer
+        self._reader, self._gradients, self._transfers = reader, gradients, transfers
+        optimizer = self._optimizer
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
         after = optimizer.register_step_post_hook(never_traced(self._step_ends))
@@ -94,18 +99,23 @@ class SteppedPieces:
 
     def before_sharding(self) -> None:
         """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
-        with self._algorithm.on_every_rank("the first backward with a sharded optimizer"):
-            of_all = self._algorithm.transfers.objects_of_all(self._edit() or self._objection())
+        with self._transfers.on_every_rank("the first backward with a sharded optimizer"):
+            of_all = self._transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
             if objection:
                 raise ReplicationError(f"rank {rank}: {objection}")
 
-    def shard(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Step the pieces from now on; called once, at the end of the first backward."""
+    def shard(self, buckets: Sequence[ShardedBucket], witnesses: Sequence[Parameter]) -> None:
+        """Step the pieces from now on; called once, at the end of the first backward.
+
+        Args:
+            buckets: In plan order.
+            witnesses: Parameters that the first group has as well, and that are not stepped bucket by bucket.
+        """
         self._buckets = tuple(reversed(buckets))  # about the order in which a forward reads them
         self._divide({piece.index: piece.stepped for bucket in buckets for piece in bucket.pieces})
-        transfers = self._algorithm.transfers
-        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, buckets, transfers)
+        self._params[0] += witnesses  # Adagrad, up to torch 2.12, has states only of what it was made with
+        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, buckets, self._transfers)
         self._states.cut(self._loaded)
         self._loaded = None
         self._show(self._params)
@@ -128,8 +138,6 @@ class SteppedPieces:
             self._params.append(stepped)
             if (names := self._names[number]) is not None:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
-        # Not stepped bucket by bucket: Adagrad, up to torch 2.12, has states only of what it was made with.
-        self._params[0] += [piece.stepped for piece in self._algorithm.witnesses]
 
     def detach(self, together: bool) -> None:
         """Step whole parameters again; if not all ranks are there, refuse to step."""
@@ -185,12 +193,12 @@ class SteppedPieces:
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _with_loss(args, kwargs)
         if not self._buckets:
-            self._algorithm.refuse_step_before_sharding()
+            self._gradients.refuse_step_before_sharding()
             self._loaded = None  # the states are not what was loaded any more
             return args, kwargs
         self._restore_after_error()
         self._refuse_edits()
-        self._algorithm.step_begins()
+        self._prepare_step()
         try:
             self._unguard_gradients()
             if self._is_stepped_by_bucket:
@@ -200,13 +208,32 @@ class SteppedPieces:
             raise
         return args, kwargs
 
+    def unscaled(self, found_non_finite: Tensor) -> None:
+        """A GradScaler has looked at gradients: all ranks step by them, or none does."""
+        with self._transfers.on_every_rank("GradScaler's question whether gradients are finite"):
+            self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
+        self._gradients.note_step()
+
+    def _prepare_step(self) -> None:
+        streams.refuse_capture(self._buckets[0].flat.device, "a step of a sharded optimizer")
+        self._reader.refuse_half_a_step()
+        self._reader.wait()  # for the step before, if no forward came between
+        self._gradients.before_reading("optimizer.step()")
+        for bucket in self._buckets:
+            bucket.take_edits()
+        with_gradient = {piece.index for piece in self._gradients.pieces if piece.stepped.grad is not None}
+        self._stepped = self._gradients.reduced | with_gradient
+        for bucket in self._buckets:
+            bucket.on(Event.STEP_BEGINS)
+        self._reader.step_begins()
+
     def _step_all_but_the_last(self) -> None:
         step = type(self._optimizer).step
         step_without_hooks = getattr(step, "__wrapped__", step)
         for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
             self._show(params)
             step_without_hooks(self._optimizer)
-            self._algorithm.bucket_is_stepped(bucket)
+            self._gather(bucket)
         self._show(self._params_of_bucket[-1])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -214,8 +241,18 @@ class SteppedPieces:
             self._show(self._params)
             self._guard_gradients()
             for bucket in self._buckets[-1:] if self._is_stepped_by_bucket else self._buckets:
-                self._algorithm.bucket_is_stepped(bucket)
-            self._algorithm.step_ends()
+                self._gather(bucket)
+            self._reader.step_ends()
+            self._gradients.note_step()
+
+    def _gather(self, bucket: ShardedBucket) -> None:
+        """A bucket is stepped: gather it, on every rank in the same order."""
+        self._reader.raise_guard()  # the step itself may have read parameters
+        try:
+            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
+                bucket.gather(self._stepped)
+        except RuntimeError as error:
+            raise self._reader.failed(error) from error
 
     def _unguard_gradients(self) -> None:
         """Give the step, which may be compiled, plain tensors: compilers do not know the class."""
@@ -240,14 +277,14 @@ class SteppedPieces:
         """``optimizer.zero_grad``: also what the model's parameters, which it does not step, have accumulated."""
         self._restore_after_error()
         type(self._optimizer).zero_grad(self._optimizer, set_to_none)
-        self._algorithm.zero_gradients(set_to_none)
+        self._gradients.zero(set_to_none)
 
     # States.
 
     def _before_states(self) -> None:
         """States are about to be read or written: raise if they are not those of the groups after a step."""
         self._restore_after_error()
-        self._algorithm.reader.refuse_half_a_step()
+        self._reader.refuse_half_a_step()
         self._refuse_edits()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
@@ -259,15 +296,15 @@ class SteppedPieces:
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
             return None
-        self._algorithm.await_parameters()
-        with self._algorithm.on_every_rank("optimizer.state_dict()"):
+        self._reader.wait()
+        with self._transfers.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict, self._names)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See `ddp_compile.runtime.sharded.checkpoint.sharded_optimizer_state_dict`."""
         assert self._states is not None
         self._before_states()
-        with self._algorithm.on_every_rank("sharded_optimizer_state_dict()"):
+        with self._transfers.on_every_rank("sharded_optimizer_state_dict()"):
             return self._states.parts(self._fqns)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:

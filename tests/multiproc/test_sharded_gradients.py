@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from models import Mlp, loss_of
 from rank_pool import RankPool
 from test_sharded_optimizer import WIDTH, batch
-from test_sharded_parameters import make
+from test_sharded_parameters import equal_on_all_ranks, make
 from test_sharded_refusals import said_by
 from torch import nn
 
@@ -93,3 +95,22 @@ def test_gradients_stay_hidden_after_a_forward_that_has_no_backward_yet(ranks: R
         assert len(said) == 3 * 2 * 3
         for text in said:
             assert f"ReplicationError: rank {rank}: " in text and "Clip with model.clip_grad_norm_(max_norm)" in text
+
+
+@torch.compiler.set_stance("force_eager")
+def stepped_without_the_model() -> tuple[bool, bool, bool]:
+    """A GradScaler asks for the gradients of an optimizer whose model is gone."""
+    model, optimizer = make("sgd")
+    held, scaler = list(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = torch.cat([p.detach().flatten() for p in held])
+    scaler.scale(loss_of(model(batch(0)))).backward()
+    algorithm = weakref.ref(model.comm_algorithm)
+    del model
+    gc.collect()
+    scaler.step(optimizer)
+    after = torch.cat([p.detach().flatten() for p in held])
+    return algorithm() is None, equal_on_all_ranks(after), bool((before != after).any())
+
+
+def test_an_optimizer_steps_after_its_model_is_gone(ranks: Ranks) -> None:
+    assert ranks(2).run(stepped_without_the_model) == [(True, True, True)] * 2
