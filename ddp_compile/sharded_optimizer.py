@@ -244,15 +244,11 @@ class _Sharded(AlgorithmConfig):
         master_weights: bool,
         overlap: bool,
     ) -> None:
-        self._optimizers = optimizers
-        self._settings = names, owners, master_weights, overlap
+        self._settings = optimizers, names, owners, master_weights, overlap
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        algorithm = ShardedAlgorithm(process_group, self._optimizers, *self._settings)
-        for optimizer in self._optimizers:
-            optimizer.algorithm = algorithm
-        return algorithm
+        return ShardedAlgorithm(process_group, *self._settings)
 
 
 def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:

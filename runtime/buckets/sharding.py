@@ -25,6 +25,9 @@ class Sharding:
     #: The rank that steps all of a parameter, by the parameter's number; the others are cut into a part for each rank.
     owners: Mapping[int, int] = MappingProxyType({})
 
+    def backward_begins(self) -> None:
+        """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""
+
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """The buckets of an iteration have been reduced: set every ``.grad``.
 

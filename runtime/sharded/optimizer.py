@@ -1,12 +1,13 @@
-"""An optimizer's side of `ddp_compile.runtime.sharded.algorithm`: steps, and states, of pieces."""
+"""Lets an optimizer step this rank's pieces of parameters, and convert their states."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -14,29 +15,26 @@ from torch.optim import Optimizer
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PIECES
-from ddp_compile.runtime.sharded.gradients import GradientShard
+from ddp_compile.runtime.sharded.gradients import GradientShard, ShardedGradients
+from ddp_compile.runtime.sharded.joint_step import JointStep
+from ddp_compile.runtime.sharded.reader import ParameterReader
 from ddp_compile.runtime.sharded.states import ShardedStates
-
-if TYPE_CHECKING:
-    from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
 class SteppedPieces:
     """Lets an optimizer step this rank's pieces, bucket by bucket, and give whole parameters in its state_dict.
 
-    It uses the optimizer's hooks, so every caller of ``optimizer.step()`` passes here, a scheduler's wrapper or a
-    GradScaler too. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
+    It uses the optimizer's hooks, which every caller of ``optimizer.step()`` runs, such as a scheduler's wrapper or a
+    GradScaler. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
     first bucket is stepped, and after the last.
 
-    ``numbers`` are those of its reduced parameters, ``names`` those of all, by ``id``. ``objection`` says why the
-    parameters cannot be moved into flat buffers; its result is empty if they can.
+    ``numbers`` are those of its reduced parameters, ``names`` the names of all, both by ``id``. ``objection`` returns
+    why the parameters cannot be moved into flat buffers: nothing, as an empty string, if they can.
     """
 
-    algorithm: ShardedAlgorithm
     buckets: Sequence[ShardedBucket] = ()  #: those with a parameter of it, in the order in which they are stepped
-    pieces: Sequence[Piece] = ()  #: of its parameters, in this order
-    #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
-    witnesses: Sequence[Piece] = ()
+    pieces: Sequence[Piece] = ()  #: of its parameters, in plan order
 
     def __init__(
         self,
@@ -55,6 +53,8 @@ class SteppedPieces:
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
         self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
+        # A parameter without elements of each dtype, so that a GradScaler finds gradients on every rank, and asks all.
+        self._witnesses: Sequence[Piece] = ()
         self._params: list[list[Parameter]] = []  # of each group, witnesses too
         self._stepped: list[list[Parameter]] = []  # of each group, without witnesses
         self._params_of_bucket: list[list[list[Parameter]]] = []
@@ -67,8 +67,11 @@ class SteppedPieces:
         self._handles: list[Any] = []
         self._attributes: list[str] = []  # of the optimizer, that it has from here
 
-    def attach(self) -> None:
+    def attach(
+        self, step: JointStep, reader: ParameterReader, gradients: ShardedGradients, transfers: ShardTransfers
+    ) -> None:
         """Take over the optimizer's steps and states."""
+        self._step, self._reader, self._gradients, self._transfers = step, reader, gradients, transfers
         optimizer = self._optimizer
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
@@ -104,21 +107,26 @@ class SteppedPieces:
 
     def before_sharding(self) -> None:
         """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
-        with self.algorithm.on_every_rank("the first backward with a sharded optimizer"):
-            of_all = self.algorithm.transfers.objects_of_all(self._edit() or self._objection())
+        with self._transfers.on_every_rank("the first backward with a sharded optimizer"):
+            of_all = self._transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
             if objection:
                 raise ReplicationError(f"rank {rank}: {objection}")
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Step the pieces from now on; called once, at the end of the first backward."""
+        """Step the pieces from now on; called once, at the end of the first backward.
+
+        Args:
+            buckets: All of the module, in plan order.
+        """
         mine = [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
         self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
         self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
         dtypes, device = sorted({bucket.stepped_dtype for bucket in mine}, key=str), mine[0].flat.device
-        self.witnesses = [Piece(-1, 0, 0, 0, 0, Parameter(torch.empty(0, dtype=d, device=device))) for d in dtypes]
+        empty = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+        self._witnesses = [Piece(-1, 0, 0, 0, 0, Parameter(values)) for values in empty]
         self._divide({piece.index: piece.stepped for piece in self.pieces})
-        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self.algorithm.transfers)
+        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
         self._states.cut(self._loaded)
         self._loaded = None
         self._show(self._params)
@@ -141,8 +149,9 @@ class SteppedPieces:
             self._stepped.append(stepped)
             if (names := self._names[number]) is not None:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
+        # Witnesses are not stepped: Adagrad, up to torch 2.12, has states only of what it was made with.
         first, *others = self._stepped
-        self._params = [[*first, *(witness.stepped for witness in self.witnesses)], *others]
+        self._params = [[*first, *(witness.stepped for witness in self._witnesses)], *others]
 
     def detach(self, together: bool) -> None:
         """Step whole parameters again; if not all ranks are there, refuse to step."""
@@ -153,7 +162,7 @@ class SteppedPieces:
             vars(self._optimizer).pop(name, None)
         if not self.buckets:
             return
-        self.buckets, self.pieces, self.witnesses = (), (), ()
+        self.buckets, self.pieces, self._witnesses = (), (), ()
         if edit := self._edit():  # no error, which would leave the model half of what it was
             warnings.warn(f"{this_rank()}: this is undone: {edit}", stacklevel=2)
         self._put(self._whole)
@@ -183,12 +192,12 @@ class SteppedPieces:
             raise ReplicationError(f"{this_rank()}: {edit}")
 
     def _edit(self) -> str:
-        """Says that a user has changed the groups' parameters; empty if nobody has."""
+        """What to say if a user has changed the groups' parameters; empty otherwise."""
         present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if present == [list(map(id, of_group)) for of_group in self._shown]:
             return ""
         return (
-            'group["params"], or the number of groups, of a sharded optimizer has been changed, where the ranks have'
+            'group["params"], or the number of groups, of a sharded optimizer has been changed, but the ranks have'
             " parts of the parameters that it was sharded with. Put back what was there; to leave parameters out, set"
             " their .grad to None after a backward, or make the groups before shard_optimizer"
         )
@@ -198,12 +207,12 @@ class SteppedPieces:
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _with_loss(args, kwargs)
         if not self.buckets:
-            self.algorithm.refuse_step_before_sharding()
+            self._gradients.refuse_step_before_sharding()
             self._loaded = None  # the states are not what was loaded any more
             return args, kwargs
         self._restore_after_error()
         self._refuse_edits()
-        self.algorithm.step_begins(self)
+        self._step.begins(self)
         try:
             self._unguard_gradients()
             if self._is_stepped_by_bucket:
@@ -221,7 +230,7 @@ class SteppedPieces:
         for bucket, params in zip(self.buckets[:-1], self._params_of_bucket, strict=False):
             self._show(params)
             step_without_hooks(self._optimizer)
-            self.algorithm.bucket_is_stepped(bucket, self)
+            self._step.bucket_is_stepped(bucket, self)
         self._show(self._params_of_bucket[-1])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -229,11 +238,11 @@ class SteppedPieces:
             self._show(self._params)
             self._guard_gradients()
             for bucket in self.buckets[-1:] if self._is_stepped_by_bucket else self.buckets:
-                self.algorithm.bucket_is_stepped(bucket, self)
-            self.algorithm.step_ends(self)
+                self._step.bucket_is_stepped(bucket, self)
+            self._step.ends(self)
 
     def _unguard_gradients(self) -> None:
-        """Let the step, which may be compiled, see plain tensors: compilers do not know the class."""
+        """Give the step, which may be compiled, plain tensors: compilers do not know the class."""
         for parameter in (parameter for of_group in self._params for parameter in of_group):
             if isinstance(gradient := parameter.grad, GradientShard):
                 self._guarded.append((parameter, gradient))
@@ -246,7 +255,7 @@ class SteppedPieces:
         self._guarded = []
 
     def _restore_after_error(self) -> None:
-        """Show all pieces again if a step has raised, so that the hook after it was not called."""
+        """Show all pieces again if a step has raised, after which torch does not call our hook."""
         if self.buckets and self._shown is not self._params:
             self._put(self._params)
         self._guard_gradients()
@@ -255,12 +264,12 @@ class SteppedPieces:
         """``optimizer.zero_grad``: also what the model's parameters, which it does not step, have accumulated."""
         self._restore_after_error()
         type(self._optimizer).zero_grad(self._optimizer, set_to_none)
-        self.algorithm.zero_gradients_of(self.indices, set_to_none)
+        self._gradients.zero(set_to_none, self.indices)
 
     # Gradients.
 
     def accumulate(self, shards: Mapping[int, Tensor], reduced: Set[int]) -> None:
-        """Set or add to the pieces' gradients.
+        """Add to the pieces' gradients.
 
         Args:
             shards: For each parameter what this rank keeps of its bucket's reduced gradients.
@@ -270,13 +279,15 @@ class SteppedPieces:
         for piece in self.pieces:
             if piece.index in reduced:
                 piece.accumulate(shards[piece.index], self._unscaled)
-        for witness in self.witnesses:
+        for witness in self._witnesses:
             witness.zero(set_to_none=True)
             witness.accumulate(witness.stepped.detach(), self._unscaled)
 
     def _unscaled(self, found_non_finite: Tensor) -> None:
         """A GradScaler has looked at gradients: all ranks step by them, or none does."""
-        self.algorithm.unscaled(found_non_finite, self)
+        with self._transfers.on_every_rank("GradScaler's question whether gradients are finite"):
+            self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
+        self._gradients.note_step(self.pieces)
         self._non_finite.append(found_non_finite)
 
     def is_left_out(self) -> bool:
@@ -288,7 +299,7 @@ class SteppedPieces:
     def _before_states(self) -> None:
         """States are about to be read or written: raise if they are not those of the groups after a step."""
         self._restore_after_error()
-        self.algorithm.refuse_half_a_step()
+        self._reader.refuse_half_a_step()
         self._refuse_edits()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
@@ -300,15 +311,15 @@ class SteppedPieces:
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
             return None
-        self.algorithm.await_parameters()
-        with self.algorithm.on_every_rank("optimizer.state_dict()"):
+        self._reader.wait()
+        with self._transfers.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict, self._names)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See `ddp_compile.runtime.sharded.checkpoint.sharded_optimizer_state_dict`."""
         assert self._states is not None
         self._before_states()
-        with self.algorithm.on_every_rank("sharded_optimizer_state_dict()"):
+        with self._transfers.on_every_rank("sharded_optimizer_state_dict()"):
             return self._states.parts(self._fqns)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:

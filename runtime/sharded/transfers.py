@@ -14,7 +14,8 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, this_rank
+from ddp_compile.errors import DDPCompileError, RanksDifferError, this_rank
 from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
-from ddp_compile.runtime.comm import streams
+from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 from ddp_compile.runtime.sharded.cut import Cut
 
@@ -186,7 +187,7 @@ class ShardTransfers:
         self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
         return gather
 
-    def agree_on(self, what: str) -> None:
+    def _agree_on(self, what: str) -> None:
         """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
 
         With gloo alone: with NCCL the host would wait for the GPU to have the answer.
@@ -201,6 +202,17 @@ class ShardTransfers:
                 f"{this_rank()}: {what} has met something else on another rank, and both wait for all ranks; call"
                 " the same on every rank, in the same order"
             )
+
+    @contextmanager
+    def on_every_rank(self, what: str) -> Iterator[None]:
+        """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come or calls another."""
+        try:
+            self._agree_on(what)
+            yield
+        except DDPCompileError:
+            raise
+        except RuntimeError as error:
+            raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
 
     def all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         """Set small values to their sum over all ranks, or to their maximum."""

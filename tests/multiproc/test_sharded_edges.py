@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,15 +105,38 @@ def measured(model: Any, optimizer: Any) -> None:
     """Forwards without a backward between backward and step, and parameters that are left out of the step."""
     for step in range(4):
         loss_of(model(batch(step))).backward()
-        for parameter in list(model.parameters())[:step]:
+        first, *others = list(model.parameters())[: step + 1]
+        for parameter in others:
             parameter.grad = None
         if step % 2:
             model(batch(step + 50))
         with model.no_sync():
             model(batch(step + 60))
+        if step == 3:
+            first.grad = None
         assert float(model.clip_grad_norm_(100.0)) > 0.0
         optimizer.step()
         optimizer.zero_grad()
+
+
+def edited_behind_a_forward(model: Any, optimizer: Any) -> None:
+    """``.grad`` is set and zeroed after a forward, before its backward adds to what was reduced."""
+    first, second, third, *others = model.parameters()
+    for step in range(6):
+        loss_of(model(batch(step))).backward()
+        with model.no_sync() if step % 2 else nullcontext():
+            loss = loss_of(model(batch(step + 50)))
+            first.grad.zero_()
+            if step < 4:
+                for parameter in (second, *(others if step < 2 else ())):
+                    parameter.grad = None
+            else:
+                third.grad = torch.ones_like(third)
+            loss.backward()
+        if step % 2:
+            loss_of(model(batch(step + 60))).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
 
 
 def zeroed(model: Any, optimizer: Any) -> None:
@@ -188,6 +212,13 @@ def same_as_without() -> dict[str, bool]:
         "clamped": ends_of(clamped),
         "measured": ends_of(measured),
         "measured, launched inside of compiled backwards": ends_of(measured, backend="aot_eager"),
+        "edited": ends_of(edited_behind_a_forward, tolerance=1e-6, kind="sgd"),
+        **{
+            f"edited, {split}": ends_of(
+                edited_behind_a_forward, tolerance=1e-6, kind="sgd", backend="aot_eager", split=split
+            )
+            for split in ("forward", "backward")
+        },
         "zeroed": ends_of(zeroed),
         "added up": ends_of(added_up, Chosen, 1e-6, kind="sgd", find_unused_parameters=True),
         "given back": ends_of(given_back, Chosen, find_unused_parameters=True),

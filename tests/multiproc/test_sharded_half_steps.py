@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,14 +25,15 @@ def half_a_step(way: str) -> list[str]:
     """An interrupt comes before the first or the second bucket is gathered."""
     model, optimizer = make()
     loss_of(model(batch(0))).backward()
-    gather, count = model.comm_algorithm.bucket_is_stepped, iter(range(8))
+    count = iter(range(8))
 
-    def interrupted(bucket: Any, stepped: Any) -> None:
+    def interrupted(gather: Callable[[Any], None], stepped: Any) -> None:
         if next(count) == 1 or way == "first":
             raise KeyboardInterrupt
-        gather(bucket, stepped)
+        gather(stepped)
 
-    model.comm_algorithm.bucket_is_stepped = interrupted
+    for bucket in model.comm_algorithm.buckets:
+        bucket.gather = partial(interrupted, bucket.gather)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     return [

@@ -92,7 +92,7 @@ UNSEEN: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "parameter": lambda model, held: nn.Parameter(held[0]).detach(),
     "of a tensor": lambda model, held: torch.tensor(held[0]),
     "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
-    "in a child": lambda model, held: in_a_child(lambda: held[0].detach()),
+    "in a child": lambda model, held: torch.tensor(in_a_child(held[0].tolist)),
 }
 
 
@@ -113,21 +113,21 @@ def functionally(named: dict[str, Tensor], prefix: str = "") -> Tensor:
     return torch.func.grad(loss)(named)["bias"].detach()
 
 
-def in_a_child(read: Callable[[], Tensor]) -> Tensor:
-    """By a process that is forked here."""
+def in_a_child(read: Callable[[], Any]) -> Any:
+    """What a process that is forked here has read."""
     source, sink = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of a process with threads
         child = os.fork()
     if child == 0:
         signal.alarm(20)
-        os.write(sink, pickle.dumps(read().tolist()))
+        os.write(sink, pickle.dumps(read()))
         os._exit(0)
     os.close(sink)
     _, status = os.waitpid(child, 0)
     assert status == 0
     with os.fdopen(source, "rb") as pipe:
-        return torch.tensor(pickle.load(pipe))
+        return pickle.load(pipe)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import RankPool
 from test_sharded_optimizer import WIDTH, batch, plain
-from test_sharded_parameters import equal_on_all_ranks, late_rank, make
+from test_sharded_parameters import equal_on_all_ranks, in_a_child, late_rank, make
 from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
@@ -114,3 +114,20 @@ def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> 
     said, nothing = ranks(2).run_expecting_failures(read_after_a_failure, stance, timeout_s=8.0)
     assert nothing == []
     assert all("gather of parameters after step 2 failed" in each for each in said)
+
+
+@torch.compiler.set_stance("force_eager")
+def read_in_a_forked_child() -> tuple[list[str], bool]:
+    model, optimizer = make()
+    held = next(model.parameters())
+    plain(model, optimizer, 0)
+    said = in_a_child(lambda: [said_by(held.sum), said_by(model.state_dict), said_by(model.await_parameters)])
+    return said, equal_on_all_ranks(held.detach().flatten())
+
+
+def test_a_forked_child_is_told_that_parameters_will_not_come(ranks: Ranks) -> None:
+    for rank, (said, is_equal) in enumerate(ranks(2).run(read_in_a_forked_child)):
+        for text in said:
+            assert f"ReplicationError: rank {rank}: a parameter is read in a process that was forked" in text
+            assert "Call model.await_parameters() before the fork" in text
+        assert is_equal

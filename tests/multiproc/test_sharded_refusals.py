@@ -262,7 +262,7 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
         "would be that of this rank's part alone, and another one on each rank; clip with model.clip_grad_norm_",
         "which is reduced to shards: no rank has all of it",
         "read with model.full_gradients()",
-        "a second backward after one that has been reduced, without a forward of the module between",
+        "is reduced to shards, and a second backward adds to it without a forward of the module between",
         ".grad of layers.0.weight has been set after a backward",
         "has been modified by an inplace operation",
         "has not been zeroed",
@@ -279,6 +279,14 @@ def refused_behind_a_forward() -> list[str]:
         loss_of(model(batch(0))).backward()
         with model.no_sync() if is_local else nullcontext():
             loss = loss_of(model(batch(1)))
+        first = next(model.parameters())
+        said += [
+            said_by(partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)),
+            said_by(first.grad.sum),
+        ]
+        first.grad = torch.ones_like(first)
+        said.append(said_by(optimizer.step))
+        first.grad = None
         optimizer.step()
         optimizer.zero_grad()
         said.append(said_by(loss.backward))
@@ -297,7 +305,13 @@ def refused_behind_a_forward() -> list[str]:
 
 def test_a_forward_between_backward_and_step_hides_no_error(ranks: Ranks) -> None:
     expected = [
-        *2 * ["has been modified by an inplace operation"],
+        *2
+        * [
+            "Clip with model.clip_grad_norm_(max_norm)",
+            "read with model.full_gradients()",
+            ".grad of layers.0.weight has been set after a backward",
+            "has been modified by an inplace operation",
+        ],
         *(f"ValueError: norm_type={order}: with a sharded optimizer the order" for order in (0.0, -math.inf, math.nan)),
         "model.clip_grad_norm_() and a gradient of this rank alone",
         "model.full_gradients() and a gradient of this rank alone",

@@ -344,7 +344,7 @@ def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
     pair = Pair("muon")
     pair.train(0)
     loss_of(pair.model(batch(1))).backward()
-    waits, transfers = [], pair.model.comm_algorithm.transfers
+    waits, transfers = [], pair.model.comm_algorithm._transfers
     gathers, all_gather = [], transfers.all_gather
     with pytest.MonkeyPatch.context() as patch:
         for function in ("all_reduce", "broadcast", "all_gather_object", "all_to_all_single"):
