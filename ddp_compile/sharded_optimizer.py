@@ -71,16 +71,16 @@ def shard_optimizer(
     it.
 
     Args:
-        optimizer: Over all parameters that the model reduces; it may have others of the model, frozen ones for example.
-            One of torch's that work element by element: SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
+        optimizer: Holds every parameter that the model reduces, and maybe others of the model, such as frozen ones. One
+            of torch's that work element by element: SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
             Adagrad, Adadelta, ASGD.
         model: Returned by ``ddp_compile``, with the default algorithm.
-        elementwise: Promise for another optimizer that its effect on an element depends only on that element's
-            parameter, gradient and states, which have the parameter's shape, or are numbers.
+        elementwise: A promise for another optimizer: its effect on an element depends only on that element's parameter,
+            gradient and states, and its states have the parameter's shape, or are numbers.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
-        overlap: Let parameters arrive after ``step()`` has returned. Then code that reads them in ways that torch does
-            not tell of has to call ``model.await_parameters()`` first, see docs/sharded_optimizer.md. False: ``step()``
-            returns when all parameters are complete.
+        overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads cannot be noticed then, and
+            need ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. False: ``step()`` returns
+            when all parameters are complete.
 
     Returns:
         ``optimizer`` itself.
@@ -133,7 +133,7 @@ def _objection_of(model: nn.Module) -> Callable[[], str]:
 
 
 def _objection_to_moving(model: nn.Module) -> str:
-    """Says which memory of trained parameters is shared, and would not be after they have moved into flat buffers.
+    """Name the trained parameters whose memory is shared; after they move into flat buffers it would not be.
 
     Empty if none is. Attributes of modules that are no buffers are not looked at: ``torch.nn.utils.spectral_norm`` has
     one on the memory of a parameter, and makes it anew in each forward.
