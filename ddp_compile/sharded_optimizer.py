@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -116,28 +116,21 @@ def shard_optimizer(
             f"{this_rank()}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
-    pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of(model))
+    alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
+    is_stepped_by_bucket = type(optimizer) in _ELEMENTWISE
+    pieces = SteppedPieces(optimizer, reduced, names, is_stepped_by_bucket, lambda: _objection_to_moving(alive()))
     set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), master_weights, overlap), None)
     return optimizer
 
 
-def _objection_of(model: nn.Module) -> Callable[[], str]:
-    """`_objection_to_moving` as a function without arguments."""
-    alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
-
-    def objection() -> str:
-        module = alive()
-        return "" if module is None else _objection_to_moving(module)
-
-    return objection
-
-
-def _objection_to_moving(model: nn.Module) -> str:
+def _objection_to_moving(model: nn.Module | None) -> str:
     """Name the trained parameters whose memory is shared; after they move into flat buffers it would not be.
 
-    Empty if none is. Attributes of modules that are no buffers are not looked at: ``torch.nn.utils.spectral_norm`` has
-    one on the memory of a parameter, and makes it anew in each forward.
+    Empty if none is, or if the model is gone. Attributes of modules that are no buffers are not looked at:
+    ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and makes it anew in each forward.
     """
+    if model is None:
+        return ""
     state = state_of(model)
     named = list(zip(_names_of_reduced(state), state.reducer.parameters, strict=True))
     with state.naming_parameters():
