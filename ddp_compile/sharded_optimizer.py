@@ -108,21 +108,21 @@ def shard_optimizer(
     it.
 
     Args:
-        optimizer: One, or several that have all parameters together, each parameter in one. They have all parameters
-            that the model reduces; they may have others of the model, frozen ones for example. Known are those of torch
-            that work element by element (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta,
-            ASGD), and Muon and Adafactor, which get whole parameters.
+        optimizer: One, or several that hold all parameters together, each parameter in one. They hold every parameter
+            that the model reduces, and maybe others of the model, such as frozen ones. Known are those of torch that
+            work element by element (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD),
+            and Muon and Adafactor, which get whole parameters.
         model: Returned by ``ddp_compile``, with the default algorithm.
-        elementwise: Promise for optimizers that are not known that their effect on an element depends only on that
-            element's parameter, gradient and states, which have the parameter's shape, or are numbers.
-        placement: ``"whole"`` is the promise for optimizers that are not known that their effect on a parameter depends
-            only on that parameter, its gradient and its states; they get whole parameters.
-        cost: What a step of a parameter costs, by which owners are chosen; the same on every rank. By default the
+        elementwise: A promise for other optimizers: their effect on an element depends only on that element's
+            parameter, gradient and states, and their states have the parameter's shape, or are numbers.
+        placement: ``"whole"`` is a promise for other optimizers: their effect on a parameter depends only on that
+            parameter, its gradient and its states. They get whole parameters.
+        cost: The cost of a step of a parameter, by which owners are chosen; the same on every rank. By default the
             floating-point operations of the Newton-Schulz iteration for Muon, and the number of elements otherwise.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
-        overlap: Let parameters arrive after ``step()`` has returned. Then code that reads them in ways that torch does
-            not tell of has to call ``model.await_parameters()`` first, see docs/sharded_optimizer.md. False: the last
-            optimizer's step returns when all parameters are complete.
+        overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads cannot be noticed then, and
+            need ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. False: the last optimizer's
+            step returns when all parameters are complete.
 
     Returns:
         ``optimizer`` itself; a list of them if there are several.
@@ -167,13 +167,14 @@ def shard_optimizer(
         )
     for of_optimizer in owners:
         of_optimizer.warn_if_uneven()
+    alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
     pieces = [
         SteppedPieces(
             each,
             {id(p): reduced[id(p)] for group in each.param_groups for p in group["params"] if id(p) in reduced},
             names,
             type(each) in (*_ELEMENTWISE, *_WHOLE),
-            _objection_of(model),
+            lambda: _objection_to_moving(alive()),
         )
         for each in optimizers
     ]
@@ -181,23 +182,14 @@ def shard_optimizer(
     return optimizers if isinstance(optimizer, list | tuple) else optimizer
 
 
-def _objection_of(model: nn.Module) -> Callable[[], str]:
-    """`_objection_to_moving` as a function without arguments."""
-    alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
+def _objection_to_moving(model: nn.Module | None) -> str:
+    """Name the trained parameters whose memory is shared; after they move into flat buffers it would not be.
 
-    def objection() -> str:
-        module = alive()
-        return "" if module is None else _objection_to_moving(module)
-
-    return objection
-
-
-def _objection_to_moving(model: nn.Module) -> str:
-    """Says which memory of trained parameters is shared, and would not be after they have moved into flat buffers.
-
-    Empty if none is. Attributes of modules that are no buffers are not looked at: ``torch.nn.utils.spectral_norm`` has
-    one on the memory of a parameter, and makes it anew in each forward.
+    Empty if none is, or if the model is gone. Attributes of modules that are no buffers are not looked at:
+    ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and makes it anew in each forward.
     """
+    if model is None:
+        return ""
     state = state_of(model)
     named = list(zip(_names_of_reduced(state), state.reducer.parameters, strict=True))
     with state.naming_parameters():

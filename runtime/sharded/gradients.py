@@ -81,7 +81,7 @@ class HiddenGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub says what a disabled one is
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        hidden = next(value for value in _flattened(args, kwargs or {}) if isinstance(value, HiddenGradient))
+        hidden = next(each for each in torch_internals.tensors_in((args, kwargs)) if isinstance(each, HiddenGradient))
         if func is torch.ops.aten.zero_.default:
             hidden.is_zeroed = True
             return hidden
@@ -321,13 +321,3 @@ def norm_over_ranks(
     norms[transfers.rank] = get_total_norm(gradients, norm_type)
     transfers.all_reduce(norms)
     return torch.linalg.vector_norm(norms, norm_type)
-
-
-def _flattened(*values: Any) -> Any:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flattened(*value)
-        elif isinstance(value, dict):
-            yield from _flattened(*value.values())
-        else:
-            yield value

@@ -1,4 +1,4 @@
-"""Parameters of a sharded optimizer: complete for whoever reads them, saved and loaded as if they were not sharded."""
+"""Parameters of a sharded optimizer are complete when they are read, and saved and loaded as without shards."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_what_python_runs_of_a_forward_sees_complete_parameters(ranks: Ranks) ->
 
 
 def forward_in_order(backend: str, split: str) -> list[int | str]:
-    """Of one forward: at each wait how many buckets are still being gathered behind it, and products of matrices."""
+    """Of one forward: at each wait how many buckets are still being gathered after it, and products of matrices."""
     torch._dynamo.reset()
     model, optimizer = make(backend=backend, split=split)
     for step in range(3):
@@ -290,7 +290,7 @@ def test_a_forward_waits_for_parameters_where_it_reads_them(ranks: Ranks, backen
 
 
 @torch.compiler.set_stance("force_eager")
-def profiled_until_behind_a_step() -> list[str]:
+def profiled_until_after_a_step() -> list[str]:
     model, optimizer = make()
     plain(model, optimizer, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -299,9 +299,9 @@ def profiled_until_behind_a_step() -> list[str]:
     return sorted({event.name for event in profile.events() if "send" in event.name or "recv" in event.name})
 
 
-def test_a_profiler_that_stops_behind_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
+def test_a_profiler_that_stops_after_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
     """See `unprofiled_messages`."""
-    assert ranks(2).run(profiled_until_behind_a_step) == [[], []]
+    assert ranks(2).run(profiled_until_after_a_step) == [[], []]
 
 
 # Checkpoints.

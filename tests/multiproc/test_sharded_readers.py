@@ -1,4 +1,4 @@
-"""Parameters of a sharded optimizer are complete for compiled code, and behind forwards that fail, or an error."""
+"""Parameters of a sharded optimizer are complete for compiled code, and after forwards that fail, or an error."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def compiled_reads(way: str) -> tuple[bool, int]:
     return equal_on_all_ranks(torch.cat(seen)), num_graphs
 
 
-@pytest.mark.parametrize("way", ["before", "behind", "within"])
+@pytest.mark.parametrize("way", ["before", "after", "within"])
 def test_compiled_code_reads_complete_parameters(ranks: Ranks, way: str) -> None:
-    """A layer that is compiled before the first step or behind it, and a training step that is compiled as a whole."""
+    """A layer that is compiled before the first step or after it, and a training step that is compiled as a whole."""
     for is_equal, num_graphs in ranks(2).run(compiled_reads, way):
         assert is_equal
         assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
@@ -66,7 +66,7 @@ class Shifted(Mlp):
         self.register_buffer("shift", torch.ones(WIDTH))
 
 
-def read_behind_a_forward_that_fails() -> tuple[int, bool]:
+def read_after_a_forward_that_fails() -> tuple[int, bool]:
     """How many buckets were being gathered when it failed, before it had read any parameter."""
     model, optimizer = make(module=Shifted(), backend="aot_eager")
     for step in range(2):
@@ -87,8 +87,8 @@ def read_behind_a_forward_that_fails() -> tuple[int, bool]:
     return under_way, equal_on_all_ranks(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def test_parameters_are_complete_behind_a_forward_that_fails_early(ranks: Ranks) -> None:
-    for under_way, is_equal in ranks(2).run(read_behind_a_forward_that_fails):
+def test_parameters_are_complete_after_a_forward_that_fails_early(ranks: Ranks) -> None:
+    for under_way, is_equal in ranks(2).run(read_after_a_forward_that_fails):
         assert under_way > 0
         assert is_equal
 

@@ -150,7 +150,7 @@ def frozen(weight: Tensor) -> nn.Parameter:
 
 @torch.compiler.set_stance("force_eager")
 def refused_for_their_memory() -> list[str]:
-    """At the call, at the end of the first backward, and behind it."""
+    """At the call, at the end of the first backward, and after it."""
 
     def made(alias: Any = None, share: bool = False) -> Any:
         module = WithAlias(alias)
@@ -214,7 +214,7 @@ def test_copies_of_parameters_may_go_to_another_process_and_parameters_may_not(r
 
 
 @torch.compiler.set_stance("force_eager")
-def refused_behind_a_backward() -> list[str]:
+def refused_after_a_backward() -> list[str]:
     model, optimizer = make()
     first = next(model.parameters())
     with model.no_sync():
@@ -267,11 +267,11 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
         "has been modified by an inplace operation",
         "has not been zeroed",
     ]
-    assert_all_say(ranks, refused_behind_a_backward, expected)
+    assert_all_say(ranks, refused_after_a_backward, expected)
 
 
 @torch.compiler.set_stance("force_eager")
-def refused_behind_a_forward() -> list[str]:
+def refused_after_a_forward() -> list[str]:
     """A forward that no backward has followed yet, between backward and step."""
     said = []
     for is_local in (False, True):
@@ -317,7 +317,7 @@ def test_a_forward_between_backward_and_step_hides_no_error(ranks: Ranks) -> Non
         "model.full_gradients() and a gradient of this rank alone",
         "optimizer.step() and a gradient of this rank alone",
     ]
-    assert_all_say(ranks, refused_behind_a_forward, expected)
+    assert_all_say(ranks, refused_after_a_forward, expected)
 
 
 @torch.compiler.set_stance("force_eager")
