@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -20,6 +21,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import AlgorithmConfig
 from ddp_compile.runtime.comm.collectives import ranks_unlike_rank_0
 from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
+from ddp_compile.runtime.sharded.owners import Owners, choose_owners
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -37,60 +39,101 @@ _ELEMENTWISE = (
     optim.Rprop,
     optim.SGD,
 )
+# Their effect on a parameter depends on all of it, and on no other parameter.
+_WHOLE = (optim.Adafactor, optim.Muon)
 _BY_NAME = {
-    "Adafactor": "looks at rows and columns of whole matrices",
     "LBFGS": "looks at all parameters at once, and calls its closure several times in a step",
-    "Muon": "looks at whole matrices",
     "SparseAdam": "takes sparse gradients, which cannot be cut into shards",
 }
 
 
+@overload
 def shard_optimizer(
     optimizer: OptimizerT,
     model: nn.Module,
     *,
+    elementwise: bool = ...,
+    placement: Literal["auto", "whole"] = ...,
+    cost: Callable[[Parameter], float] | None = ...,
+    master_weights: bool = ...,
+    overlap: bool = ...,
+) -> OptimizerT: ...
+
+
+@overload
+def shard_optimizer(
+    optimizer: Sequence[Optimizer],
+    model: nn.Module,
+    *,
+    elementwise: bool = ...,
+    placement: Literal["auto", "whole"] = ...,
+    cost: Callable[[Parameter], float] | None = ...,
+    master_weights: bool = ...,
+    overlap: bool = ...,
+) -> list[Optimizer]: ...
+
+
+def shard_optimizer(
+    optimizer: Optimizer | Sequence[Optimizer],
+    model: nn.Module,
+    *,
     elementwise: bool = False,
+    placement: Literal["auto", "whole"] = "auto",
+    cost: Callable[[Parameter], float] | None = None,
     master_weights: bool = False,
     overlap: bool = True,
-) -> OptimizerT:
+) -> Any:
     """Let each rank keep the states of its part of the parameters and step that part alone.
 
-    Backwards reduce each bucket to one shard for each rank, ``optimizer.step()`` steps this rank's, and those of the
-    others arrive during the next forward; as many bytes travel as with an all-reduce. It is the same training, to
+    Backwards reduce each bucket to the ranks that step it, ``optimizer.step()`` steps this rank's part, and the other
+    ranks' parts arrive during the next forward; as many bytes travel as with an all-reduce. It is the same training, to
     rounding. The optimizer stays the same object, with its groups, settings and schedulers. From the end of the first
-    backward on its groups hold pieces of parameters, one-dimensional, and ``.grad`` of the model's parameters raises
-    when it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call it on every rank,
+    backward on its groups hold this rank's part of the parameters, and ``.grad`` of the model's parameters raises when
+    it is read: clip with ``model.clip_grad_norm_()``, look with ``model.full_gradients()``. Call it on every rank,
     between two steps, before or after schedulers are made::
 
         model = ddp_compile(model)
-        optimizer = ddp_compile.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+
+    or, with several optimizers, each of which steps once after each backward::
+
+        muon, adamw = shard_optimizer([torch.optim.Muon(matrices), torch.optim.AdamW(others)], model)
+
+    Optimizers that work element by element get one-dimensional pieces of parameters. The others get whole parameters:
+    each has one owner, the rank that steps it. Owners are chosen so that all ranks have about as much to do.
 
     ``optimizer.state_dict()``, on every rank at once, has the format of an optimizer that is not sharded, on the CPU;
     ``load_state_dict()`` takes it, from any number of ranks. ``model.unwrap()`` and ``model.set_comm_algorithm()`` undo
     it.
 
     Args:
-        optimizer: Over all parameters that the model reduces; it may have others of the model, frozen ones for example.
-            One of torch's that work element by element: SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop,
-            Adagrad, Adadelta, ASGD.
+        optimizer: One, or several that hold all parameters together, each parameter in one. They hold every parameter
+            that the model reduces, and maybe others of the model, such as frozen ones. Known are those of torch that
+            work element by element (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD),
+            and Muon and Adafactor, which get whole parameters.
         model: Returned by ``ddp_compile``, with the default algorithm.
-        elementwise: Promise for another optimizer that its effect on an element depends only on that element's
-            parameter, gradient and states, which have the parameter's shape, or are numbers.
+        elementwise: A promise for other optimizers: their effect on an element depends only on that element's
+            parameter, gradient and states, and their states have the parameter's shape, or are numbers.
+        placement: ``"whole"`` is a promise for other optimizers: their effect on a parameter depends only on that
+            parameter, its gradient and its states. They get whole parameters.
+        cost: The cost of a step of a parameter, by which owners are chosen; the same on every rank. By default the
+            floating-point operations of the Newton-Schulz iteration for Muon, and the number of elements otherwise.
         master_weights: Step parameters of bfloat16 and float16 in float32, by a copy of this rank's part.
-        overlap: Let parameters arrive after ``step()`` has returned. Then code that reads them in ways that torch does
-            not tell of has to call ``model.await_parameters()`` first, see docs/sharded_optimizer.md. False: ``step()``
-            returns when all parameters are complete.
+        overlap: Let parameters arrive after ``step()`` has returned. A few kinds of reads cannot be noticed then, and
+            need ``model.await_parameters()`` first: docs/sharded_optimizer.md lists them. False: the last optimizer's
+            step returns when all parameters are complete.
 
     Returns:
-        ``optimizer`` itself.
+        ``optimizer`` itself; a list of them if there are several.
 
     Raises:
         TypeError: Not an optimizer.
+        ValueError: ``placement`` is not known, or contradicts ``elementwise``.
         ReplicationError: The optimizer or the model is not of the kind above; says what to do.
         RanksDifferError: On every rank, if the ranks' optimizers have other settings or parameters.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; make one of model.parameters()")
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    _refuse_arguments(optimizers, elementwise, placement)
     if not isinstance(model, ReplicatedModule):
         raise ReplicationError(
             f"shard_optimizer: model is {with_article(type(model).__name__)} that is not replicated; call"
@@ -99,12 +142,18 @@ def shard_optimizer(
     state = state_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduced = {id(parameter): i for i, parameter in enumerate(state.reducer.parameters)}
+    owners: list[Owners] = []
     refusal: ReplicationError | None = None
     try:
-        _refuse_optimizer(optimizer, elementwise)
+        for each in optimizers:
+            _refuse_optimizer(each, elementwise, placement == "whole")
         _refuse_model(model, state)
-        _refuse_parameters(optimizer, names, state.reducer.parameters)
-        described = f"{type(optimizer).__name__} {master_weights} {overlap} {_settings_of(optimizer, names)}"
+        _refuse_parameters(optimizers, names, state.reducer.parameters)
+        for each in optimizers:
+            if not (type(each) in _ELEMENTWISE or elementwise):
+                owners.append(choose_owners(each, reduced, state.process_group.size(), cost))
+        settings = [(type(each).__name__, _settings_of(each, names)) for each in optimizers]
+        described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
         refusal, described = error, "refused"
     different = ranks_unlike_rank_0(described.encode(), state.process_group, state.device)
@@ -115,28 +164,31 @@ def shard_optimizer(
             f"{this_rank()}: the optimizers that are to be sharded have other settings, or parameters in another order,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
-    pieces = SteppedPieces(optimizer, reduced, names, type(optimizer) in _ELEMENTWISE, _objection_of(model))
-    set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), master_weights, overlap), None)
-    return optimizer
-
-
-def _objection_of(model: nn.Module) -> Callable[[], str]:
-    """`_objection_to_moving` as a function without arguments."""
+    for of_optimizer in owners:
+        of_optimizer.warn_if_uneven()
     alive = weakref.ref(model)  # the model has the optimizer's pieces: a cycle would live until a collection
+    pieces = [
+        SteppedPieces(
+            each,
+            {id(p): reduced[id(p)] for group in each.param_groups for p in group["params"] if id(p) in reduced},
+            names,
+            type(each) in (*_ELEMENTWISE, *_WHOLE),
+            lambda: _objection_to_moving(alive()),
+        )
+        for each in optimizers
+    ]
+    set_comm_algorithm(state, _Sharded(pieces, _names_of_reduced(state), owners, master_weights, overlap), None)
+    return optimizers if isinstance(optimizer, list | tuple) else optimizer
 
-    def objection() -> str:
-        module = alive()
-        return "" if module is None else _objection_to_moving(module)
 
-    return objection
+def _objection_to_moving(model: nn.Module | None) -> str:
+    """Name the trained parameters whose memory is shared; after they move into flat buffers it would not be.
 
-
-def _objection_to_moving(model: nn.Module) -> str:
-    """Says which memory of trained parameters is shared, and would not be after they have moved into flat buffers.
-
-    Empty if none is. Attributes of modules that are no buffers are not looked at: ``torch.nn.utils.spectral_norm`` has
-    one on the memory of a parameter, and makes it anew in each forward.
+    Empty if none is, or if the model is gone. Attributes of modules that are no buffers are not looked at:
+    ``torch.nn.utils.spectral_norm`` has one on the memory of a parameter, and makes it anew in each forward.
     """
+    if model is None:
+        return ""
     state = state_of(model)
     named = list(zip(_names_of_reduced(state), state.reducer.parameters, strict=True))
     with state.naming_parameters():
@@ -175,15 +227,19 @@ def _names_of_reduced(state: Any) -> list[str]:
 
 
 class _Sharded(AlgorithmConfig):
-    def __init__(self, optimizer: SteppedPieces, names: Sequence[str], master_weights: bool, overlap: bool) -> None:
-        self._optimizer = optimizer
-        self._settings = names, master_weights, overlap
+    def __init__(
+        self,
+        optimizers: Sequence[SteppedPieces],
+        names: Sequence[str],
+        owners: Sequence[Owners],
+        master_weights: bool,
+        overlap: bool,
+    ) -> None:
+        self._settings = optimizers, names, owners, master_weights, overlap
 
     def build(self, process_group: dist.ProcessGroup) -> ShardedAlgorithm:
         """See `AlgorithmConfig.build`."""
-        algorithm = ShardedAlgorithm(process_group, self._optimizer, *self._settings)
-        self._optimizer.algorithm = algorithm
-        return algorithm
+        return ShardedAlgorithm(process_group, *self._settings)
 
 
 def _settings_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
@@ -206,22 +262,36 @@ def _in_full(value: Any) -> Any:
     return value
 
 
-def _refuse_optimizer(optimizer: Optimizer, elementwise: bool) -> None:
+def _refuse_arguments(optimizers: Sequence[object], elementwise: bool, placement: str) -> None:
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"optimizer={each!r} is not a torch.optim.Optimizer; make one of model.parameters()")
+    if not optimizers:
+        raise ValueError("optimizer=[] has no optimizer; pass one, or several in a list")
+    if placement not in ("auto", "whole") or (placement == "whole" and elementwise):
+        raise ValueError(
+            f"placement={placement!r} with elementwise={elementwise}: pass 'whole' for optimizers that need whole"
+            " parameters, or elementwise=True for those that work element by element, or leave both out"
+        )
+
+
+def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, whole: bool) -> None:
     name = type(optimizer).__name__
     if "add_param_group" in vars(optimizer):
         raise ReplicationError(f"{this_rank()}: this {name} is sharded already; shard it once, for one model")
     if name in _BY_NAME:
         raise ReplicationError(
-            f"{this_rank()}: {name} cannot be sharded by elements, since it {_BY_NAME[name]}; train with it as it is,"
-            " or shard an optimizer that works element by element, such as AdamW"
+            f"{this_rank()}: {name} cannot be sharded, since it {_BY_NAME[name]}; train with it as it is, or shard an"
+            " optimizer that treats elements or parameters one by one, such as AdamW or Muon"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ReplicationError(f"{this_rank()}: a {name} with differentiable=True cannot be sharded; leave that out")
-    if type(optimizer) not in _ELEMENTWISE and not elementwise:
+    if type(optimizer) not in (*_ELEMENTWISE, *_WHOLE) and not (elementwise or whole):
         raise ReplicationError(
             f"{this_rank()}: whether {type(optimizer).__module__}.{name} works element by element is not known; pass"
             " elementwise=True if what it does to an element depends on nothing but that element's parameter, gradient"
-            " and states, or train with it as it is"
+            " and states, placement='whole' if it needs whole parameters and treats them one by one, or train with it"
+            " as it is"
         )
 
 
@@ -236,19 +306,31 @@ def _refuse_model(model: nn.Module, state: Any) -> None:
         )
 
 
-def _refuse_parameters(optimizer: Optimizer, names: Mapping[int, str], reduced: Sequence[Parameter]) -> None:
-    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if foreign := len(present - names.keys()):
+def _refuse_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, str], reduced: Sequence[Parameter]) -> None:
+    number_of_optimizers = Counter(
+        id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]
+    )
+    if foreign := len(number_of_optimizers.keys() - names.keys()):
         raise ReplicationError(
-            f"{this_rank()}: the optimizer has {foreign} parameters that the model does not have; make one optimizer of"
+            f"{this_rank()}: the optimizer has {foreign} parameters that the model does not have; make optimizers of"
             " model.parameters(), and another one for the rest"
         )
-    if missing := [names[id(parameter)] for parameter in reduced if id(parameter) not in present]:
+    if twice := [names[parameter] for parameter, count in number_of_optimizers.items() if count > 1]:
+        raise ReplicationError(
+            f"{this_rank()}: more than one optimizer has the parameters {shorten_names(twice)}; leave each in one"
+        )
+    if missing := [names[id(parameter)] for parameter in reduced if id(parameter) not in number_of_optimizers]:
         raise ReplicationError(
             f"{this_rank()}: the model reduces parameters that the optimizer does not have: {shorten_names(missing)}."
-            " Put all of them into one optimizer, freeze the others before ddp_compile, or name them in"
-            " parameters_to_ignore"
+            " Put all of them into one optimizer, or pass all optimizers as a list, shard_optimizer([first, second],"
+            " model); or freeze the others before ddp_compile, or name them in parameters_to_ignore"
         )
+    of_model = set(map(id, reduced))
+    for each in optimizers:
+        if of_model.isdisjoint(id(parameter) for group in each.param_groups for parameter in group["params"]):
+            raise ReplicationError(
+                f"{this_rank()}: {type(each).__name__} has no parameter that the model reduces; leave it out"
+            )
 
 
 __all__ = ["shard_optimizer"]

@@ -127,7 +127,7 @@ class Reducer:
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:
         """Use another algorithm from the next backward on; nothing of the one before is under way."""
         self._queue.algorithm = algorithm
-        self._set.lay_out_as(algorithm.traits.layout)
+        self._set.lay_out_as(algorithm.traits.layout, algorithm.sharding.owners)
 
     @property
     def gathers_parameters(self) -> bool:
@@ -240,6 +240,7 @@ class Reducer:
         if self._early.arrived(index) and phase.state is not State.LAUNCHED:
             return
         if phase.state is State.LOCAL:
+            self.algorithm.sharding.backward_begins()
             self._note(index)
         elif not self.buckets and not phase.after_forward:
             self._note(index)
@@ -295,6 +296,7 @@ class Reducer:
     def _start_iteration(self, arriving: tuple[int, ...] = ()) -> None:
         """Enter an iteration, or enter it again: a first gradient is there, or zeros in its place."""
         self.refuse_capture("a backward of a replicated module")
+        self.algorithm.sharding.backward_begins()
         before = self._lifecycle.phase.state
         # First of all: an exception from now on, even Ctrl-C in the middle of the agreement, must not pass unseen.
         if self._lifecycle.on(Event.GRADIENT) is State.FAILED:

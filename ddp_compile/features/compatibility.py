@@ -98,8 +98,8 @@ EXCLUSIONS = (
         "Leave out one or the other"),
     Exclusion(
         Feature.SHARDED_OPTIMIZER, (Feature.SHARDED_OPTIMIZER,),
-        "one optimizer steps all parameters of a model",
-        "Put these into groups of one optimizer"),
+        "the first call shards all parameters of a model",
+        "Pass all optimizers to one call, shard_optimizer([first, second], model)"),
     Exclusion(
         Feature.DELAYED, (Feature.DELAYED_STEPS,),
         "such a step would take this rank's own gradients, before they are averaged",

@@ -120,13 +120,19 @@ class PlanBuilder:
         tail = [self.gradients[index] for index in sorted(order, key=places.__getitem__)]
         return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
 
-    def lay_out_as(self, layout: Layout) -> None:
-        """Give every bucket, those of a sealed plan too, another layout and the same gradients."""
+    def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
+        """Give every bucket, those of a sealed plan too, another layout, and its gradients other owners by index."""
         self.layout = layout
-        self._frames = [[replace(bucket, layout=layout) for bucket in frame] for frame in self._frames]
+        self.gradients = tuple(replace(gradient, owner=owners.get(gradient.index)) for gradient in self.gradients)
+        self._frames = [self._laid_out(frame) for frame in self._frames]
         if self.sealed is not None:
-            buckets = tuple(replace(bucket, layout=layout) for bucket in self.sealed.buckets)
-            self.sealed = replace(self.sealed, buckets=buckets)
+            self.sealed = replace(self.sealed, buckets=tuple(self._laid_out(self.sealed.buckets)))
+
+    def _laid_out(self, buckets: Sequence[BucketSpec]) -> list[BucketSpec]:
+        return [
+            replace(bucket, layout=self.layout, gradients=tuple(self.gradients[g.index] for g in bucket.gradients))
+            for bucket in buckets
+        ]
 
     def seal(self, plan: BucketPlan) -> None:
         """Fix the plan that all ranks agreed on; frames that are compiled later are cut at its boundaries."""

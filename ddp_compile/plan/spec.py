@@ -24,7 +24,7 @@ Layout = Literal["padded", "ddp"]
 #: cache lines, for every dtype.
 PADDED_ALIGNMENT_BYTES = 128
 
-_JSON_VERSION = 1
+_JSON_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class GradientSpec:
         dtype: Name of the dtype, for example ``"float32"``.
         device: Type of the device, for example ``"cuda"``, which is the same on every rank.
         is_sparse: The gradient is a sparse tensor, which cannot share a flat buffer.
+        owner: With a sharded optimizer, the rank that steps all of the parameter; None if each rank steps a part.
     """
 
     index: int
@@ -46,6 +47,7 @@ class GradientSpec:
     dtype: str
     device: str
     is_sparse: bool = False
+    owner: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -86,21 +88,32 @@ class BucketSpec:
     @cached_property
     def byte_offsets(self) -> tuple[int, ...]:
         """Where each gradient starts in the flat buffer, in bytes."""
-        return self._offsets_and_size[0]
+        return self._layout[0]
 
     @cached_property
     def num_bytes(self) -> int:
         """Size of the flat buffer in bytes, padding included."""
-        return self._offsets_and_size[1]
+        return self._layout[1]
 
     @cached_property
-    def _offsets_and_size(self) -> tuple[tuple[int, ...], int]:
+    def bytes_of_owner(self) -> dict[int | None, tuple[int, int]]:
+        """Begin and end in the flat buffer of the gradients of each owner, padding included."""
+        return self._layout[2]
+
+    @cached_property
+    def _layout(self) -> tuple[tuple[int, ...], int, dict[int | None, tuple[int, int]]]:
+        """Gradients without an owner come first, then those of each owner together, in the order of the ranks."""
         alignment = PADDED_ALIGNMENT_BYTES if self.layout == "padded" else 1
-        offsets, end = [], 0
-        for gradient in self.gradients:
-            offsets.append(end)
+        offsets, end = [0] * len(self.gradients), 0
+        of_owner: dict[int | None, tuple[int, int]] = {}
+        owners = [-1 if gradient.owner is None else gradient.owner for gradient in self.gradients]
+        for place in sorted(range(len(owners)), key=owners.__getitem__):
+            gradient = self.gradients[place]
+            begin, _ = of_owner.get(gradient.owner, (end, end))
+            offsets[place] = end
             end += -(-gradient.num_bytes // alignment) * alignment
-        return tuple(offsets), end
+            of_owner[gradient.owner] = begin, end
+        return tuple(offsets), end, of_owner
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,7 @@ class BucketPlan:
                 "device": bucket.device,
                 "dtype": bucket.dtype,
                 "frame": bucket.frame,
-                "gradients": [[g.index, g.fqn, g.numel] for g in bucket.gradients],
+                "gradients": [[g.index, g.fqn, g.numel, g.owner] for g in bucket.gradients],
                 "layout": bucket.layout,
                 "sparse": bucket.is_sparse,
             }
@@ -238,14 +251,16 @@ def _bucket_from_json(index: int, fields: Any) -> BucketSpec:
 
 
 def _gradient_from_json(described: Any, fields: dict[str, Any], where: str) -> GradientSpec:
-    if not isinstance(described, list) or len(described) != 3 or not isinstance(described[1], str):
+    if not isinstance(described, list) or len(described) != 4 or not isinstance(described[1], str):
         raise _malformed(
-            f"a gradient of {where} is {_shown(described)}, not [parameter number, name, number of elements]"
+            f"a gradient of {where} is {_shown(described)}, not [parameter number, name, number of elements, owner]"
         )
-    index, fqn, numel = described
+    index, fqn, numel, owner = described
     _number(index, f"the number of parameter {fqn!r} in {where}")
     _number(numel, f"the number of elements of {fqn!r} in {where}")
-    return GradientSpec(index, fqn, numel, fields["dtype"], fields["device"], fields["sparse"])
+    if owner is not None:
+        _number(owner, f"the owner of {fqn!r} in {where}")
+    return GradientSpec(index, fqn, numel, fields["dtype"], fields["device"], fields["sparse"], owner)
 
 
 def _check_numbering(gradients: Sequence[GradientSpec]) -> None:

@@ -9,6 +9,7 @@ from ddp_compile.torch_internals.autograd import (
     current_graph_task_id,
     has_gradient_hooks,
     inside_distributed_autograd,
+    is_accumulating_into,
     is_inside_backward,
     never_compile,
     num_hooks_of_others,

@@ -86,6 +86,11 @@ def accumulator_of(parameter: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
+def is_accumulating_into(parameter: Tensor) -> bool:
+    """Whether this thread is running the autograd node that accumulates into a parameter's ``.grad``."""
+    return getattr(torch._C._current_autograd_node(), "variable", None) is parameter
+
+
 def are_going_to_run(nodes: Sequence[Any]) -> bool:
     """Whether the backward pass of this thread will run all of these nodes.
 

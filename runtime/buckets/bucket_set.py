@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch.nn import Parameter
@@ -126,9 +126,13 @@ class BucketSet:
         number = number_of(len(plan.buckets), "bucket")
         log.info("%s: plan %s follows %s, %s", this_rank(), plan.digest, before.digest, number)
 
-    def lay_out_as(self, layout: Layout) -> None:
-        """Between two iterations, give all buckets another layout, and those of later plans too."""
-        self._builder.lay_out_as(layout)
+    def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
+        """Between two iterations, give all buckets another layout, and those of later plans too.
+
+        Args:
+            owners: The rank that steps all of a parameter, by the parameter's number, see `GradientSpec`.
+        """
+        self._builder.lay_out_as(layout, owners)
         if self.plan is not None:
             for bucket, spec in zip(self.buckets, self.plan.buckets, strict=True):
                 bucket.lay_out_as(spec)

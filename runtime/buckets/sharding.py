@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,11 @@ class Sharding:
 
     #: Whether parameters may still be written when a forward begins, so that graphs are compiled with waits in them.
     gathers_parameters: bool = False
+    #: The rank that steps all of a parameter, by the parameter's number; the others are cut into a part for each rank.
+    owners: Mapping[int, int] = MappingProxyType({})
+
+    def backward_begins(self) -> None:
+        """A backward has brought its first gradients; inside ``no_sync`` called for each gradient."""
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
         """The buckets of an iteration have been reduced: set every ``.grad``.

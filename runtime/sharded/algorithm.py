@@ -1,9 +1,8 @@
-"""Reduces gradients to shards, and gathers parameters from them after the optimizer's step."""
+"""Reduces gradients to shards, and gathers parameters after the optimizer's step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -12,53 +11,61 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import DDPCompileError, ReductionError, ReplicationError, this_rank
+from ddp_compile.errors import this_rank
 from ddp_compile.runtime.algorithms.flat_parameters import FLOATING
+from ddp_compile.runtime.algorithms.messages import objection_to_messages
 from ddp_compile.runtime.buckets.bucket import Bucket
 from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending, Traits
 from ddp_compile.runtime.buckets.sharding import Sharding
-from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.process_groups import group_of
-from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
-from ddp_compile.runtime.sharded.gradients import HiddenGradients, norm_over_ranks
+from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.cut import Cut
+from ddp_compile.runtime.sharded.gradients import ShardedGradients, norm_over_ranks
+from ddp_compile.runtime.sharded.joint_step import JointStep
 from ddp_compile.runtime.sharded.optimizer import SteppedPieces
+from ddp_compile.runtime.sharded.owners import Owners
 from ddp_compile.runtime.sharded.reader import ParameterReader
-from ddp_compile.runtime.sharded.state import Event
 from ddp_compile.runtime.sharded.transfers import ReducedShard, ShardTransfers
 
 
 class ShardedAlgorithm(CommAlgorithm, Sharding):
-    """Reduces each bucket to one shard for each rank; the rank's optimizer steps the pieces of parameters in its shard.
+    """Reduces each bucket to one shard for each rank, whose optimizers step the pieces of parameters in that shard.
 
-    After its step a bucket is gathered, and waited for when it is read, see `ParameterReader`.
+    After all optimizers with a parameter in a bucket have stepped, its parameters are gathered, see `JointStep`.
+    `ParameterReader` waits for them before they are read.
+
+    Args:
+        optimizers: Each reduced parameter is in one of them.
+        names: Of the reduced parameters, in registration order.
+        owners: Of the optimizers that step whole parameters.
+        master_weights: Step parameters of low precision in float32.
+        overlaps: Gathers may be under way when a step returns.
 
     Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), its first stage; Megatron-core's distributed optimizer,
     whose gathers overlap with the next forward too.
     """
 
     name = "sharded optimizer"
-    traits = Traits(
-        on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True, takes_shadows=False
-    )
+    traits = Traits(on_one_rank=True, takes_sparse=False, takes_dtypes=FLOATING, keeps_buckets=True)
     gathers_parameters = True
 
     def __init__(
         self,
         process_group: dist.ProcessGroup,
-        optimizer: SteppedPieces,
+        optimizers: Sequence[SteppedPieces],
         names: Sequence[str],
+        owners: Sequence[Owners],
         master_weights: bool,
         overlaps: bool,
     ) -> None:
         self._process_group = process_group
-        self._optimizer = optimizer
+        self._optimizers = tuple(optimizers)
         self._names = tuple(names)
+        self.owners = {index: rank for each in owners for index, rank in each.rank_of.items()}
+        self._owners_of_optimizers = tuple(owners)
         self._master_weights = master_weights
         self._overlaps = overlaps
-        #: Parameters without elements, of each dtype: by them a GradScaler finds gradients on every rank, and asks all.
-        self.witnesses: list[Piece] = []
-        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
-        self._num_steps = 0
+        self._cuts: dict[tuple[int, ...], Cut] = {}  # of buckets, by the numbers of their parameters
 
     @property
     def sharding(self) -> Sharding:
@@ -72,6 +79,9 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
                 "a sharded optimizer takes no DTensors, of which a rank has a part already; use fully_shard for these"
                 " modules, or leave the optimizer as it is"
             )
+        if self.owners:
+            device = next(iter(parameters.values())).device
+            return objection_to_messages("sharded optimizer of whole parameters", self._process_group, device)
         return ""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
@@ -84,104 +94,76 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             self.shares_process_group = False
         self._parameters = list(parameters)
         self._num_elements = sum(parameter.numel() for parameter in parameters)
-        self._hidden = HiddenGradients(self._parameters, self._names)
-        self.transfers = ShardTransfers(gathers, gradients, device)
-        self.reader = ParameterReader(self._parameters, self._overlaps, self._failed)
-        self._optimizer.attach()
+        self._gradients = ShardedGradients(self._parameters, self._names)
+        self._transfers = ShardTransfers(gathers, gradients, device)
+        self._reader = ParameterReader(self._parameters, self._overlaps)
+        step = JointStep(self._optimizers, self._reader, self._gradients)
+        for optimizer in self._optimizers:
+            optimizer.attach(step, self._reader, self._gradients, self._transfers)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
         gradients: dict[int, Tensor] = {}
         try:
-            self.reader.wait()
+            self._reader.wait()
             if together and self.buckets:
                 gradients = self._whole_gradients("giving back what is sharded")
         except BaseException:
-            self._optimizer.detach(together=False)  # the others may be gone
+            for optimizer in self._optimizers:
+                optimizer.detach(together=False)  # the other ranks may be gone
             raise
-        self._optimizer.detach(together)
+        for optimizer in self._optimizers:
+            optimizer.detach(together)
         for bucket in self.buckets:
             bucket.leave()
-        self._hidden.replace(gradients)
-        self.reader.buckets = ()
+        self._gradients.replace(gradients)
+        self._reader.buckets = ()
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]:
         """In plan order; none before the end of the first backward."""
-        return self.reader.buckets
+        return self._reader.buckets
 
     # Gradients.
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
         """See `CommAlgorithm.launch`."""
-        return self.transfers.reduce_scatter(bucket.flat)
+        cut = self._cuts.get(bucket.param_indices)
+        if cut is None:
+            cut = self._cuts[bucket.param_indices] = self._transfers.cut(bucket.spec)
+        return self._transfers.reduce_scatter(bucket.flat, cut)
 
     def hand_over(self, buckets: Sequence[Bucket], launched: Sequence[Bucket], untouched: Set[int]) -> None:
-        """Set or add to ``.grad`` of each piece its part of the mean, and hide those of the parameters."""
+        """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
         if not self.buckets:
             self._shard(buckets)
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
-        pieces = [piece for piece in self._pieces() if piece.index in reduced]
-        self._refuse_stale_gradients(pieces)
-        for piece in pieces:
-            piece.accumulate(shards[piece.index], self._unscaled)
-        for witness in self.witnesses:
-            witness.zero(set_to_none=True)
-            witness.accumulate(witness.stepped.detach(), self._unscaled)
-        self._hidden.show(reduced)
-        self._stepped_versions = {}
+        self._gradients.refuse_stale(piece for piece in self._gradients.pieces if piece.index in reduced)
+        for optimizer in self._optimizers:
+            optimizer.accumulate(shards, reduced)
+        self._gradients.show(reduced)
 
     def _shard(self, buckets: Sequence[Bucket]) -> None:
-        self._optimizer.before_sharding()
-        shared = self.transfers, self._master_weights
-        self.reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
-        dtypes = sorted({bucket.stepped_dtype for bucket in self.buckets}, key=str)
-        device = self._parameters[0].device
-        self.witnesses = [Piece(-1, 0, 0, 0, Parameter(torch.empty(0, dtype=dtype, device=device))) for dtype in dtypes]
-        self._optimizer.shard(self.buckets)
+        for optimizer in self._optimizers:
+            optimizer.before_sharding()
+        shared = self._transfers, self._master_weights
+        self._reader.buckets = tuple(ShardedBucket(bucket, *shared) for bucket in buckets)
+        self._gradients.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        for optimizer in self._optimizers:
+            optimizer.shard(self.buckets)
 
-    def _unscaled(self, found_non_finite: Tensor) -> None:
-        """A GradScaler has looked at gradients: all ranks step by them, or none does."""
-        with self.on_every_rank("GradScaler's question whether gradients are finite"):
-            self.transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
-        self._note_versions()
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """See `Sharding.zero_gradients`."""
+        self._gradients.zero(set_to_none)
 
-    def _note_versions(self) -> None:
-        gradients = {piece.index: piece.stepped.grad for piece in self._pieces()}
-        self._stepped_versions = {index: g._version for index, g in gradients.items() if g is not None}
-
-    def _refuse_stale_gradients(self, pieces: Iterable[Piece]) -> None:
-        """Raise if a gradient is unchanged since a step: nobody knows whether the user meant to keep it."""
-        for piece in pieces if self._stepped_versions else ():
-            gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
-            if gradient is not None and gradient._version == version:
-                raise ReplicationError(
-                    f"{this_rank()}: a backward ends and the gradient of {self._names[piece.index]} of before the"
-                    " last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or model.zero_grad()"
-                    " for each step"
-                )
-
-    def zero_gradients(self, set_to_none: bool = True) -> None:
-        """See `Sharding.zero_gradients`; the optimizer's ``zero_grad`` calls it as well."""
-        for piece in self._pieces():
-            piece.zero(set_to_none)
-        self._hidden.zero(set_to_none)
-
-    def _take_edits_of_gradients(self) -> None:
-        """What a user has done to ``.grad`` of a parameter happens to its pieces' as well."""
-        gone, zeroed = self._hidden.take_edits()
-        for piece in self._pieces() if gone or zeroed else ():
-            if piece.index in gone or piece.index in zeroed:
-                piece.zero(set_to_none=piece.index in gone)
-
-    def _before_gradients_are_read(self, what: str) -> None:
-        self._take_edits_of_gradients()
-        self._hidden.refuse_others(what)
+    def backward_begins(self) -> None:
+        """See `Sharding.backward_begins`."""
+        self._gradients.before_backward()
 
     def _whole_gradients(self, what: str) -> dict[int, Tensor]:
         gradients: dict[int, Tensor] = {}
-        with self.on_every_rank(what):
+        with self._transfers.on_every_rank(what):
             for bucket in self.buckets:
                 gradients |= bucket.whole_gradients()
         return gradients
@@ -192,10 +174,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See ``ReplicatedModule.clip_grad_norm_``."""
         if not self.buckets:
             return super().clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        self._before_gradients_are_read("model.clip_grad_norm_()")
-        pieces = [piece.stepped for piece in self._pieces()]
-        with self.on_every_rank("model.clip_grad_norm_()"):
-            total = norm_over_ranks(pieces, float(norm_type), self._parameters, self.transfers)
+        self._gradients.before_reading("model.clip_grad_norm_()")
+        pieces = [piece.stepped for piece in self._gradients.pieces]
+        with self._transfers.on_every_rank("model.clip_grad_norm_()"):
+            total = norm_over_ranks(pieces, float(norm_type), self._parameters, self._transfers)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"{this_rank()}: the total norm of order {norm_type} of the gradients is {total.item()}, so they"
@@ -208,92 +190,42 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """See ``ReplicatedModule.full_gradients``."""
         if not self.buckets:
             return super().full_gradients(named)
-        self._before_gradients_are_read("model.full_gradients()")
+        self._gradients.before_reading("model.full_gradients()")
         gradients = self._whole_gradients("model.full_gradients()")
         return {self._names[index]: gradients[index] for index in sorted(gradients)}
-
-    # Steps.
-
-    def step_begins(self) -> None:
-        """The optimizer is about to step the pieces."""
-        streams.refuse_capture(self.buckets[0].flat.device, "a step of a sharded optimizer")
-        self.reader.refuse_half_a_step()
-        self.reader.wait()  # for the step before, if no forward came between
-        self._before_gradients_are_read("optimizer.step()")
-        for bucket in self.buckets:
-            bucket.take_edits()
-        self._stepped = {*self._hidden.reduced} | {p.index for p in self._pieces() if p.stepped.grad is not None}
-        for bucket in self.buckets:
-            bucket.on(Event.STEP_BEGINS)
-        self.reader.step_begins()
-
-    def bucket_is_stepped(self, bucket: ShardedBucket) -> None:
-        """Gather a bucket; on every rank in the same order."""
-        self.reader.raise_guard()  # the step itself may have read parameters
-        try:
-            with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
-                bucket.gather(self._stepped)
-        except RuntimeError as error:
-            raise self._failed(error) from error
-
-    def step_ends(self) -> None:
-        """All buckets are being gathered."""
-        self.reader.step_ends()
-        self._note_versions()
-        self._num_steps += 1
-
-    def refuse_step_before_sharding(self) -> None:
-        """Raise if the optimizer, which is not sharded yet, would step by gradients that are not reduced.
-
-        Zeros pass: `torch.distributed.checkpoint.state_dict` steps by them to let the optimizer make its states.
-        """
-        if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
-            self._hidden.refuse_others("optimizer.step()")
-
-    def _pieces(self) -> Iterator[Piece]:
-        return (piece for bucket in self.buckets for piece in bucket.pieces)
 
     # Forwards.
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
         """See `Sharding.await_parameters`."""
-        self.reader.wait(indices)
+        self._reader.wait(indices)
 
     def before_forward(self, synchronize: bool) -> None:
         """See `CommAlgorithm.before_forward`."""
-        self.reader.before_forward()
-        self._take_edits_of_gradients()
-        self._hidden.remove()
+        self._reader.before_forward()
+        self._gradients.take_edits()
+        self._gradients.remove()
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
         """See `Sharding.forward_ends`."""
-        self.reader.after_forward(as_one_graph, has_waited)
+        if not torch_internals.is_inside_backward():  # in a checkpoint: its backward has begun
+            self._gradients.show_again()
+        self._reader.after_forward(as_one_graph, has_waited)
 
     def explain(self) -> list[str]:
         """See `Sharding.explain`."""
         if not self.buckets:
             return ["the optimizer is sharded at the end of the first backward"]
-        own = sum(piece.end - piece.begin for piece in self._pieces())
+        own = sum(piece.end - piece.begin for piece in self._gradients.pieces)
         when = "before each forward, as it is not one compiled graph"
         if not self._overlaps:
             when = "in step(), by overlap=False"
-        elif self.reader.has_overlapped:
+        elif self._reader.has_overlapped:
             when = "part by part"
-        return [f"this rank steps {own} of {self._num_elements} elements; gathered parameters are waited for {when}"]
-
-    @contextmanager
-    def on_every_rank(self, what: str) -> Iterator[None]:
-        """Around a wait for all ranks in the user's call ``what``: raise if one has not come, or calls another."""
-        try:
-            self.transfers.agree_on(what)
-            yield
-        except DDPCompileError:
-            raise
-        except RuntimeError as error:
-            raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
-
-    def _failed(self, error: RuntimeError) -> ReductionError:
-        return error_messages.exchange_failed(f"gather of parameters after step {self._num_steps}", error)
+        return [
+            f"this rank steps {own} of {self._num_elements} elements; gathered parameters are waited for {when}",
+            *(owners.describe() for owners in self._owners_of_optimizers),
+        ]
 
 
 def _shard_of(bucket: Bucket) -> Tensor:

@@ -25,26 +25,32 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The part of one parameter that lies in this rank's shard. Rank 0 has the parameters without elements.
+    """The part of one parameter that this rank keeps. Rank 0 has the parameters without elements that nobody owns.
 
     Args:
         index: Number of the parameter.
         begin: Its first element, counted in the order of the parameter's memory.
         end: The element after its last one.
-        place: Its first element in the shard.
-        stepped: What the optimizer steps instead of the parameter: shape (end - begin,), or () if the parameter's is
-            (); a view of the flat buffer, or a copy in float32.
+        in_shard: Place of its first element in the reduced gradients that this rank keeps.
+        in_flat: Place of its first element in the flat buffer.
+        stepped: What the optimizer steps instead of the parameter: a view of the flat buffer, or a copy in float32. Of
+            a parameter that is cut, shape (end - begin,), or () if the parameter's is (); the owner has its shape.
     """
 
     index: int
     begin: int
     end: int
-    place: int
+    in_shard: int
+    in_flat: int
     stepped: Parameter
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """Its part of a tensor of the shard's shape."""
-        return shard[self.place : self.place + self.end - self.begin].view(self.stepped.shape)
+        """Its part of what this rank keeps of a flat buffer."""
+        return shard[self.in_shard :].as_strided(self.stepped.shape, self.stepped.stride())
+
+    def of_flat(self, flat: Tensor) -> Tensor:
+        """Its part of a tensor like the flat buffer."""
+        return flat[self.in_flat :].as_strided(self.stepped.shape, self.stepped.stride())
 
     def accumulate(self, shard: Tensor, unscaled: Callable[[Tensor], None]) -> None:
         """Set ``.grad`` to its part of a reduced shard, shape (n,) on memory of its own, or add that to it."""
@@ -80,12 +86,13 @@ class ShardedBucket:
         self._gathered: streams.Event | None = None
         self._lock = threading.RLock()
         element_size = self.parameters[0].element_size()
-        numel = self.spec.num_bytes // element_size
-        self.shard_numel = transfers.shard_numel(numel, element_size)
+        self.cut = transfers.cut(self.spec)
         self._offsets = [offset // element_size for offset in self.spec.byte_offsets]
+        numel = self.spec.num_bytes // element_size
+        padded = self.cut.shard_numel * transfers.world_size if self.cut.is_even else numel
         with torch.no_grad(), torch.inference_mode(False):
             first = self.parameters[0]
-            self.flat = torch.zeros(self.shard_numel * transfers.world_size, dtype=first.dtype, device=first.device)
+            self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
             self._layout = FlattenPlan.for_bucket(self.parameters, self.flat[:numel], self._offsets)
             self._layout.flatten(self.parameters, 1.0)
             for parameter, place in zip(self.parameters, self._layout.views, strict=True):
@@ -93,32 +100,40 @@ class ShardedBucket:
             self._addresses = [parameter.data_ptr() for parameter in self.parameters]
             is_low = first.dtype in (torch.bfloat16, torch.float16)
             self.stepped_dtype = torch.float32 if master_weights and is_low else first.dtype  #: of the pieces
-            self.pieces = self._cut()
+            self.pieces = self._make_pieces()
             self._copied_pieces = self.pieces if self.stepped_dtype != first.dtype else []
 
-    def _cut(self) -> list[Piece]:
-        begin_of_shard = self._transfers.rank * self.shard_numel
-        shard = self.shard_of(self.flat)
+    def _make_pieces(self) -> list[Piece]:
+        rank = self._transfers.rank
+        shard, own = self.cut.shards[rank], self.cut.owned[rank]
         pieces = []
-        for index, parameter, offset in zip(self.param_indices, self.parameters, self._offsets, strict=True):
-            begin = max(0, begin_of_shard - offset)
-            end = max(begin, min(parameter.numel(), begin_of_shard + self.shard_numel - offset))
-            if begin < end or (not parameter.numel() and self._transfers.rank == 0):
-                place = offset + begin - begin_of_shard
-                values = shard[place : place + end - begin]
-                values = values if parameter.dim() else values[0]  # the optimizer then keeps numbers, not tensors
-                is_copied = self.stepped_dtype != values.dtype
-                stepped = values.to(self.stepped_dtype) if is_copied else with_own_storage(values)
-                pieces.append(Piece(index, begin, end, place, Parameter(stepped)))
+        for spec, place, offset in zip(self.spec.gradients, self._layout.views, self._offsets, strict=True):
+            if spec.owner is not None:
+                if spec.owner == rank:
+                    in_shard = shard.numel + offset - own.begin
+                    pieces.append(self._piece(spec.index, 0, spec.numel, in_shard, offset, place))
+                continue
+            begin = max(0, shard.begin - offset)
+            end = max(begin, min(spec.numel, shard.end - offset))
+            if begin < end or (not spec.numel and rank == 0):
+                values = self.flat[offset + begin : offset + end]
+                values = values if place.dim() else values[0]  # the optimizer then keeps numbers, not tensors
+                in_shard = offset + begin - shard.begin
+                pieces.append(self._piece(spec.index, begin, end, in_shard, offset + begin, values))
         return pieces
 
-    def shard_of(self, shards: Tensor) -> Tensor:
-        """This rank's part, shape (shard_numel,), of a tensor that holds all shards one after the other."""
-        return shards[self._transfers.rank * self.shard_numel :][: self.shard_numel]
+    def _piece(self, index: int, begin: int, end: int, in_shard: int, in_flat: int, values: Tensor) -> Piece:
+        is_copied = self.stepped_dtype != values.dtype
+        stepped = values.to(self.stepped_dtype) if is_copied else with_own_storage(values)
+        return Piece(index, begin, end, in_shard, in_flat, Parameter(stepped))
 
     def name_of(self, index: int) -> str:
         """Name of the parameter of this number."""
         return self.spec.gradients[self._position(index)].fqn
+
+    def has_owner(self, index: int) -> bool:
+        """Whether one rank steps all of this parameter."""
+        return self.spec.gradients[self._position(index)].owner is not None
 
     def _position(self, index: int) -> int:
         return self.param_indices.index(index)
@@ -157,7 +172,7 @@ class ShardedBucket:
                 self._addresses[i] = parameter.data_ptr()
         with torch.no_grad():
             for piece in self._copied_pieces:
-                low = piece.of_shard(self.shard_of(self.flat))
+                low = piece.of_flat(self.flat)
                 is_same = piece.stepped.to(low.dtype) == low
                 piece.stepped.copy_(torch.where(is_same, piece.stepped, low.to(self.stepped_dtype)))
 
@@ -165,8 +180,8 @@ class ShardedBucket:
         """Start to give all ranks what this one has stepped; ``stepped`` are the parameters that may have changed."""
         with torch.no_grad():
             for piece in self._copied_pieces:
-                piece.of_shard(self.shard_of(self.flat)).copy_(piece.stepped)
-        self._gather = self._transfers.all_gather(self.flat)
+                piece.of_flat(self.flat).copy_(piece.stepped)
+        self._gather = self._transfers.all_gather(self.flat, self.cut)
         self.on(Event.STEPPED)
         # Pieces have version counters of their own: without this, a backward that saved parameters before the step
         # would not notice that they have changed.
@@ -205,18 +220,19 @@ class ShardedBucket:
             for piece in self.pieces:
                 if piece.stepped.grad is not None:
                     present[self._position(piece.index)] = 1
-                    piece.of_shard(self.shard_of(shards)).copy_(piece.stepped.grad.as_subclass(Tensor))
+                    piece.of_flat(shards).copy_(piece.stepped.grad.as_subclass(Tensor))
         self._transfers.all_reduce(present, dist.ReduceOp.MAX)
-        self._transfers.all_gather(shards).wait()
+        self._transfers.all_gather(shards, self.cut).wait()
         values = self.assemble(shards)
         is_present = zip(self.param_indices, present.tolist(), strict=True)
         return {index: values[index] for index, any_has in is_present if any_has}
 
-    def cut(self, piece: Piece, value: Tensor) -> Tensor:
-        """A piece's elements of a tensor of its parameter's shape, a new tensor of shape (n,)."""
+    def part_of(self, piece: Piece, value: Tensor) -> Tensor:
+        """A piece's elements of a tensor of its parameter's shape, a new tensor of the piece's shape and strides."""
         place = self.place_of(piece.index)
         in_memory_order = torch.empty_like(place, dtype=value.dtype, device=value.device).copy_(value)
-        return in_memory_order.as_strided((place.numel(),), (1,))[piece.begin : piece.end].clone()
+        part = in_memory_order.as_strided((place.numel(),), (1,))[piece.begin : piece.end].clone()
+        return part.as_strided(piece.stepped.shape, piece.stepped.stride())
 
     def place_of(self, index: int) -> Tensor:
         """A view of the flat buffer that has the shape of the parameter that lies there."""

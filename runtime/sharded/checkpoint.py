@@ -76,8 +76,8 @@ class PartOfTensor(Tensor):
     """This rank's part of a tensor, as ``torch.distributed.checkpoint`` saves and loads it: any number of boxes.
 
     Args:
-        values: The tensor's elements from ``begin`` on, shape (n,), in the order of its memory; loading writes them.
-            None if this rank has none.
+        values: The tensor's elements from ``begin`` on, shape (n,), in the order of its memory; or all of it, in its
+            shape. Loading writes them. None if this rank has none.
         begin: Number of the first one.
         whole: Has the shape, the strides, which leave no gaps, and the device of the whole tensor.
         dtype: Of the whole tensor.
@@ -92,8 +92,9 @@ class PartOfTensor(Tensor):
         order = sorted(range(whole.dim()), key=lambda dim: (-strides[dim], dim))
         back = [order.index(dim) for dim in range(whole.dim())]
         part._boxes, done = {}, 0
-        if values is not None and not whole.numel():  # one rank has to save an empty tensor
+        if values is not None and (values.shape == whole.shape or not whole.numel()):  # one rank saves an empty tensor
             part._boxes[torch.Size([0] * whole.dim())] = values.view(whole.shape)
+            return part
         for offsets, sizes in _boxes_of(begin, begin + _numel(values), [whole.shape[dim] for dim in order]):
             assert values is not None
             box = values[done : done + math.prod(sizes)].view(sizes).permute(back)

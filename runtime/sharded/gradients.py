@@ -1,12 +1,13 @@
-"""``.grad`` of parameters and of pieces after gradients have been reduced to shards.
+"""What ``.grad`` of parameters and of pieces is after gradients have been reduced to shards.
 
 Note [Gradients in shards]
 After a backward no rank has a parameter's whole gradient, only the pieces in its own shards. If ``.grad`` were None,
 ``clip_grad_norm_`` over the model's parameters would silently clip nothing. So ``.grad`` of a parameter is a
 `HiddenGradient`, which has the gradient's shape and no values: any use of it raises, and names the call to make
-instead. It stands there from the end of the backward to the next forward or ``zero_grad``; meanwhile a user may set it
-to None or zero it, which then happens to the pieces' gradients as well. A forward removes it, since compilers look at
-``.grad``, and the backward adds to it.
+instead. It stands there for as long as the pieces have gradients, except during a forward, whose compiler looks at
+``.grad``, and during a backward, which adds to it. A forward may have no backward, if it computes a metric for example,
+so the end of the forward brings it back, and the first gradient of the backward removes it again. A user may set it to
+None or zero it, which then happens to the pieces' gradients as well.
 
 ``.grad`` of a piece is a `GradientShard`. Questions about all of its elements, its norm for example, are refused: each
 rank would get another answer, and ranks that skip steps by their own answers part ways. What a GradScaler asks, whether
@@ -16,9 +17,9 @@ all elements are finite, is answered alike on all ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import reduce
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
-# Names of functions whose result depends on all elements, among those that decide whether a step is skipped.
+if TYPE_CHECKING:
+    from ddp_compile.runtime.sharded.bucket import Piece
+
+# Functions whose result depends on all elements, and by which people decide to skip a step.
 # fmt: off
 _OF_ALL_ELEMENTS = frozenset((
     "norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm", "_foreach_max", "all", "allclose",
@@ -38,22 +42,28 @@ _OF_ALL_ELEMENTS = frozenset((
 ))
 # fmt: on
 
+#: What AccumulateGrad calls; the second with ``create_graph=True``.
+_ACCUMULATIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+
 
 class HiddenGradient(Tensor):
     """Stands for a gradient of which this rank has parts only; any use of its values raises a ReplicationError."""
 
+    number: int  #: of the parameter
     fqn: str
     is_zeroed: bool  #: a user has called ``zero_()``
+    owner: weakref.ref[ShardedGradients]  #: weak for the reason of `GradientShard.unscaled`
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, fqn: str) -> HiddenGradient:
+    def __new__(cls, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> HiddenGradient:
         hidden: HiddenGradient = torch_internals.wrapper_subclass(
             cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         )
-        hidden.fqn, hidden.is_zeroed = fqn, False
+        hidden.number, hidden.fqn, hidden.is_zeroed = number, fqn, False
+        hidden.owner = weakref.ref(owner)
         return hidden
 
-    def __init__(self, parameter: Tensor, fqn: str) -> None:
+    def __init__(self, parameter: Tensor, number: int, fqn: str, owner: ShardedGradients) -> None:
         """Nothing is left to do."""
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
@@ -71,44 +81,81 @@ class HiddenGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub says what a disabled one is
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        hidden = next(value for value in _flattened(args, kwargs or {}) if isinstance(value, HiddenGradient))
+        hidden = next(each for each in torch_internals.tensors_in((args, kwargs)) if isinstance(each, HiddenGradient))
         if func is torch.ops.aten.zero_.default:
             hidden.is_zeroed = True
             return hidden
-        place = f"{this_rank()}: {func} of the gradient of {hidden.fqn}, which is reduced to shards"
-        if func is torch.ops.aten.add_.Tensor:  # AccumulateGrad
-            raise ReplicationError(
-                f"{place}: a second backward after one that has been reduced, without a forward of the module between."
-                " Call model(x) before each backward, or all forwards but the last one inside model.no_sync()"
-            )
+        if func in _ACCUMULATIONS and (owner := hidden.owner()) is not None and owner.accumulate(hidden, args[1]):
+            return hidden if func is torch.ops.aten.add_.Tensor else args[1].clone()
         raise ReplicationError(
-            f"{place}: no rank has all of it. Clip with model.clip_grad_norm_(max_norm), read with"
-            " model.full_gradients(), zero with optimizer.zero_grad() or model.zero_grad()"
+            f"{this_rank()}: {func} of the gradient of {hidden.fqn}, which is reduced to shards: no rank has all of it."
+            " Clip with model.clip_grad_norm_(max_norm), read with model.full_gradients(), zero with"
+            " optimizer.zero_grad() or model.zero_grad()"
         )
 
 
-class HiddenGradients:
-    """Those of all reduced parameters of a module; see Note [Gradients in shards]."""
+torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # called in backwards, which compiled code may call
+
+
+class ShardedGradients:
+    """Those of a module: of its reduced parameters, hidden, and of this rank's pieces; Note [Gradients in shards]."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+        self.pieces: Sequence[Piece] = ()  #: of this rank
         self._parameters = parameters
-        self._hidden = [HiddenGradient(p, name) for p, name in zip(parameters, names, strict=True)]
-        self._reduced: set[int] = set()
+        pairs = zip(parameters, names, strict=True)
+        self._hidden = [HiddenGradient(p, index, name, self) for index, (p, name) in enumerate(pairs)]
+        #: Numbers of the parameters whose pieces have gradients, on the ranks that have a piece; only to be read.
+        self.reduced: set[int] = set()
         self._shown: set[int] = set()
-
-    @property
-    def reduced(self) -> Set[int]:
-        """Numbers of the parameters whose pieces have gradients, on the ranks that have a piece."""
-        return self._reduced
+        self._stepped_versions: dict[int, int] = {}  # of the pieces' gradients after a step, until new ones come
+        self._makes_way = False  # for a backward: a forward has ended since the last one that was reduced
 
     def show(self, new: Set[int]) -> None:
         """These parameters have been reduced: set ``.grad`` of all that have been, but not over later gradients."""
-        self._reduced |= new
-        for index in self._reduced:
-            if index in new or self._parameters[index].grad is None:
-                self._hidden[index].is_zeroed = False
-                self._parameters[index].grad = self._hidden[index]
-                self._shown.add(index)
+        self.reduced |= new
+        self._show(index for index in self.reduced if index in new or self._parameters[index].grad is None)
+        self._makes_way = False
+        self._stepped_versions = {}
+
+    def show_again(self) -> None:
+        """A forward has ended, and it may have no backward."""
+        self._show(index for index in self.reduced if self._parameters[index].grad is None)
+        self._makes_way = True
+
+    def _show(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._hidden[index].is_zeroed = False
+            self._parameters[index].grad = self._hidden[index]
+            self._shown.add(index)
+
+    def before_backward(self) -> None:
+        """A backward has brought its first gradients: hide nothing, unless no forward came before it."""
+        self.take_edits(in_backward=True)
+        if self._makes_way:
+            self.remove()
+
+    def accumulate(self, hidden: HiddenGradient, gradient: Tensor) -> bool:
+        """If it is AccumulateGrad that adds to a hidden gradient: set ``.grad`` as if there had been none.
+
+        Returns:
+            Whether it is.
+
+        Raises:
+            ReplicationError: No forward came before this backward.
+        """
+        parameter = self._parameters[hidden.number]
+        if not torch_internals.is_accumulating_into(parameter):
+            return False
+        self.before_backward()
+        if parameter.grad is hidden:
+            raise ReplicationError(
+                f"{this_rank()}: the gradient of {hidden.fqn} is reduced to shards, and a second backward adds to it"
+                " without a forward of the module between. Call model(x) before each backward, or all forwards but the"
+                " last one inside model.no_sync()"
+            )
+        parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
+        return True
 
     def remove(self) -> None:
         """Set ``.grad`` to None where it is hidden."""
@@ -117,54 +164,94 @@ class HiddenGradients:
                 self._parameters[index].grad = None
         self._shown.clear()
 
-    def zero(self, set_to_none: bool) -> None:
-        """The pieces' gradients are zeroed: zero what this rank has accumulated and not reduced as well."""
-        if set_to_none:
-            self.remove()
-            self._reduced.clear()
-        for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
+    def zero(self, set_to_none: bool, indices: Collection[int] | None = None) -> None:
+        """Zero the pieces' gradients, and what this rank has accumulated and not reduced.
+
+        Args:
+            indices: Numbers of the parameters whose gradients are meant; all if None.
+        """
+        indices = range(len(self._parameters)) if indices is None else indices
+        for piece in self.pieces:
+            if piece.index in indices:
+                piece.zero(set_to_none)
+        for index in indices:
+            parameter, hidden = self._parameters[index], self._hidden[index]
             hidden.is_zeroed = False
-            if parameter.grad is not None and parameter.grad is not hidden:
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad.zero_()
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None and parameter.grad is not hidden:
+                parameter.grad.zero_()
+        if set_to_none:
+            self._shown.difference_update(indices)
+            self.reduced.difference_update(indices)
 
-    def take_edits(self) -> tuple[set[int], set[int]]:
-        """What a user has done to hidden gradients.
+    def take_edits(self, in_backward: bool = False) -> None:
+        """Let what a user has done to hidden gradients happen to the pieces' as well.
 
-        Returns:
-            The numbers of those that were set to None, and of those that were zeroed: each is told once.
+        Args:
+            in_backward: Whether a backward adds to what is in their place now, which will be reduced then.
 
         Raises:
-            ReplicationError: One was replaced by something else.
+            ReplicationError: One was replaced, and no step would see that.
         """
         gone, zeroed = set(), set()
         for index in self._shown:
             hidden, gradient = self._hidden[index], self._parameters[index].grad
-            if gradient is None:
+            if gradient is None or (in_backward and gradient is not hidden):
                 gone.add(index)
             elif gradient is not hidden:
                 raise ReplicationError(
                     f"{this_rank()}: .grad of {hidden.fqn} has been set after a backward that has reduced it to"
                     " shards, where no step would see it. Change gradients before they are reduced, by hooks on the"
-                    " parameter, or scale those of optimizer.param_groups, which are this rank's parts"
+                    " parameter, or scale those of optimizer.param_groups, which are this rank's parts; zero them with"
+                    " optimizer.zero_grad() or model.zero_grad()"
                 )
             elif hidden.is_zeroed:
                 hidden.is_zeroed = False
                 zeroed.add(index)
-        self._reduced -= gone
+        self.reduced -= gone
         self._shown -= gone
-        return gone, zeroed
+        for piece in self.pieces if gone or zeroed else ():
+            if piece.index in gone or piece.index in zeroed:
+                piece.zero(set_to_none=piece.index in gone)
 
-    def refuse_others(self, what: str) -> None:
-        """Raise a ReplicationError if a parameter has a gradient that is not hidden, in the user's call ``what``."""
+    def before_reading(self, what: str) -> None:
+        """The user's call ``what`` uses the pieces' gradients: take edits, and refuse what is not reduced.
+
+        Raises:
+            ReplicationError: A parameter has a gradient that is not hidden.
+        """
+        self.take_edits()
         for parameter, hidden in zip(self._parameters, self._hidden, strict=True):
             if parameter.grad is not None and parameter.grad is not hidden:
                 raise ReplicationError(
                     f"{this_rank()}: {what} and a gradient of this rank alone, of backwards inside of"
                     " model.no_sync(), which a sharded optimizer has no parts of; end the accumulation with a backward"
                     " outside of it, or drop the gradients with model.zero_grad()"
+                )
+
+    def refuse_step_before_sharding(self) -> None:
+        """Raise if the optimizer, which is not sharded yet, would step by gradients that are not reduced.
+
+        Zeros pass: `torch.distributed.checkpoint.state_dict` steps by them to let the optimizer make its states.
+        """
+        if any(p.grad is not None and p.grad.to_dense().any() for p in self._parameters):
+            self.before_reading("optimizer.step()")
+
+    def note_step(self, pieces: Iterable[Piece]) -> None:
+        """An optimizer has stepped by its pieces' gradients, or a GradScaler has asked whether to skip the step."""
+        gradients = {piece.index: piece.stepped.grad for piece in pieces}
+        self._stepped_versions |= {index: g._version for index, g in gradients.items() if g is not None}
+
+    def refuse_stale(self, pieces: Iterable[Piece]) -> None:
+        """Raise if a gradient is unchanged since a step: whether the user meant to keep it cannot be known."""
+        for piece in pieces if self._stepped_versions else ():
+            gradient, version = piece.stepped.grad, self._stepped_versions.get(piece.index)
+            if gradient is not None and gradient._version == version:
+                raise ReplicationError(
+                    f"{this_rank()}: a backward has ended, and the gradient of {self._hidden[piece.index].fqn} from"
+                    " before the last step, taken or skipped, has not been zeroed. Call optimizer.zero_grad() or"
+                    " model.zero_grad() for each step"
                 )
 
     def replace(self, gradients: Mapping[int, Tensor]) -> None:
@@ -176,7 +263,7 @@ class HiddenGradients:
             parameter = self._parameters[index]
             gradient = gradients[index].zero_() if index in zeroed else gradients[index]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._reduced.clear()
+        self.reduced.clear()
 
 
 class GradientShard(Tensor):
@@ -234,13 +321,3 @@ def norm_over_ranks(
     norms[transfers.rank] = get_total_norm(gradients, norm_type)
     transfers.all_reduce(norms)
     return torch.linalg.vector_norm(norms, norm_type)
-
-
-def _flattened(*values: Any) -> Any:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flattened(*value)
-        elif isinstance(value, dict):
-            yield from _flattened(*value.values())
-        else:
-            yield value

@@ -1,10 +1,10 @@
-"""Parameters that wait when they are read while the other ranks' shards of them are on their way.
+"""Lets reads of parameters wait while the other ranks' shards of them are on their way.
 
 Note [Guarded parameters]
-From a step to the next forward, users read parameters that they have held since before: an average of weights over
-``list(model.parameters())`` would be silently stale. So until parameters are complete, each one has a subclass of its
-own class, whose ``__torch_function__`` waits. It stays the same object, and gets its class back once all are complete;
-no forward of the module meets the other class. Code that reads memory without asking the class is not noticed:
+Between a step and the next forward, users read parameters that they took from the model earlier. An average of weights
+over such a list would silently be stale. So until parameters are complete, each one has a subclass of its own class,
+whose ``__torch_function__`` waits. It stays the same object, and gets its class back once all are complete, so that no
+forward of the module meets the other class. Code that reads memory without asking the class is not noticed:
 docs/sharded_optimizer.md lists it.
 """
 
@@ -23,7 +23,7 @@ from ddp_compile import torch_internals
 
 _GUARD = "_ddp_compile_guard"  # attribute of an incomplete parameter
 
-# Attributes that need no values, of those that ``zero_grad`` and the begin of a forward ask for.
+# Attributes that ``zero_grad`` and the start of a forward read, and that do not depend on the values.
 # fmt: off
 _METADATA = frozenset((
     "_backward_hooks", "_grad", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",

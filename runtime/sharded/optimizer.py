@@ -1,37 +1,40 @@
-"""The optimizer's side of `ddp_compile.runtime.sharded.algorithm`: steps, and states, of pieces."""
+"""Lets an optimizer step this rank's pieces of parameters, and convert their states."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_compile.errors import ReplicationError, this_rank
-from ddp_compile.runtime.sharded.bucket import ShardedBucket
+from ddp_compile.runtime.sharded.bucket import Piece, ShardedBucket
 from ddp_compile.runtime.sharded.checkpoint import PIECES
-from ddp_compile.runtime.sharded.gradients import GradientShard
+from ddp_compile.runtime.sharded.gradients import GradientShard, ShardedGradients
+from ddp_compile.runtime.sharded.joint_step import JointStep
+from ddp_compile.runtime.sharded.reader import ParameterReader
 from ddp_compile.runtime.sharded.states import ShardedStates
-
-if TYPE_CHECKING:
-    from ddp_compile.runtime.sharded.algorithm import ShardedAlgorithm
+from ddp_compile.runtime.sharded.transfers import ShardTransfers
 
 
 class SteppedPieces:
     """Lets an optimizer step this rank's pieces, bucket by bucket, and give whole parameters in its state_dict.
 
-    It uses the optimizer's hooks, so every caller of ``optimizer.step()`` passes here, a scheduler's wrapper or a
-    GradScaler too. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
+    It uses the optimizer's hooks, which every caller of ``optimizer.step()`` runs, such as a scheduler's wrapper or a
+    GradScaler. The hook before a step steps all buckets but the last, without hooks. Hooks of others run before the
     first bucket is stepped, and after the last.
 
-    ``numbers`` are those of the reduced parameters, ``names`` those of all, by ``id``. ``objection`` says why the
-    parameters cannot be moved into flat buffers; its result is empty if they can.
+    ``numbers`` are those of its reduced parameters, ``names`` the names of all, both by ``id``. ``objection`` returns
+    why the parameters cannot be moved into flat buffers: nothing, as an empty string, if they can.
     """
 
-    algorithm: ShardedAlgorithm
+    buckets: Sequence[ShardedBucket] = ()  #: those with a parameter of it, in the order in which they are stepped
+    pieces: Sequence[Piece] = ()  #: of its parameters, in plan order
 
     def __init__(
         self,
@@ -41,6 +44,8 @@ class SteppedPieces:
         is_stepped_by_bucket: bool,
         objection: Callable[[], str],
     ) -> None:
+        self.name = type(optimizer).__name__
+        self.indices = frozenset(numbers.values())  #: numbers of its reduced parameters
         self._optimizer = optimizer
         self._numbers = numbers
         self._is_stepped_by_bucket = is_stepped_by_bucket
@@ -48,19 +53,25 @@ class SteppedPieces:
         self._whole: list[list[Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         self._fqns = [names[id(parameter)] for group in self._whole for parameter in group]
         self._names: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
-        self._buckets: Sequence[ShardedBucket] = ()  # in the order in which they are stepped
-        self._params: list[list[Parameter]] = []  # of each group
+        # A parameter without elements of each dtype, so that a GradScaler finds gradients on every rank, and asks all.
+        self._witnesses: Sequence[Piece] = ()
+        self._params: list[list[Parameter]] = []  # of each group, witnesses too
+        self._stepped: list[list[Parameter]] = []  # of each group, without witnesses
         self._params_of_bucket: list[list[list[Parameter]]] = []
         self._shown = self._whole  # the groups' parameters now, unless a user has edited them
         self._guarded: list[tuple[Parameter, GradientShard]] = []  # gradients that are plain tensors during a step
+        self._non_finite: list[Tensor] = []  # a GradScaler's flags since the last backward
         self._states: ShardedStates | None = None  # once there are pieces
         self._loading: dict[str, Any] | None = None  # states that come before there are pieces
         self._loaded: dict[str, Any] | None = None  # those that torch has taken
         self._handles: list[Any] = []
         self._attributes: list[str] = []  # of the optimizer, that it has from here
 
-    def attach(self) -> None:
+    def attach(
+        self, step: JointStep, reader: ParameterReader, gradients: ShardedGradients, transfers: ShardTransfers
+    ) -> None:
         """Take over the optimizer's steps and states."""
+        self._step, self._reader, self._gradients, self._transfers = step, reader, gradients, transfers
         optimizer = self._optimizer
         never_traced = torch.compiler.disable(reason="what ddp_compile does around an optimizer's step")
         before = optimizer.register_step_pre_hook(never_traced(self._step_begins))
@@ -96,18 +107,26 @@ class SteppedPieces:
 
     def before_sharding(self) -> None:
         """Refuse, on every rank, what cannot be sharded any more; before parameters are moved into flat buffers."""
-        with self.algorithm.on_every_rank("the first backward with a sharded optimizer"):
-            of_all = self.algorithm.transfers.objects_of_all(self._edit() or self._objection())
+        with self._transfers.on_every_rank("the first backward with a sharded optimizer"):
+            of_all = self._transfers.objects_of_all(self._edit() or self._objection())
         for rank, objection in enumerate(of_all):
             if objection:
                 raise ReplicationError(f"rank {rank}: {objection}")
 
     def shard(self, buckets: Sequence[ShardedBucket]) -> None:
-        """Step the pieces from now on; called once, at the end of the first backward."""
-        self._buckets = tuple(reversed(buckets))  # about the order in which a forward reads them
-        self._divide({piece.index: piece.stepped for bucket in buckets for piece in bucket.pieces})
-        transfers = self.algorithm.transfers
-        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, buckets, transfers)
+        """Step the pieces from now on; called once, at the end of the first backward.
+
+        Args:
+            buckets: All of the module, in plan order.
+        """
+        mine = [bucket for bucket in buckets if not self.indices.isdisjoint(bucket.param_indices)]
+        self.buckets = tuple(reversed(mine))  # about the order in which a forward reads them
+        self.pieces = [piece for bucket in mine for piece in bucket.pieces if piece.index in self.indices]
+        dtypes, device = sorted({bucket.stepped_dtype for bucket in mine}, key=str), mine[0].flat.device
+        empty = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+        self._witnesses = [Piece(-1, 0, 0, 0, 0, Parameter(values)) for values in empty]
+        self._divide({piece.index: piece.stepped for piece in self.pieces})
+        self._states = ShardedStates(self._optimizer, self._numbers, self._whole, mine, self._transfers)
         self._states.cut(self._loaded)
         self._loaded = None
         self._show(self._params)
@@ -115,8 +134,8 @@ class SteppedPieces:
 
     def _divide(self, pieces: Mapping[int, Parameter]) -> None:
         """Find the pieces of each group in each bucket; parameters that are not sharded go with the last bucket."""
-        of_bucket = {index: place for place, bucket in enumerate(self._buckets) for index in bucket.param_indices}
-        self._params, self._params_of_bucket = [], [[[] for _ in self._whole] for _ in self._buckets]
+        of_bucket = {index: place for place, bucket in enumerate(self.buckets) for index in bucket.param_indices}
+        self._stepped, self._params_of_bucket = [], [[[] for _ in self._whole] for _ in self.buckets]
         for number, whole in enumerate(self._whole):
             stepped, places = [], []
             for place, parameter in enumerate(whole):
@@ -125,13 +144,14 @@ class SteppedPieces:
                 if mine is not None:
                     stepped.append(mine)
                     places.append(place)
-                    bucket = len(self._buckets) - 1 if index is None else of_bucket[index]
+                    bucket = len(self.buckets) - 1 if index is None else of_bucket[index]
                     self._params_of_bucket[bucket][number].append(mine)
-            self._params.append(stepped)
+            self._stepped.append(stepped)
             if (names := self._names[number]) is not None:
                 self._optimizer.param_groups[number]["param_names"] = [names[place] for place in places]
-        # Not stepped bucket by bucket: Adagrad, up to torch 2.12, has states only of what it was made with.
-        self._params[0] += [piece.stepped for piece in self.algorithm.witnesses]
+        # Witnesses are not stepped: Adagrad, up to torch 2.12, has states only of what it was made with.
+        first, *others = self._stepped
+        self._params = [[*first, *(witness.stepped for witness in self._witnesses)], *others]
 
     def detach(self, together: bool) -> None:
         """Step whole parameters again; if not all ranks are there, refuse to step."""
@@ -140,9 +160,9 @@ class SteppedPieces:
             handle.remove()
         for name in self._attributes:
             vars(self._optimizer).pop(name, None)
-        if not self._buckets:
+        if not self.buckets:
             return
-        self._buckets = ()
+        self.buckets, self.pieces, self._witnesses = (), (), ()
         if edit := self._edit():  # no error, which would leave the model half of what it was
             warnings.warn(f"{this_rank()}: this is undone: {edit}", stacklevel=2)
         self._put(self._whole)
@@ -172,12 +192,12 @@ class SteppedPieces:
             raise ReplicationError(f"{this_rank()}: {edit}")
 
     def _edit(self) -> str:
-        """Says that a user has changed the groups' parameters; empty if nobody has."""
+        """What to say if a user has changed the groups' parameters; empty otherwise."""
         present = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if present == [list(map(id, of_group)) for of_group in self._shown]:
             return ""
         return (
-            'group["params"], or the number of groups, of a sharded optimizer has been changed, where the ranks have'
+            'group["params"], or the number of groups, of a sharded optimizer has been changed, but the ranks have'
             " parts of the parameters that it was sharded with. Put back what was there; to leave parameters out, set"
             " their .grad to None after a backward, or make the groups before shard_optimizer"
         )
@@ -186,17 +206,19 @@ class SteppedPieces:
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _with_loss(args, kwargs)
-        if not self._buckets:
-            self.algorithm.refuse_step_before_sharding()
+        if not self.buckets:
+            self._gradients.refuse_step_before_sharding()
             self._loaded = None  # the states are not what was loaded any more
             return args, kwargs
         self._restore_after_error()
         self._refuse_edits()
-        self.algorithm.step_begins()
+        self._step.begins(self)
         try:
             self._unguard_gradients()
             if self._is_stepped_by_bucket:
                 self._step_all_but_the_last()
+            else:
+                self._show(self._stepped)
         except BaseException:
             self._restore_after_error()
             raise
@@ -205,22 +227,22 @@ class SteppedPieces:
     def _step_all_but_the_last(self) -> None:
         step = type(self._optimizer).step
         step_without_hooks = getattr(step, "__wrapped__", step)
-        for bucket, params in zip(self._buckets[:-1], self._params_of_bucket, strict=False):
+        for bucket, params in zip(self.buckets[:-1], self._params_of_bucket, strict=False):
             self._show(params)
             step_without_hooks(self._optimizer)
-            self.algorithm.bucket_is_stepped(bucket)
+            self._step.bucket_is_stepped(bucket, self)
         self._show(self._params_of_bucket[-1])
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._buckets:
+        if self.buckets:
             self._show(self._params)
             self._guard_gradients()
-            for bucket in self._buckets[-1:] if self._is_stepped_by_bucket else self._buckets:
-                self.algorithm.bucket_is_stepped(bucket)
-            self.algorithm.step_ends()
+            for bucket in self.buckets[-1:] if self._is_stepped_by_bucket else self.buckets:
+                self._step.bucket_is_stepped(bucket, self)
+            self._step.ends(self)
 
     def _unguard_gradients(self) -> None:
-        """Let the step, which may be compiled, see plain tensors: compilers do not know the class."""
+        """Give the step, which may be compiled, plain tensors: compilers do not know the class."""
         for parameter in (parameter for of_group in self._params for parameter in of_group):
             if isinstance(gradient := parameter.grad, GradientShard):
                 self._guarded.append((parameter, gradient))
@@ -233,8 +255,8 @@ class SteppedPieces:
         self._guarded = []
 
     def _restore_after_error(self) -> None:
-        """Show all pieces again if a step has raised, so that the hook after it was not called."""
-        if self._buckets and self._shown is not self._params:
+        """Show all pieces again if a step has raised, after which torch does not call our hook."""
+        if self.buckets and self._shown is not self._params:
             self._put(self._params)
         self._guard_gradients()
 
@@ -242,34 +264,62 @@ class SteppedPieces:
         """``optimizer.zero_grad``: also what the model's parameters, which it does not step, have accumulated."""
         self._restore_after_error()
         type(self._optimizer).zero_grad(self._optimizer, set_to_none)
-        self.algorithm.zero_gradients(set_to_none)
+        self._gradients.zero(set_to_none, self.indices)
+
+    # Gradients.
+
+    def accumulate(self, shards: Mapping[int, Tensor], reduced: Set[int]) -> None:
+        """Add to the pieces' gradients.
+
+        Args:
+            shards: For each parameter what this rank keeps of its bucket's reduced gradients.
+            reduced: Numbers of the parameters that have a gradient on any rank.
+        """
+        self._non_finite = []
+        for piece in self.pieces:
+            if piece.index in reduced:
+                piece.accumulate(shards[piece.index], self._unscaled)
+        for witness in self._witnesses:
+            witness.zero(set_to_none=True)
+            witness.accumulate(witness.stepped.detach(), self._unscaled)
+
+    def _unscaled(self, found_non_finite: Tensor) -> None:
+        """A GradScaler has looked at gradients: all ranks step by them, or none does."""
+        with self._transfers.on_every_rank("GradScaler's question whether gradients are finite"):
+            self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
+        self._gradients.note_step(self.pieces)
+        self._non_finite.append(found_non_finite)
+
+    def is_left_out(self) -> bool:
+        """Whether a GradScaler leaves out this optimizer's step, as it does on all ranks; the host waits to know."""
+        return any(bool(flag.item()) for flag in self._non_finite)
 
     # States.
 
     def _before_states(self) -> None:
         """States are about to be read or written: raise if they are not those of the groups after a step."""
         self._restore_after_error()
-        self.algorithm.reader.refuse_half_a_step()
+        self._reader.refuse_half_a_step()
         self._refuse_edits()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._before_states()
-        if self._buckets:  # reading ``optimizer.state[parameter]`` of a whole parameter makes an empty entry
+        if self.buckets:  # reading ``optimizer.state[parameter]`` of a whole parameter makes an empty entry
             for parameter in [key for key, state in optimizer.state.items() if not state]:
                 del optimizer.state[parameter]
 
     def _whole_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._states is None:
             return None
-        self.algorithm.await_parameters()
-        with self.algorithm.on_every_rank("optimizer.state_dict()"):
+        self._reader.wait()
+        with self._transfers.on_every_rank("optimizer.state_dict()"):
             return self._states.whole(state_dict, self._names)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See `ddp_compile.runtime.sharded.checkpoint.sharded_optimizer_state_dict`."""
         assert self._states is not None
         self._before_states()
-        with self.algorithm.on_every_rank("sharded_optimizer_state_dict()"):
+        with self._transfers.on_every_rank("sharded_optimizer_state_dict()"):
             return self._states.parts(self._fqns)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:

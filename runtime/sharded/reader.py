@@ -1,7 +1,8 @@
-"""Who waits for parameters, and when: from the step that changes them to their next reader."""
+"""Waits for the parameters that a step has changed, before they are read."""
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReductionError, ReplicationError, this_rank
+from ddp_compile.runtime.comm import error_messages
 from ddp_compile.runtime.sharded.bucket import ShardedBucket
 from ddp_compile.runtime.sharded.guard import ParameterGuard
 from ddp_compile.runtime.sharded.state import State
@@ -19,45 +21,38 @@ class ParameterReader:
     """Waits for parameters before they are read.
 
     A forward that is one compiled graph waits for each bucket at its first use; every other reader waits for all of
-    them. ``overlaps`` is the user's setting, ``failed`` makes the error to raise from that of a gather.
+    them. ``overlaps`` is the user's setting.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], overlaps: bool, failed: Callable[[RuntimeError], ReductionError]
-    ) -> None:
-        self._failed = failed
+    def __init__(self, parameters: Sequence[Parameter], overlaps: bool) -> None:
         self._overlaps = overlaps
         self._guard = ParameterGuard(parameters, self._complete)
         self.buckets: Sequence[ShardedBucket] = ()  #: in plan order
         #: Cleared by the first forward of which Python runs a part: Python could read any parameter.
         self._overlaps_forward = overlaps
         self.has_overlapped = False  #: whether the last forward waited for each bucket at its first use
+        self._process = os.getpid()
+        self._num_steps = 0
         self._stepping_thread = 0
+        self.refuse_half_a_step: Callable[[], None]  #: raises if a step has begun and not ended; set by `JointStep`
         self._stop_watching: Callable[[], None] | None = None
 
-    def step_begins(self) -> None:
-        """Parameters are about to be stepped; those of the step before are complete."""
+    def step_begins(self, is_first: bool) -> None:
+        """An optimizer is about to step; before the first one, the parameters of the step before are complete."""
         self._stepping_thread = threading.get_ident()
+        self._num_steps += is_first
         self.raise_guard()
 
-    def step_ends(self) -> None:
-        """All buckets are being gathered."""
+    def step_ends(self, is_last: bool) -> None:
+        """An optimizer has stepped; if it is the last one, all buckets are being gathered."""
         self._stepping_thread = 0
-        if not self._overlaps:
+        if is_last and not self._overlaps:
             self.wait()
 
     def raise_guard(self) -> None:
-        """From now on, whoever reads a parameter that he holds waits."""
+        """From now on, reading a parameter waits."""
         if self._overlaps:
             self._guard.raise_up()
-
-    def refuse_half_a_step(self) -> None:
-        """Raise a ReplicationError if a step has begun and not ended."""
-        if any(bucket.state is State.STEPPING for bucket in self.buckets):
-            raise ReplicationError(
-                f"{this_rank()}: optimizer.step() has raised before all parameters were stepped, so the ranks are"
-                " not alike any more; start again from a checkpoint, with a model and an optimizer made anew"
-            )
 
     def wait(self, indices: Sequence[int] | None = None) -> None:
         """See `Sharding.await_parameters`."""
@@ -72,7 +67,8 @@ class ParameterReader:
 
     def _complete(self) -> None:
         # Other threads may read while this one steps, and so may the step's own code.
-        if self._stepping_thread == threading.get_ident() and not torch_internals.inside_optimizer_step():
+        stepping = self._stepping_thread
+        if not stepping or (stepping == threading.get_ident() and not torch_internals.inside_optimizer_step()):
             self.refuse_half_a_step()
         for bucket in reversed(self.buckets):
             self._wait_for(bucket)
@@ -81,12 +77,22 @@ class ParameterReader:
         if bucket.state is not State.GATHERING:
             bucket.wait()
             return
+        if os.getpid() != self._process:
+            raise ReplicationError(
+                f"{this_rank()}: a parameter is read in a process that was forked after optimizer.step(), before the"
+                " other ranks' parts of it had come, and they come to the parent alone. Call model.await_parameters()"
+                " before the fork, or shard_optimizer(..., overlap=False)"
+            )
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather_wait"):
                 bucket.wait()
         except RuntimeError as error:
             self.raise_guard()  # a forward may have taken it down
-            raise self._failed(error) from error
+            raise self.failed(error) from error
+
+    def failed(self, error: RuntimeError) -> ReductionError:
+        """What to raise from the error of a gather."""
+        return error_messages.exchange_failed(f"gather of parameters after step {self._num_steps}", error)
 
     def before_forward(self) -> None:
         """Leave gathers under way only if nothing but one compiled graph is going to read the parameters."""
@@ -99,7 +105,7 @@ class ParameterReader:
             self.wait()
 
     def _watch_compilations(self) -> None:
-        """A compilation is the sign that this forward is another graph than the one before, perhaps a broken one."""
+        """A compilation means that this forward runs another graph than the last one, perhaps with graph breaks."""
         self._end_watching()
         alive = weakref.ref(self)  # torch keeps the callbacks if a forward never ends
 

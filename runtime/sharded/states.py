@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from ddp_compile.runtime.sharded.transfers import ShardTransfers
 class ShardedStates:
     """Converts between states of whole parameters and states of this rank's pieces.
 
-    A state is a tensor of the parameter's shape, of which a piece has its elements, or a number, which it copies.
-    ``whole`` are the parameters of each group before it was sharded, ``numbers`` those of the sharded ones by ``id``.
+    A state of a parameter that is cut is a tensor of its shape, of which a piece has its elements, or a number, which
+    it copies. States of a parameter that a rank owns may be anything. ``whole`` are the parameters of each group before
+    it was sharded, ``numbers`` those of the sharded ones by ``id``; ``buckets`` have all of these.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class ShardedStates:
         self._buckets = buckets
         self._transfers = transfers
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.param_indices}
-        self._pieces = {piece.index: piece for bucket in buckets for piece in bucket.pieces}
+        own = set(numbers.values())
+        self._pieces = {piece.index: piece for bucket in buckets for piece in bucket.pieces if piece.index in own}
         self._place_of = {}  # among the whole parameters, by ``id``
         for place, (parameter, index) in enumerate(self._whole):
             mine = self._pieces[index].stepped if index in self._pieces else parameter
@@ -68,9 +71,7 @@ class ShardedStates:
             if index is not None and index in gathered:
                 stepped = self._bucket_of[index].stepped_dtype
                 states[parameter] = {
-                    key: value.to(parameter.device, parameter.dtype if value.dtype == stepped else None)
-                    if isinstance(value, Tensor) and value.dim()
-                    else value
+                    key: _mapped(value, partial(_as_state_of, parameter, stepped))
                     for key, value in gathered[index].items()
                 }
 
@@ -128,8 +129,10 @@ class ShardedStates:
         """Take over the numbers and settings in the result of `parts`; its tensors lie in the states themselves."""
         for name, (_, index) in zip(names, self._whole, strict=True):
             if index in self._pieces and name in state_dict["state"]:
-                numbers = {k: v for k, v in state_dict["state"][name].items() if not isinstance(v, PartOfTensor)}
-                self._optimizer.state[self._pieces[index].stepped].update(numbers)
+                state = self._optimizer.state[self._pieces[index].stepped]
+                for key, value in state_dict["state"][name].items():
+                    if not isinstance(value, PartOfTensor):
+                        state[key] = _on_device_of(state[key], value)
         for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update(_settings_of(loaded))
 
@@ -147,16 +150,16 @@ class ShardedStates:
         shape = bucket.place_of(index).shape
         cut = {}
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                if value.shape != shape:
-                    raise ValueError(
-                        f"state {key} of {bucket.name_of(index)} has the shape {list(value.shape)}, and the parameter"
-                        f" {list(shape)}: it cannot be cut into shards"
-                    )
+            if isinstance(value, Tensor) and value.dim() and value.shape == shape:
                 dtype = piece.stepped.dtype if value.is_floating_point() else value.dtype
-                cut[key] = bucket.cut(piece, value).to(piece.stepped.device, dtype)
+                cut[key] = bucket.part_of(piece, value).to(piece.stepped.device, dtype)
+            elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
+                raise ValueError(
+                    f"state {key} of {bucket.name_of(index)} has the shape {list(value.shape)}, and the parameter"
+                    f" {list(shape)}: it cannot be cut into shards"
+                )
             else:
-                cut[key] = value.clone() if isinstance(value, Tensor) else value
+                cut[key] = _mapped(value, Tensor.clone)
         return cut
 
     def _gather(self) -> dict[int, dict[str, Any]]:
@@ -169,9 +172,9 @@ class ShardedStates:
                 shards = torch.zeros_like(bucket.flat, dtype=dtype)
                 for piece in bucket.pieces:
                     value = self._optimizer.state.get(piece.stepped, {}).get(key)
-                    if isinstance(value, Tensor) and value.dim():
-                        piece.of_shard(bucket.shard_of(shards)).copy_(value)
-                self._transfers.all_gather(shards).wait()
+                    if isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape:
+                        piece.of_flat(shards).copy_(value)
+                self._transfers.all_gather(shards, bucket.cut).wait()
                 for index, value in bucket.assemble(shards.cpu()).items():
                     if states.get(index, {}).get(key) == dtype:
                         states[index][key] = value
@@ -187,17 +190,41 @@ class ShardedStates:
     def _describe(self) -> dict[int, dict[str, Any]]:
         described: dict[int, dict[str, Any]] = {}
         for index, piece in self._pieces.items():
+            bucket, of_piece = self._bucket_of[index], described.setdefault(index, {})
             for key, value in self._optimizer.state.get(piece.stepped, {}).items():
-                is_cut = isinstance(value, Tensor) and value.dim()
-                if is_cut and value.shape != piece.stepped.shape:
+                if isinstance(value, Tensor) and value.dim() and value.shape == piece.stepped.shape:
+                    of_piece[key] = value.dtype
+                elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
                     raise ReplicationError(
-                        f"state {key} of the piece of {self._bucket_of[index].name_of(index)} has the shape"
-                        f" {list(value.shape)}, and the piece {list(piece.stepped.shape)}, so it cannot be put together"
-                        " with the other ranks'"
+                        f"state {key} of the piece of {bucket.name_of(index)} has the shape {list(value.shape)}, and"
+                        f" the piece {list(piece.stepped.shape)}, so it cannot be put together with the other ranks'"
                     )
-                whole = value.cpu().clone() if isinstance(value, Tensor) and not is_cut else value
-                described.setdefault(index, {})[key] = value.dtype if is_cut else whole
-        return described
+                else:
+                    of_piece[key] = _mapped(value, lambda tensor: tensor.cpu().clone())
+        return {index: of_piece for index, of_piece in described.items() if of_piece}
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A state with its tensors replaced, which may be in lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, function) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, function) for each in value)
+    return value
+
+
+def _as_state_of(parameter: Parameter, stepped: torch.dtype, value: Tensor) -> Tensor:
+    if not value.dim():
+        return value
+    return value.to(parameter.device, parameter.dtype if value.dtype == stepped else None)
+
+
+def _on_device_of(present: Any, loaded: Any) -> Any:
+    if isinstance(present, Tensor) and isinstance(loaded, Tensor):
+        return loaded.to(present.device)
+    return loaded
 
 
 def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:

@@ -1,6 +1,8 @@
-"""How flat buffers are cut into one shard for each rank, and how shards travel.
+"""How gradients travel to the ranks that step them, and how stepped parameters travel back.
 
-Each process group has a pair of transfers: a reduce-scatter for gradients and an all-gather for parameters.
+Each process group has a pair of transfers: a reduce-scatter for gradients and an all-gather for parameters. For buckets
+in which parameters have owners, so that ranks keep unequal parts, both are messages from rank to rank: a reduce-scatter
+or an all-gather would have to pad all parts to the longest.
 
 Note [Point to point on gloo]
 gloo's reduce-scatter moves as much as its all-reduce, and its all-gather takes three times as long as messages from
@@ -12,7 +14,8 @@ backends have ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_compile import torch_internals
-from ddp_compile.errors import RanksDifferError, this_rank
-from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES
-from ddp_compile.runtime.comm import streams
+from ddp_compile.errors import DDPCompileError, RanksDifferError, this_rank
+from ddp_compile.plan.spec import PADDED_ALIGNMENT_BYTES, BucketSpec
+from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.transfers import Transfer, keep_after
+from ddp_compile.runtime.sharded.cut import Cut
 
 
 class ReducedShard:
@@ -64,51 +68,69 @@ class ReducedShard:
         return [self._flat]
 
 
-# What starts to add up a flat buffer, whose last shards may be shorter, or to fill in the other ranks' shards of one.
-_ReduceScatter = Callable[[Tensor, Sequence[Tensor]], ReducedShard]
-_AllGather = Callable[[Tensor, Sequence[Tensor]], Transfer]
+# What starts to add up a flat buffer, or to fill in the other ranks' parts of one.
+_ReduceScatter = Callable[[Tensor, Cut], ReducedShard]
+_AllGather = Callable[[Tensor, Cut], Transfer]
 
 
-def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, shards: Sequence[Tensor]) -> ReducedShard:
-    size, world_size = shards[0].numel(), len(shards)
-    missing = size * world_size - flat.numel()
+def _reduce_scatter_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> ReducedShard:
+    missing = cut.shard_numel * group.size() - flat.numel()
     whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
-    shard = flat.new_empty(size)
+    shard = flat.new_empty(cut.shard_numel)
     return ReducedShard(Transfer([torch_internals.reduce_scatter_single(shard, whole, group)]), [shard], flat)
 
 
-def _all_gather_by_collective(group: dist.ProcessGroup, flat: Tensor, shards: Sequence[Tensor]) -> Transfer:
-    return Transfer([torch_internals.all_gather_single(flat, shards[group.rank()], group)])
+def _all_gather_by_collective(group: dist.ProcessGroup, flat: Tensor, cut: Cut) -> Transfer:
+    shard = flat[group.rank() * cut.shard_numel :][: cut.shard_numel]
+    return Transfer([torch_internals.all_gather_single(flat, shard, group)])
 
 
 class _Messages:
-    """Messages from rank to rank, which gloo is faster with.
+    """Messages from rank to rank.
 
     The messages of a gather have its number as their tag, so that those of a rank that has left out a step do not reach
     the others in the place of the next step's.
+
+    Args:
+        is_gloo: Start each message by itself; otherwise all of a bucket at once, which NCCL needs.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, is_gloo: bool) -> None:
         self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in range(group.size()) if rank != group.rank()]
+        self._is_gloo = is_gloo
         self._num_gathers = 0
 
-    def reduce_scatter(self, flat: Tensor, shards: Sequence[Tensor]) -> ReducedShard:
-        own = shards[self._group.rank()]
-        into = dict(zip(self._others, own.new_empty((len(self._others), own.numel())), strict=True))
-        transfer = self._exchange({rank: shards[rank] for rank in self._others}, into, 0)
-        return ReducedShard(transfer, [into.get(rank, own) for rank in range(len(shards))], flat)
+    def reduce_scatter(self, flat: Tensor, cut: Cut) -> ReducedShard:
+        rank = self._group.rank()
+        own = cut.parts_of(rank, flat)
+        contributions = flat.new_empty((len(self._others), cut.numel_of(rank)))
+        into = dict(zip(self._others, contributions, strict=True))
+        received = {other: list(row.split([part.numel() for part in own])) for other, row in into.items()}
+        transfer = self._exchange({other: cut.parts_of(other, flat) for other in self._others}, received, 0)
+        mine = own[0] if len(own) == 1 else torch.cat(own) if own else flat[:0]
+        return ReducedShard(transfer, [into.get(each, mine) for each in range(self._group.size())], flat)
 
-    def all_gather(self, flat: Tensor, shards: Sequence[Tensor]) -> Transfer:
+    def all_gather(self, flat: Tensor, cut: Cut) -> Transfer:
         self._num_gathers += 1
-        own, into = shards[self._group.rank()], {rank: shards[rank] for rank in self._others}
+        own = cut.parts_of(self._group.rank(), flat)
+        into = {other: cut.parts_of(other, flat) for other in self._others}
         return self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % 2**15)
 
-    def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Transfer:
+    def _exchange(
+        self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]], tag: int
+    ) -> Transfer:
+        incoming = [(rank, part) for rank, parts in received.items() for part in parts]
+        outgoing = [(rank, part) for rank, parts in sent.items() for part in parts]
         with torch_internals.unprofiled_messages():
-            works = [self._group.recv([into], rank, tag) for rank, into in received.items() if into.numel()]
-            works += [self._group.send([part], rank, tag) for rank, part in sent.items() if part.numel()]
-        return Transfer(works)
+            if self._is_gloo:
+                works = [self._group.recv([part], rank, tag) for rank, part in incoming]
+                works += [self._group.send([part], rank, tag) for rank, part in outgoing]
+                return Transfer(works)
+            operations = [dist.P2POp(dist.irecv, part, self._ranks[rank], self._group, tag) for rank, part in incoming]
+            operations += [dist.P2POp(dist.isend, part, self._ranks[rank], self._group, tag) for rank, part in outgoing]
+            return Transfer(dist.batch_isend_irecv(operations) if operations else ())
 
 
 class ShardTransfers:
@@ -125,42 +147,47 @@ class ShardTransfers:
         # gloo reads messages at the tensor's data pointer, which has to point to host memory.
         is_gloo = torch_internals.backend_name(for_gathers, device) == "gloo"
         self._by_messages = is_gloo and not streams.has_streams(device)
-        self._reduce_scatter: _ReduceScatter = partial(_reduce_scatter_by_collective, for_gradients)
-        self._all_gather: _AllGather = partial(_all_gather_by_collective, for_gathers)
-        if self._by_messages:
-            self._reduce_scatter = _Messages(for_gradients).reduce_scatter
-            self._all_gather = _Messages(for_gathers).all_gather
+        reduce_scatter = _Messages(for_gradients, is_gloo).reduce_scatter
+        all_gather = _Messages(for_gathers, is_gloo).all_gather
+        self._uneven: tuple[_ReduceScatter, _AllGather] = reduce_scatter, all_gather
+        self._even: tuple[_ReduceScatter, _AllGather] = reduce_scatter, all_gather
+        if not self._by_messages:
+            self._even = (
+                partial(_reduce_scatter_by_collective, for_gradients),
+                partial(_all_gather_by_collective, for_gathers),
+            )
         self._gathers: list[Transfer] = []  # those that may not have been waited for
         if streams.work_blocks_host(for_gathers, device):
             keep_after(self, partial(_wait_for_others, self._gathers))
 
-    def shard_numel(self, numel: int, element_size: int) -> int:
-        """Elements of each shard of a flat buffer; the last shards may be shorter, or empty.
+    def cut(self, spec: BucketSpec) -> Cut:
+        """How a bucket is divided among the ranks.
 
         With CPU tensors on gloo, shards begin at multiples of `PADDED_ALIGNMENT_BYTES`, as gradients do. So an operator
         takes the same elements in vectors, whether it gets a piece or the whole parameter. It takes the rest at the end
         one by one, and may round those elements differently (docs/torch_facts.md).
         """
+        element_size: int = getattr(torch, spec.dtype).itemsize
         unit = PADDED_ALIGNMENT_BYTES // element_size if self._by_messages else 1
-        return -(-numel // (self.world_size * unit)) * unit
+        return Cut.of(spec, self.world_size, element_size, unit)
 
-    def reduce_scatter(self, flat: Tensor) -> ReducedShard:
-        """Start to add up a flat buffer, shape (n,), over the ranks, each of which gets the sum of its own shard."""
-        size = self.shard_numel(flat.numel(), flat.element_size())
-        shards = [flat[min(rank * size, flat.numel()) : (rank + 1) * size] for rank in range(self.world_size)]
+    def reduce_scatter(self, flat: Tensor, cut: Cut) -> ReducedShard:
+        """Start to add up a flat buffer, shape (n,), over the ranks, each of which gets the sum of what it keeps."""
         if self.world_size == 1:
-            return ReducedShard(Transfer(), [shards[0].clone()], flat)
-        return self._reduce_scatter(flat, shards)
+            return ReducedShard(Transfer(), [flat.clone()], flat)
+        reduce_scatter, _ = self._even if cut.is_even else self._uneven
+        return reduce_scatter(flat, cut)
 
-    def all_gather(self, flat: Tensor) -> Transfer:
-        """Start to give every rank the others' shards of a flat buffer; on every rank in the same order."""
+    def all_gather(self, flat: Tensor, cut: Cut) -> Transfer:
+        """Start to give every rank what the others keep of a flat buffer; on every rank in the same order."""
         if self.world_size == 1:
             return Transfer()
-        gather = self._all_gather(flat, flat.chunk(self.world_size))
+        _, all_gather = self._even if cut.is_even else self._uneven
+        gather = all_gather(flat, cut)
         self._gathers[:] = [each for each in self._gathers if not each.is_done] + [gather]
         return gather
 
-    def agree_on(self, what: str) -> None:
+    def _agree_on(self, what: str) -> None:
         """Check that all ranks are about to do the same: gloo ends a process whose message has another size.
 
         With gloo alone: with NCCL the host would wait for the GPU to have the answer.
@@ -175,6 +202,17 @@ class ShardTransfers:
                 f"{this_rank()}: {what} has met something else on another rank, and both wait for all ranks; call"
                 " the same on every rank, in the same order"
             )
+
+    @contextmanager
+    def on_every_rank(self, what: str) -> Iterator[None]:
+        """Wrap a wait for all ranks in the user's call ``what``: raise if a rank does not come or calls another."""
+        try:
+            self._agree_on(what)
+            yield
+        except DDPCompileError:
+            raise
+        except RuntimeError as error:
+            raise error_messages.exchange_failed(f"{what}, to be called on every rank,", error) from error
 
     def all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         """Set small values to their sum over all ranks, or to their maximum."""

@@ -1,8 +1,8 @@
-"""Random parameters and programs: a sharded optimizer beside one that is not sharded, bit for bit.
+"""Random parameters and programs: one or two sharded optimizers beside such that are not sharded, bit for bit.
 
-With two ranks docs/sharded_optimizer.md promises the same bits, with two exceptions. There the reference follows the
-sharded optimizer: it adds up the means of several backwards, and it clips by the norm that the sharded optimizer found.
-That norm is compared with the norm in float64.
+With two ranks docs/sharded_optimizer.md promises the same bits, except for a few differences by rounding. Where two of
+these would occur, the reference follows the sharded optimizer: it adds up the means of several backwards, and it clips
+by the norm that the sharded optimizer found. That norm is compared with the norm in float64.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "asgd": lambda p: optim.ASGD(p, lr=0.05, t0=1),
     "asgd, foreach": lambda p: optim.ASGD(p, lr=0.05, t0=1, foreach=True),
 }
+# Beside one of these. They take whole parameters: Muon the matrices, Adafactor and AdamW every other parameter.
+SECOND: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "muon": lambda p: optim.Muon(p, lr=0.02),
+    "adafactor": lambda p: optim.Adafactor(p, lr=0.05),
+    "adamw": lambda p: optim.AdamW(p, lr=0.02, eps=1e-4),
+}
 SHAPES = ((0,), (0, 3), (), (1,), (3,), (7,), (31,), (33,), (5, 13), (17, 9), (64,), (40, 40), (101, 7), (3, 0, 2))
 DTYPES = 4 * [("float32",)] + [("float64",), ("bfloat16",), ("float16",), ("float32", "bfloat16")]
 LOW = ("bfloat16", "float16")
@@ -58,6 +64,7 @@ class ShardedRecipe:
         program: What is done, in order; the names are those in `ACTIONS`.
         optimizer: One of `OPTIMIZERS`.
         cap_mib: Capacity of every bucket, in MiB.
+        second: One of `SECOND`, or empty.
         two_groups: Whether every other parameter is in a second group.
         find_unused: ``find_unused_parameters``, and some of them are.
         view: ``gradient_as_bucket_view``.
@@ -67,6 +74,7 @@ class ShardedRecipe:
     program: tuple[str, ...] = ("train", "step", "zero")
     optimizer: str = "sgd"
     cap_mib: float = 25.0
+    second: str = ""
     two_groups: bool = False
     find_unused: bool = False
     view: bool = True
@@ -91,6 +99,7 @@ def sharded_recipe_of(seed: int) -> ShardedRecipe:
         program=_program(random, drops=not (is_fused_sgd or has_two_formulas)),
         optimizer=optimizer,
         cap_mib=random.choice((1e-5, 0.0005, 0.002, 25.0)),
+        second=random.choice(("", "", *SECOND)),
         two_groups=random.random() < 0.3,
         find_unused=not (is_fused_sgd or has_two_formulas) and random.random() < 0.2,
         view=random.random() < 0.7,
@@ -148,14 +157,26 @@ class Training:
             find_unused_parameters=recipe.find_unused,
             backend="eager",
         )
-        self.optimizer = self.optimizer_of(self.parameters)
+        self.optimizers = self.optimizers_of(self.parameters)
         if norms is None:
-            shard_optimizer(self.optimizer, self.model)
-        self.schedule = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+            shard_optimizer(self.optimizers, self.model)
+        self.schedules = [optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in self.optimizers]
 
-    def optimizer_of(self, parameters: list[nn.Parameter]) -> optim.Optimizer:
-        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.05}]
-        return OPTIMIZERS[self.recipe.optimizer](groups if self.recipe.two_groups else parameters)
+    def optimizers_of(self, parameters: list[nn.Parameter]) -> list[optim.Optimizer]:
+        of_second = self._of_second(parameters) if self.recipe.second else []
+        rest = [p for p in parameters if not any(p is other for other in of_second)]
+        groups = [{"params": rest[::2]}, {"params": rest[1::2], "weight_decay": 0.05}]
+        first = OPTIMIZERS[self.recipe.optimizer](groups if self.recipe.two_groups else rest)
+        return [first, SECOND[self.recipe.second](of_second)] if of_second else [first]
+
+    def _of_second(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        if self.recipe.second == "muon":
+            return [p for p in parameters if p.dim() == 2 and p.numel()]
+        return [p for p in parameters[1::2] if p.numel()]
+
+    def each(self, do: Callable[[optim.Optimizer], Any]) -> None:
+        for optimizer in self.optimizers:
+            do(optimizer)
 
     def backward(self) -> None:
         generator = torch.Generator().manual_seed(1000 * self.position + self.rank)
@@ -171,8 +192,10 @@ class Training:
         if action in ("train", "accumulate", "drop"):
             return {f"gradient of {name}": gradient for name, gradient in self.model.full_gradients().items()}
         found |= {name: p.detach().clone() for name, p in self.net.named_parameters()}
-        for place, state in self.optimizer.state_dict()["state"].items():
-            found |= {f"state {key} of p{place}": torch.as_tensor(value).clone() for key, value in state.items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, state in optimizer.state_dict()["state"].items():
+                named = {f"state {key} of p{place} of optimizer {number}": value for key, value in state.items()}
+                found |= {name: torch.as_tensor(value).clone() for name, value in named.items()}
         return found
 
 
@@ -201,12 +224,14 @@ def clip(t: Training, found: Observation, order: float) -> None:
 def load(t: Training, _found: Observation) -> None:
     """What an optimizer without shards has after two steps."""
     others = [nn.Parameter(p.detach().clone()) for p in t.parameters]
-    optimizer = t.optimizer_of(others)
+    optimizers = t.optimizers_of(others)
     for _ in range(2):
         for parameter in others:
             parameter.grad = torch.full_like(parameter, 0.1)
-        optimizer.step()
-    t.optimizer.load_state_dict(optimizer.state_dict())
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, optimizer in zip(t.optimizers, optimizers, strict=True):
+        mine.load_state_dict(optimizer.state_dict())
 
 
 def drop(t: Training, _found: Observation) -> None:
@@ -225,11 +250,11 @@ ACTIONS: dict[str, Callable[[Training, Observation], Any]] = {
     "load": load,
     "drop": drop,
     "edit": edit,
-    "step": lambda t, _: t.optimizer.step(),
-    "zero": lambda t, _: t.optimizer.zero_grad(),
+    "step": lambda t, _: t.each(lambda optimizer: optimizer.step()),
+    "zero": lambda t, _: t.each(lambda optimizer: optimizer.zero_grad()),
     "zero in place": lambda t, _: t.model.zero_grad(set_to_none=False),
-    "schedule": lambda t, _: t.schedule.step(),
-    "reload": lambda t, _: t.optimizer.load_state_dict(t.optimizer.state_dict()),
+    "schedule": lambda t, _: [schedule.step() for schedule in t.schedules],
+    "reload": lambda t, _: t.each(lambda optimizer: optimizer.load_state_dict(optimizer.state_dict())),
     "unwrap": lambda t, _: t.model.unwrap(),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -104,15 +105,38 @@ def measured(model: Any, optimizer: Any) -> None:
     """Forwards without a backward between backward and step, and parameters that are left out of the step."""
     for step in range(4):
         loss_of(model(batch(step))).backward()
-        for parameter in list(model.parameters())[:step]:
+        first, *others = list(model.parameters())[: step + 1]
+        for parameter in others:
             parameter.grad = None
         if step % 2:
             model(batch(step + 50))
         with model.no_sync():
             model(batch(step + 60))
+        if step == 3:
+            first.grad = None
         assert float(model.clip_grad_norm_(100.0)) > 0.0
         optimizer.step()
         optimizer.zero_grad()
+
+
+def edited_after_a_forward(model: Any, optimizer: Any) -> None:
+    """``.grad`` is set and zeroed after a forward, before its backward adds to what was reduced."""
+    first, second, third, *others = model.parameters()
+    for step in range(6):
+        loss_of(model(batch(step))).backward()
+        with model.no_sync() if step % 2 else nullcontext():
+            loss = loss_of(model(batch(step + 50)))
+            first.grad.zero_()
+            if step < 4:
+                for parameter in (second, *(others if step < 2 else ())):
+                    parameter.grad = None
+            else:
+                third.grad = torch.ones_like(third)
+            loss.backward()
+        if step % 2:
+            loss_of(model(batch(step + 60))).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
 
 
 def zeroed(model: Any, optimizer: Any) -> None:
@@ -188,6 +212,13 @@ def same_as_without() -> dict[str, bool]:
         "clamped": ends_of(clamped),
         "measured": ends_of(measured),
         "measured, launched inside of compiled backwards": ends_of(measured, backend="aot_eager"),
+        "edited": ends_of(edited_after_a_forward, tolerance=1e-6, kind="sgd"),
+        **{
+            f"edited, {split}": ends_of(
+                edited_after_a_forward, tolerance=1e-6, kind="sgd", backend="aot_eager", split=split
+            )
+            for split in ("forward", "backward")
+        },
         "zeroed": ends_of(zeroed),
         "added up": ends_of(added_up, Chosen, 1e-6, kind="sgd", find_unused_parameters=True),
         "given back": ends_of(given_back, Chosen, find_unused_parameters=True),
@@ -318,7 +349,7 @@ def ends() -> dict[str, Any]:
     plain(model, optimizer, 2)
     found["classes of a copy"] = {type(p) for p in copy.deepcopy(model).parameters()} == {nn.Parameter}
     assert optimizer.state[next(model.parameters())] == {}
-    found["state_dict behind a look"] = sorted(optimizer.state_dict()["state"]) == list(range(8))
+    found["state_dict after a look"] = sorted(optimizer.state_dict()["state"]) == list(range(8))
     loss_of(model(batch(3))).backward()
     found["isfinite"] = said_by(lambda: torch.isfinite(optimizer.param_groups[0]["params"][0].grad))
 
@@ -328,13 +359,13 @@ def ends() -> dict[str, Any]:
     with pytest.raises((KeyError, RuntimeError)):
         loss_of(model(batch(1))).backward()
     model.unwrap()
-    found["unwrapped behind an error"] = said_by(optimizer.step)
+    found["unwrapped after an error"] = said_by(optimizer.step)
     return found
 
 
 def test_what_becomes_of_the_optimizer(ranks: Ranks) -> None:
     for found in ranks(2).run(ends):
-        for key in ("unwrapped before a backward", "classes of a copy", "state_dict behind a look"):
+        for key in ("unwrapped before a backward", "classes of a copy", "state_dict after a look"):
             assert found[key] is True, key
         assert (
             "parameters lie in one storage, and would not any more: layers.0.weight, layers.1.weight"
@@ -343,7 +374,7 @@ def test_what_becomes_of_the_optimizer(ranks: Ranks) -> None:
         assert "takes no sparse gradients" in found["sparse"]
         assert "cannot be copied or pickled" in found["copied"] and "cannot be copied or pickled" in found["pickled"]
         assert "isfinite of gradients that are reduced to shards would be that of this rank's part" in found["isfinite"]
-        assert "was sharded for a model that has been unwrapped after an error" in found["unwrapped behind an error"]
+        assert "was sharded for a model that has been unwrapped after an error" in found["unwrapped after an error"]
 
 
 @torch.compiler.set_stance("force_eager")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from models import Mlp, loss_of
 from rank_pool import RankPool
 from test_sharded_optimizer import WIDTH, batch
-from test_sharded_parameters import make
+from test_sharded_parameters import equal_on_all_ranks, make
+from test_sharded_refusals import said_by
+from torch import nn
 
 Ranks = Callable[[int], RankPool]
 
@@ -54,3 +60,57 @@ def gradients_of_all() -> tuple[bool, bool]:
 
 def test_full_gradients_are_those_without_shards(ranks: Ranks) -> None:
     assert ranks(2).run(gradients_of_all) == [(True, True), (True, True)]
+
+
+def after_a_compiled_forward(split: str) -> list[str]:
+    """Between backward and step, in ``no_sync()`` too: what a user's code does that has forgotten the shards."""
+    torch._dynamo.reset()
+    model, optimizer = make("sgd", backend="aot_eager", split=split)
+    first = next(model.parameters())
+    said: list[str] = []
+    uses: list[Callable[[], Any]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: first.grad.add_(1.0),
+        lambda: first.grad + 1.0,
+    ]
+    for is_local in (False, True, False):
+        loss_of(model(batch(0))).backward()
+        with model.no_sync() if is_local else nullcontext():
+            out = model(batch(1))
+
+        out.register_hook(lambda _gradient: said.extend(map(said_by, uses)))
+        said.extend(map(said_by, uses))
+        with model.no_sync() if is_local else nullcontext():
+            loss_of(out).backward()
+        if is_local:
+            loss_of(model(batch(2))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_gradients_stay_hidden_after_a_forward_that_has_no_backward_yet(ranks: Ranks, split: str) -> None:
+    for rank, said in enumerate(ranks(2).run(after_a_compiled_forward, split)):
+        assert len(said) == 3 * 2 * 3
+        for text in said:
+            assert f"ReplicationError: rank {rank}: " in text and "Clip with model.clip_grad_norm_(max_norm)" in text
+
+
+@torch.compiler.set_stance("force_eager")
+def stepped_without_the_model() -> tuple[bool, bool, bool]:
+    """A GradScaler asks for the gradients of an optimizer whose model is gone."""
+    model, optimizer = make("sgd")
+    held, scaler = list(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = torch.cat([p.detach().flatten() for p in held])
+    scaler.scale(loss_of(model(batch(0)))).backward()
+    algorithm = weakref.ref(model.comm_algorithm)
+    del model
+    gc.collect()
+    scaler.step(optimizer)
+    after = torch.cat([p.detach().flatten() for p in held])
+    return algorithm() is None, equal_on_all_ranks(after), bool((before != after).any())
+
+
+def test_an_optimizer_steps_after_its_model_is_gone(ranks: Ranks) -> None:
+    assert ranks(2).run(stepped_without_the_model) == [(True, True, True)] * 2

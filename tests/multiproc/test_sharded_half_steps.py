@@ -1,9 +1,10 @@
-"""A step of a sharded optimizer that is interrupted: whoever goes on from there is told by name."""
+"""A step of a sharded optimizer that is interrupted: everything that goes on from there is an error by name."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,14 +25,15 @@ def half_a_step(way: str) -> list[str]:
     """An interrupt comes before the first or the second bucket is gathered."""
     model, optimizer = make()
     loss_of(model(batch(0))).backward()
-    gather, count = model.comm_algorithm.bucket_is_stepped, iter(range(8))
+    count = iter(range(8))
 
-    def interrupted(bucket: Any) -> None:
+    def interrupted(gather: Callable[[Any], None], stepped: Any) -> None:
         if next(count) == 1 or way == "first":
             raise KeyboardInterrupt
-        gather(bucket)
+        gather(stepped)
 
-    model.comm_algorithm.bucket_is_stepped = interrupted
+    for bucket in model.comm_algorithm.buckets:
+        bucket.gather = partial(interrupted, bucket.gather)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     return [
@@ -52,7 +54,7 @@ def test_half_a_step_is_an_error_of_whoever_goes_on(ranks: Ranks) -> None:
 
 
 @torch.compiler.set_stance("force_eager")
-def behind_half_a_step(left: int) -> list[Any]:
+def after_half_a_step(left: int) -> list[Any]:
     torch.manual_seed(1)
     model: Any = ddp_compile(Mlp(WIDTH, 3), bucket_cap_mb=CAP_MB, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
@@ -82,8 +84,8 @@ def behind_half_a_step(left: int) -> list[Any]:
     return [*said, len(optimizer.param_groups[0]["params"]) == num_pieces]
 
 
-def test_states_behind_half_a_step_are_refused_by_name(ranks: Ranks) -> None:
+def test_states_after_half_a_step_are_refused_by_name(ranks: Ranks) -> None:
     for left in (0, 1, 2):  # in the first bucket, between, and in the last, which is outside of our hooks
-        for rank, (*said, gradients, has_all_pieces) in enumerate(ranks(2).run(behind_half_a_step, left)):
-            assert all(f"rank {rank}: optimizer.step() has raised before all parameters" in text for text in said)
+        for rank, (*said, gradients, has_all_pieces) in enumerate(ranks(2).run(after_half_a_step, left)):
+            assert all(f"rank {rank}: SGD.step() has raised before all parameters" in text for text in said)
             assert "isfinite of gradients that are reduced to shards" in gradients and has_all_pieces

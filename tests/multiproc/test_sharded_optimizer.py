@@ -147,7 +147,7 @@ def trained(
         assert same is optimizer
     after = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
     for way in ways:
-        optimizer.zero_grad()  # which not every way does behind its last step
+        optimizer.zero_grad()  # not every way does so after its last step
         for step in range(num_steps):
             WAYS[way](model, optimizer, step)
             before.step()
@@ -219,7 +219,7 @@ def compiled_steps(kinds: list[str], backends: list[str]) -> dict[tuple[str, str
                 plain(model, optimizer, step)
             loss_of(model(batch(3))).backward()
             optimizer.step()
-            if sharded:  # behind a compiled step as behind any
+            if sharded:  # after a compiled step as after any other
                 with pytest.raises(ReplicationError, match="reduced to shards"):
                     optimizer.param_groups[0]["params"][0].grad.norm()
             ends.append([p.detach().clone() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""Parameters of a sharded optimizer: complete for whoever reads them, saved and loaded as if they were not sharded."""
+"""Parameters of a sharded optimizer are complete when they are read, and saved and loaded as without shards."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ UNSEEN: dict[str, Callable[[Any, list[Any]], Tensor]] = {
     "parameter": lambda model, held: nn.Parameter(held[0]).detach(),
     "of a tensor": lambda model, held: torch.tensor(held[0]),
     "traced": lambda model, held: torch.jit.trace(model.layers[0], torch.ones(1, WIDTH))(torch.ones(1, WIDTH)).detach(),
-    "in a child": lambda model, held: in_a_child(lambda: held[0].detach()),
+    "in a child": lambda model, held: torch.tensor(in_a_child(held[0].tolist)),
 }
 
 
@@ -113,21 +113,21 @@ def functionally(named: dict[str, Tensor], prefix: str = "") -> Tensor:
     return torch.func.grad(loss)(named)["bias"].detach()
 
 
-def in_a_child(read: Callable[[], Tensor]) -> Tensor:
-    """By a process that is forked here."""
+def in_a_child(read: Callable[[], Any]) -> Any:
+    """What a process that is forked here has read."""
     source, sink = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of a process with threads
         child = os.fork()
     if child == 0:
         signal.alarm(20)
-        os.write(sink, pickle.dumps(read().tolist()))
+        os.write(sink, pickle.dumps(read()))
         os._exit(0)
     os.close(sink)
     _, status = os.waitpid(child, 0)
     assert status == 0
     with os.fdopen(source, "rb") as pipe:
-        return torch.tensor(pickle.load(pipe))
+        return pickle.load(pipe)
 
 
 @torch.no_grad()
@@ -249,7 +249,7 @@ def test_what_python_runs_of_a_forward_sees_complete_parameters(ranks: Ranks) ->
 
 
 def forward_in_order(backend: str, split: str) -> list[int | str]:
-    """Of one forward: at each wait how many buckets are still being gathered behind it, and products of matrices."""
+    """Of one forward: at each wait how many buckets are still being gathered after it, and products of matrices."""
     torch._dynamo.reset()
     model, optimizer = make(backend=backend, split=split)
     for step in range(3):
@@ -290,7 +290,7 @@ def test_a_forward_waits_for_parameters_where_it_reads_them(ranks: Ranks, backen
 
 
 @torch.compiler.set_stance("force_eager")
-def profiled_until_behind_a_step() -> list[str]:
+def profiled_until_after_a_step() -> list[str]:
     model, optimizer = make()
     plain(model, optimizer, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -299,9 +299,9 @@ def profiled_until_behind_a_step() -> list[str]:
     return sorted({event.name for event in profile.events() if "send" in event.name or "recv" in event.name})
 
 
-def test_a_profiler_that_stops_behind_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
+def test_a_profiler_that_stops_after_a_step_has_not_seen_its_messages(ranks: Ranks) -> None:
     """See `unprofiled_messages`."""
-    assert ranks(2).run(profiled_until_behind_a_step) == [[], []]
+    assert ranks(2).run(profiled_until_after_a_step) == [[], []]
 
 
 # Checkpoints.
@@ -400,7 +400,7 @@ def bytes_of_states() -> tuple[int, int, int]:
     shards, element = model.comm_algorithm.buckets, 4
     # Operators take the same elements in vectors, and the same ones one by one, in a piece and in the whole.
     assert all(piece.begin * element % PADDED_ALIGNMENT_BYTES == 0 for bucket in shards for piece in bucket.pieces)
-    padding = sum(b.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
+    padding = sum(b.cut.shard_numel * dist.get_world_size() * element for b in shards) - 4 * sum(
         p.numel() for p in model.parameters()
     )
     counts = [

@@ -1,4 +1,4 @@
-"""Parameters of a sharded optimizer are complete for compiled code, and behind forwards that fail, or an error."""
+"""Parameters of a sharded optimizer are complete for compiled code, and after forwards that fail, or an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import Mlp, loss_of
 from rank_pool import RankPool
 from test_sharded_optimizer import WIDTH, batch, plain
-from test_sharded_parameters import equal_on_all_ranks, late_rank, make
+from test_sharded_parameters import equal_on_all_ranks, in_a_child, late_rank, make
 from test_sharded_refusals import said_by
 from torch import Tensor, nn
 
@@ -50,9 +50,9 @@ def compiled_reads(way: str) -> tuple[bool, int]:
     return equal_on_all_ranks(torch.cat(seen)), num_graphs
 
 
-@pytest.mark.parametrize("way", ["before", "behind", "within"])
+@pytest.mark.parametrize("way", ["before", "after", "within"])
 def test_compiled_code_reads_complete_parameters(ranks: Ranks, way: str) -> None:
-    """A layer that is compiled before the first step or behind it, and a training step that is compiled as a whole."""
+    """A layer that is compiled before the first step or after it, and a training step that is compiled as a whole."""
     for is_equal, num_graphs in ranks(2).run(compiled_reads, way):
         assert is_equal
         assert num_graphs <= 1 or way == "within"  # nothing is traced again for a parameter's other class
@@ -66,7 +66,7 @@ class Shifted(Mlp):
         self.register_buffer("shift", torch.ones(WIDTH))
 
 
-def read_behind_a_forward_that_fails() -> tuple[int, bool]:
+def read_after_a_forward_that_fails() -> tuple[int, bool]:
     """How many buckets were being gathered when it failed, before it had read any parameter."""
     model, optimizer = make(module=Shifted(), backend="aot_eager")
     for step in range(2):
@@ -87,8 +87,8 @@ def read_behind_a_forward_that_fails() -> tuple[int, bool]:
     return under_way, equal_on_all_ranks(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def test_parameters_are_complete_behind_a_forward_that_fails_early(ranks: Ranks) -> None:
-    for under_way, is_equal in ranks(2).run(read_behind_a_forward_that_fails):
+def test_parameters_are_complete_after_a_forward_that_fails_early(ranks: Ranks) -> None:
+    for under_way, is_equal in ranks(2).run(read_after_a_forward_that_fails):
         assert under_way > 0
         assert is_equal
 
@@ -114,3 +114,20 @@ def test_parameters_that_never_came_stay_an_error(ranks: Ranks, stance: str) -> 
     said, nothing = ranks(2).run_expecting_failures(read_after_a_failure, stance, timeout_s=8.0)
     assert nothing == []
     assert all("gather of parameters after step 2 failed" in each for each in said)
+
+
+@torch.compiler.set_stance("force_eager")
+def read_in_a_forked_child() -> tuple[list[str], bool]:
+    model, optimizer = make()
+    held = next(model.parameters())
+    plain(model, optimizer, 0)
+    said = in_a_child(lambda: [said_by(held.sum), said_by(model.state_dict), said_by(model.await_parameters)])
+    return said, equal_on_all_ranks(held.detach().flatten())
+
+
+def test_a_forked_child_is_told_that_parameters_will_not_come(ranks: Ranks) -> None:
+    for rank, (said, is_equal) in enumerate(ranks(2).run(read_in_a_forked_child)):
+        for text in said:
+            assert f"ReplicationError: rank {rank}: a parameter is read in a process that was forked" in text
+            assert "Call model.await_parameters() before the fork" in text
+        assert is_equal

@@ -61,13 +61,20 @@ def refused_at_the_call() -> list[str]:
         return lambda: shard_optimizer(optimizer, other, **settings)
 
     adamw = torch.optim.AdamW(parameters)
+    halved = Mlp(WIDTH, 2)
+    halved.layers[0].requires_grad_(False)
+    halved = ddp_compile(halved, backend="eager")
     said = [
         said_by(shard("adamw")),
         said_by(shard(adamw, Mlp(WIDTH, 2))),
         said_by(shard(torch.optim.AdamW(parameters[1:]))),
         said_by(shard(torch.optim.AdamW([*parameters, nn.Parameter(torch.zeros(2))]))),
         said_by(shard(torch.optim.LBFGS(parameters))),
-        said_by(shard(torch.optim.Adafactor(parameters))),
+        said_by(shard([])),
+        said_by(shard(adamw, placement="flat")),
+        said_by(shard(Lion(parameters), placement="whole", elementwise=True)),
+        said_by(shard([torch.optim.SGD(parameters), torch.optim.SGD(parameters[:1])])),
+        said_by(shard([torch.optim.SGD(halved.layers[i].parameters()) for i in range(2)], halved)),
         said_by(shard(Lion(parameters))),
         said_by(shard(torch.optim.SGD(parameters, differentiable=True))),
         said_by(shard(torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank())))),
@@ -95,8 +102,12 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         "ReplicationError: shard_optimizer: model is a Mlp that is not replicated; call ddp_compile(model) first",
         "the model reduces parameters that the optimizer does not have: layers.0.weight. Put all of them",
         "the optimizer has 1 parameters that the model does not have",
-        "LBFGS cannot be sharded by elements, since it looks at all parameters at once",
-        "Adafactor cannot be sharded by elements, since it looks at rows and columns",
+        "LBFGS cannot be sharded, since it looks at all parameters at once",
+        "optimizer=[] has no optimizer",
+        "placement='flat' with elementwise=False: pass 'whole' for optimizers that need whole parameters",
+        "placement='whole' with elementwise=True: pass 'whole' for optimizers that need whole parameters",
+        "more than one optimizer has the parameters layers.0.weight; leave each in one",
+        "SGD has no parameter that the model reduces; leave it out",
         "Lion works element by element is not known; pass elementwise=True",
         "a SGD with differentiable=True cannot be sharded",
         "RanksDifferError: rank {rank}: the optimizers that are to be sharded have other settings",
@@ -105,7 +116,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks) -> None:
         "a sharded optimizer cannot be used with the ByteGrad",
         "4 parameters have gradients, which are no shards; call shard_optimizer between two steps",
         "this AdamW is sharded already",
-        "a sharded optimizer cannot be used with the sharded optimizer: one optimizer steps all",
+        "the first call shards all parameters of a model. Pass all optimizers to one call",
         "add_param_group of an optimizer that is sharded",
         "cannot be used with the sharded optimizer: ",
         "Join cannot be used with the sharded optimizer: ",
@@ -139,7 +150,7 @@ def frozen(weight: Tensor) -> nn.Parameter:
 
 @torch.compiler.set_stance("force_eager")
 def refused_for_their_memory() -> list[str]:
-    """At the call, at the end of the first backward, and behind it."""
+    """At the call, at the end of the first backward, and after it."""
 
     def made(alias: Any = None, share: bool = False) -> Any:
         module = WithAlias(alias)
@@ -203,7 +214,7 @@ def test_copies_of_parameters_may_go_to_another_process_and_parameters_may_not(r
 
 
 @torch.compiler.set_stance("force_eager")
-def refused_behind_a_backward() -> list[str]:
+def refused_after_a_backward() -> list[str]:
     model, optimizer = make()
     first = next(model.parameters())
     with model.no_sync():
@@ -251,16 +262,16 @@ def test_gradients_that_are_read_written_or_forgotten_are_errors(ranks: Ranks) -
         "would be that of this rank's part alone, and another one on each rank; clip with model.clip_grad_norm_",
         "which is reduced to shards: no rank has all of it",
         "read with model.full_gradients()",
-        "a second backward after one that has been reduced, without a forward of the module between",
+        "is reduced to shards, and a second backward adds to it without a forward of the module between",
         ".grad of layers.0.weight has been set after a backward",
         "has been modified by an inplace operation",
         "has not been zeroed",
     ]
-    assert_all_say(ranks, refused_behind_a_backward, expected)
+    assert_all_say(ranks, refused_after_a_backward, expected)
 
 
 @torch.compiler.set_stance("force_eager")
-def refused_behind_a_forward() -> list[str]:
+def refused_after_a_forward() -> list[str]:
     """A forward that no backward has followed yet, between backward and step."""
     said = []
     for is_local in (False, True):
@@ -268,6 +279,14 @@ def refused_behind_a_forward() -> list[str]:
         loss_of(model(batch(0))).backward()
         with model.no_sync() if is_local else nullcontext():
             loss = loss_of(model(batch(1)))
+        first = next(model.parameters())
+        said += [
+            said_by(partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)),
+            said_by(first.grad.sum),
+        ]
+        first.grad = torch.ones_like(first)
+        said.append(said_by(optimizer.step))
+        first.grad = None
         optimizer.step()
         optimizer.zero_grad()
         said.append(said_by(loss.backward))
@@ -286,13 +305,19 @@ def refused_behind_a_forward() -> list[str]:
 
 def test_a_forward_between_backward_and_step_hides_no_error(ranks: Ranks) -> None:
     expected = [
-        *2 * ["has been modified by an inplace operation"],
+        *2
+        * [
+            "Clip with model.clip_grad_norm_(max_norm)",
+            "read with model.full_gradients()",
+            ".grad of layers.0.weight has been set after a backward",
+            "has been modified by an inplace operation",
+        ],
         *(f"ValueError: norm_type={order}: with a sharded optimizer the order" for order in (0.0, -math.inf, math.nan)),
         "model.clip_grad_norm_() and a gradient of this rank alone",
         "model.full_gradients() and a gradient of this rank alone",
         "optimizer.step() and a gradient of this rank alone",
     ]
-    assert_all_say(ranks, refused_behind_a_forward, expected)
+    assert_all_say(ranks, refused_after_a_forward, expected)
 
 
 @torch.compiler.set_stance("force_eager")

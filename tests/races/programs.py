@@ -292,6 +292,24 @@ def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False
     stage.end(model)
 
 
+def sharded_whole(stage: Stage, **settings: Any) -> None:
+    """Two optimizers, of which one steps matrices as a whole."""
+    model = replicated(stage, **settings)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizers = shard_optimizer([torch.optim.Muon(matrices, 0.01), torch.optim.AdamW(others, 0.01)], model)
+    batch = plain_batches(4, WIDTH)
+    for roles in stage.steps(3):
+        with stage.on(roles.caller):
+            stage.backward(stage.forward(model, batch(), roles), roles)
+            model.clip_grad_norm_(1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            stage.use_memory()
+    stage.end(model)
+
+
 def steady(stage: Stage, of_shards: bool = False, **settings: Any) -> None:
     """A few steps to reach the steady state, in which nothing may make the host wait for the device."""
     model = replicated(stage, **settings)
@@ -345,6 +363,8 @@ _ON_NCCL: dict[str, Program] = {
     "sharded": sharded,
     "sharded, graph break": partial(sharded, ending="break"),
     "sharded, forward split": partial(sharded, split="forward"),
+    "sharded, whole parameters": sharded_whole,
+    "sharded, whole parameters, forward split": partial(sharded_whole, split="forward"),
 }
 
 #: With groups whose ``wait()`` blocks the host.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,10 +91,13 @@ class PlansEachFrameAnew(PlanBuilder):
             packed += [replace(bucket, frame=number) for bucket in plan.buckets]
         return BucketPlan(tuple(replace(bucket, index=i) for i, bucket in enumerate(packed)))
 
-    def lay_out_as(self, layout: Layout) -> None:
+    def lay_out_as(self, layout: Layout, owners: Mapping[int, int]) -> None:
         self.layout = layout
+        self.gradients = [replace(gradient, owner=owners.get(gradient.index)) for gradient in self.gradients]
         if self.sealed is not None:
-            buckets = tuple(replace(bucket, layout=layout) for bucket in self.sealed.buckets)
+            gradients = [tuple(self.gradients[g.index] for g in bucket.gradients) for bucket in self.sealed.buckets]
+            pairs = zip(self.sealed.buckets, gradients, strict=True)
+            buckets = tuple(replace(bucket, layout=layout, gradients=laid_out) for bucket, laid_out in pairs)
             self.sealed = replace(self.sealed, buckets=buckets)
 
 
@@ -107,8 +110,9 @@ def test_frames_add_up_to_the_plan_that_would_be_made_anew_for_each(seed: int) -
     seal_at, gaps_at = rng.randint(0, 12), rng.randint(0, 12)
     for number in range(10):
         if number == gaps_at:
-            builder.lay_out_as("ddp")
-            reference.lay_out_as("ddp")
+            owners = {i: rng.randint(0, 3) for i in range(0, len(specs), 2)}
+            builder.lay_out_as("ddp", owners)
+            reference.lay_out_as("ddp", owners)
         if number == seal_at:
             builder.seal(builder.propose())
             reference.seal(reference.propose())

@@ -135,6 +135,15 @@ def test_gradients_never_overlap_and_lie_inside_their_bucket(seed: int) -> None:
         assert all(offset % 128 == 0 for offset in bucket.byte_offsets)
 
 
+def test_gradients_of_an_owner_lie_together_after_those_without() -> None:
+    owners = [1, None, 0, 1, None]
+    specs = [replace(g, owner=owner) for g, owner in zip(gradients(1, 32, 33, 1, 64), owners, strict=True)]
+    (bucket,) = plan_buckets(specs, 10**6).buckets
+    assert bucket.byte_offsets == (640, 0, 384, 768, 128) and bucket.num_bytes == 896
+    assert bucket.bytes_of_owner == {None: (0, 384), 0: (384, 640), 1: (640, 896)}
+    assert BucketPlan.from_json(BucketPlan((bucket,)).to_json()).buckets == (bucket,)
+
+
 # JSON and digest.
 
 
@@ -184,7 +193,7 @@ def test_plans_that_differ_in_anything_have_different_digests() -> None:
 def test_json_of_another_version_is_refused() -> None:
     document = json.loads(plan_buckets(gradients(1), 100).to_json())
     document["version"] = 99
-    with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 1; install the same"):
+    with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 2; install the same"):
         BucketPlan.from_json(json.dumps(document))
 
 
@@ -237,7 +246,9 @@ def dropped(*path: Any) -> Callable[[Any], None]:
         (changed("buckets", 1, "gradients", to=[]), "bucket 1 holds 0 gradients"),
         (changed("buckets", 1, "gradients", to=None), "the gradients of bucket 1 are None, not a list"),
         (changed("buckets", 1, "gradients", 0, to=[1, "p1"]), "a gradient of bucket 1 is [1, 'p1']"),
-        (changed("buckets", 1, "gradients", 0, 1, to=7), "a gradient of bucket 1 is [2, 7, 1]"),
+        (changed("buckets", 1, "gradients", 0, 1, to=7), "a gradient of bucket 1 is [2, 7, 1, None]"),
+        (changed("buckets", 1, "gradients", 0, 3, to=-1), "the owner of 'p2' in bucket 1 is -1"),
+        (changed("buckets", 1, "gradients", 0, 3, to="0"), "the owner of 'p2' in bucket 1 is '0'"),
         (changed("buckets", 1, "gradients", 0, 0, to="2"), "the number of parameter 'p2' in bucket 1 is '2'"),
         (changed("buckets", 1, "gradients", 0, 0, to=-1), "the number of parameter 'p2' in bucket 1 is -1"),
         (changed("buckets", 1, "gradients", 0, 0, to=4), "the number 4 of parameter 'p2' is out of range"),

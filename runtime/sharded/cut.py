@@ -1,0 +1,70 @@
+"""Which elements of a bucket each rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ddp_compile.plan.spec import BucketSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of a flat buffer that follow each other, from ``begin`` to before ``end``."""
+
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.begin : self.end]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the flat buffer of a bucket is divided among the ranks.
+
+    Parameters without an owner are cut: each rank keeps a shard of ``shard_numel`` elements of them, the last ranks
+    fewer or none. A rank keeps all elements of the parameters that it owns. So a rank keeps up to two runs.
+
+    Args:
+        shards: The shard of each rank.
+        owned: The elements of each rank's own parameters, padding included.
+        shard_numel: Length of a shard that is not cut short.
+    """
+
+    shards: tuple[Run, ...]
+    owned: tuple[Run, ...]
+    shard_numel: int
+
+    @classmethod
+    def of(cls, spec: BucketSpec, world_size: int, element_size: int, unit: int) -> Cut:
+        """The cut of a bucket.
+
+        Args:
+            unit: Shards begin at multiples of so many elements.
+        """
+        runs = {
+            owner: (begin // element_size, end // element_size) for owner, (begin, end) in spec.bytes_of_owner.items()
+        }
+        _, numel = runs.get(None, (0, 0))
+        size = -(-numel // (world_size * unit)) * unit
+        shards = tuple(Run(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(world_size))
+        return cls(shards, tuple(Run(*runs.get(rank, (numel, numel))) for rank in range(world_size)), size)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing has an owner, so that all ranks keep about as much."""
+        return not any(run.numel for run in self.owned)
+
+    def numel_of(self, rank: int) -> int:
+        """Number of elements that a rank keeps."""
+        return self.shards[rank].numel + self.owned[rank].numel
+
+    def parts_of(self, rank: int, flat: Tensor) -> list[Tensor]:
+        """The elements of a flat buffer that a rank keeps: views, none of them empty."""
+        return [run.of(flat) for run in (self.shards[rank], self.owned[rank]) if run.numel]

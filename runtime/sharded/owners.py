@@ -1,0 +1,112 @@
+"""Which rank steps which parameter, if parameters are not cut."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Parameter
+from torch.optim import Muon, Optimizer
+
+from ddp_compile.errors import ReplicationError, this_rank
+
+log = logging.getLogger(__name__)
+
+#: Most of the mean that a rank may have to do without a warning.
+_UNEVEN = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The owners of an optimizer's parameters.
+
+    Args:
+        name: The optimizer's.
+        rank_of: The rank that steps all of a parameter, by the parameter's number.
+        loads: For each rank, the cost of its parameters.
+    """
+
+    name: str
+    rank_of: Mapping[int, int]
+    loads: tuple[float, ...]
+
+    @property
+    def worst_of_mean(self) -> float:
+        """How much the rank that has most to do has to do, in units of the mean over the ranks."""
+        mean = sum(self.loads) / len(self.loads)
+        return max(self.loads) / mean if mean else 1.0
+
+    def describe(self) -> str:
+        """A line for ``model.explain()``."""
+        numbers = [sum(rank == owner for owner in self.rank_of.values()) for rank in range(len(self.loads))]
+        return (
+            f"{self.name} steps whole parameters: {', '.join(map(str, numbers))} on ranks 0 to {len(numbers) - 1}; the"
+            f" rank with most to do has {self.worst_of_mean:.2f} times the mean"
+        )
+
+    def warn_if_uneven(self) -> None:
+        """Say which rank holds up the others, for example because one parameter costs more than all others."""
+        if self.worst_of_mean > _UNEVEN:
+            idle = sum(not load for load in self.loads)
+            log.warning(
+                "%s: %s steps %d whole parameters on %d ranks. Rank %d has %.2f times the mean to do%s, so a step takes"
+                " that much longer than an even one. More parameters, or smaller ones, would help, or another cost= of"
+                " shard_optimizer if they cost something else than it says",
+                this_rank(),
+                self.name,
+                len(self.rank_of),
+                len(self.loads),
+                self.loads.index(max(self.loads)),
+                self.worst_of_mean,
+                f", and {idle} ranks nothing" if idle else "",
+            )
+
+
+def choose_owners(
+    optimizer: Optimizer, reduced: Mapping[int, int], world_size: int, cost: Callable[[Parameter], float] | None
+) -> Owners:
+    """The owner of each parameter of an optimizer, the same on every rank.
+
+    The largest first, each goes to the rank that has least to do so far (longest processing time first: Graham 1969).
+    Then no rank has more than 4/3 of what the best choice gives.
+
+    Args:
+        reduced: Numbers of the parameters that are reduced, by ``id``; the others get no owner.
+        cost: Of a step of a parameter; None for `cost_of`.
+
+    Raises:
+        ReplicationError: ``cost`` has returned no cost.
+    """
+    costs = {
+        reduced[id(parameter)]: float(cost(parameter) if cost else cost_of(optimizer, group, parameter))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in reduced
+    }
+    if wrong := [each for each in costs.values() if not 0 <= each < math.inf]:
+        raise ReplicationError(
+            f"{this_rank()}: cost= of shard_optimizer has returned {wrong[0]} for a parameter; return a number from 0"
+            " on, the same on every rank"
+        )
+    loads = [0.0] * world_size
+    rank_of = {}
+    for index in sorted(costs, key=lambda index: (-costs[index], index)):
+        owner = loads.index(min(loads))
+        rank_of[index] = owner
+        loads[owner] += costs[index]
+    return Owners(type(optimizer).__name__, rank_of, tuple(loads))
+
+
+def cost_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter) -> float:
+    """What a step of a parameter costs: floating-point operations for Muon, otherwise elements.
+
+    Each of Muon's Newton-Schulz iterations computes, for an m x n matrix X with m <= n, X X' (2 m m n operations), its
+    square (2 m m m), and the product with X (2 m m n): ``_zeropower_via_newtonschulz`` of torch 2.13, optim/_muon.py.
+    """
+    if not isinstance(optimizer, Muon):
+        return parameter.numel()
+    rows, columns = sorted(parameter.shape)
+    return parameter.numel() + group["ns_steps"] * (4 * rows**2 * columns + 2 * rows**3)
