@@ -5,7 +5,7 @@
 Two ranks on gloo with a TCPStore train a small model eagerly. Steps with and without `DesyncMonitor` alternate; small
 products after each make it last ``--step-ms``. The times are processor times of the thread that trains, since
 wall-clock time would include gloo's threads, which reduce buckets on the same core. Printed are the median and mean
-differences of neighbouring steps, on the rank with the higher cost, without agreement points; the mean includes all
+differences of neighboring steps, on the rank with the higher cost, without agreement points; the mean includes all
 posts. ``agreeing_us`` is the median wall-clock time of the store requests at an agreement point. ``share_percent`` is
 the mean and a 128th of that, as a share of the step.
 """

@@ -132,7 +132,7 @@ def ddp_compile(
         TypeError: Not a module, or an argument that is not taken.
         ValueError: A setting out of range.
         ReplicationError: The module cannot be replicated, settings exclude each other (docs/feature_compatibility.md),
-            or no process group has been initialised. It is a RuntimeError, as those of DistributedDataParallel, and a
+            or no process group has been initialized. It is a RuntimeError, as those of DistributedDataParallel, and a
             ValueError.
         RanksDifferError: The ranks were given different models.
     """

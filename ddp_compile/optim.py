@@ -25,7 +25,7 @@ _OF_ALL_GROUPS = ("num_steps", "warmup_steps")
 class QAdam(Optimizer):
     """Adam that sends eight bits a value: first gradients are averaged as usual, and then compressed momenta.
 
-    In the first ``warmup_steps`` steps it is ``torch.optim.Adam``, bit for bit. Afterwards the variance v is frozen,
+    In the first ``warmup_steps`` steps it is ``torch.optim.Adam``, bit for bit. Afterward the variance v is frozen,
     and the mean of the ranks' momenta, compressed as by ``ByteGrad()``, replaces the momentum::
 
         optimizer = QAdam(model.parameters(), lr=1e-3, warmup_steps=1000)
@@ -112,7 +112,7 @@ class QAdam(Optimizer):
         return QAdamAlgorithm(optimizer=self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; not after warm-up, when no variance can be learnt any more.
+        """As any optimizer's; not after warm-up, when no variance can be learned any more.
 
         Raises:
             ValueError: A setting is out of range, or warm-up is over.

@@ -2,7 +2,7 @@
 
 Note [Launched before AccumulateGrad]
 Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
-regulariser, a second forward, a layer used twice. So some iterations teach: the first one and, as graphs are compiled
+regularizer, a second forward, a layer used twice. So some iterations teach: the first one and, as graphs are compiled
 later too, every agreement point (`agreement_points`). There, a bucket that may not be launched early yet is watched. It
 has one contributor if one graph computed it once and each ``.grad`` then was the very tensor that was computed. The
 ranks agree on those buckets, and launch them from then on as soon as a graph has computed them. A bucket that was found
@@ -21,7 +21,7 @@ move: with ``static_graph`` a backward may return views of the flat buffer, and 
 their bucket has been launched.
 
 Note [Observed gradients]
-A backward may have collectives of its own, a synchronised BatchNorm's for example, in the same process group. They meet
+A backward may have collectives of its own, a synchronized BatchNorm's for example, in the same process group. They meet
 their counterparts only if all ranks launch their buckets at the same places among them. So what only one rank knows
 must not hold a bucket back: that somebody has put a hook on a parameter there, for example. Such a bucket is launched
 as the others are, but its ``.grad`` is not taken away, and its gradients do not move, since the hook looks at them. It
@@ -69,7 +69,7 @@ class EarlyLaunch:
         queue: Launches them.
         hooks: Tell of what AccumulateGrad stores.
         accumulators: The AccumulateGrad nodes of the parameters.
-        is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learnt and no bucket is early.
+        is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learned and no bucket is early.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EarlyLaunch:
         self._hooks = hooks
         self._accumulators = accumulators
         self._is_enabled = is_enabled
-        self._has_learnt = False
+        self._has_learned = False
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
         self._ignored: set[tuple[int, ...]] = set()
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
@@ -93,7 +93,7 @@ class EarlyLaunch:
     @property
     def is_learning(self) -> bool:
         """Whether buckets are watched in this iteration; the same on every rank."""
-        return self._is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
+        return self._is_enabled and (not self._has_learned or is_agreement_point(self._set.iteration.number))
 
     @property
     def has_message(self) -> bool:
@@ -279,7 +279,7 @@ class EarlyLaunch:
         """From now on launch these buckets early, which had one contributor on every rank."""
         for bucket in agreed:
             bucket.allow_early_launch()
-        if agreed or not self._has_learnt:
+        if agreed or not self._has_learned:
             log.info(
                 "%s: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",
                 this_rank(),
@@ -288,7 +288,7 @@ class EarlyLaunch:
                 len(agreed),
                 self._set.iteration.number,
             )
-        self._has_learnt = True
+        self._has_learned = True
 
 
 def _own_gradients(bucket: Bucket) -> list[Tensor]:

@@ -140,7 +140,7 @@ class LaunchQueue:
         """At the end of a backward, complete the buckets that may be launched without the gradients they miss.
 
         Args:
-            after_forward: Whether a synchronised forward has come before the backward.
+            after_forward: Whether a synchronized forward has come before the backward.
 
         Returns:
             Whether the iteration is over; False if it waits for another backward.
@@ -158,7 +158,7 @@ class LaunchQueue:
         return True
 
     def _complete_with_means(self) -> None:
-        """Complete the iteration of a backward without a forward before it, of a regulariser for example.
+        """Complete the iteration of a backward without a forward before it, of a regularizer for example.
 
         Parameters that it did not reach hold the mean of the iteration before, and the mean of means is the mean. A
         bucket with a parameter that holds none is passed over: its gradients are reduced in the next iteration.

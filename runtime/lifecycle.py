@@ -38,7 +38,7 @@ class Phase(NamedTuple):
     Args:
         state: See `State`.
         after_forward: Whether a forward has come since the last iteration whose backward is to be reduced. A backward
-            without one, of a regulariser for example, may reach a part of the parameters only.
+            without one, of a regularizer for example, may reach a part of the parameters only.
     """
 
     state: State
@@ -54,7 +54,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
         (local, Event.FORWARD): expecting,
         (local, Event.LOCAL_FORWARD): local,
         (expecting, Event.FORWARD): expecting,
-        # It does not call off the backward of the synchronised forward before it.
+        # It does not call off the backward of the synchronized forward before it.
         (expecting, Event.LOCAL_FORWARD): expecting,
     }
     for before in (armed, expecting):

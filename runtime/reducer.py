@@ -45,11 +45,11 @@ class Reducer:
 
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
-        builder: The module's plan; sealed at the first synchronised backward, before anything is launched.
+        builder: The module's plan; sealed at the first synchronized backward, before anything is launched.
         process_group: The ranks to average over.
         settings: See `ReducerSettings`.
 
-    Source: the life of a backward (prepare, mark ready, launch in order, finalise in an engine callback) is that of
+    Source: the life of a backward (prepare, mark ready, launch in order, finalize in an engine callback) is that of
     ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
 
@@ -162,7 +162,7 @@ class Reducer:
                 if self.buckets and not self._lifecycle.phase.after_forward and not self.algorithm.traits.keeps_buckets:
                     self._set.rebuild_once()
         if self._lifecycle.on(Event.FORWARD if synchronize else Event.LOCAL_FORWARD) is State.FAILED:
-            # What this rank launched may wait for ever for ranks that stopped elsewhere, so it is not waited for.
+            # What this rank launched may wait forever for ranks that stopped elsewhere, so it is not waited for.
             raise error_messages.out_of_step()
         try:
             self.algorithm.before_forward(synchronize)
@@ -170,7 +170,7 @@ class Reducer:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def search_unused_parameters(self, outputs: Any) -> None:
-        """After a synchronised forward, find the parameters that no backward from its outputs can reach."""
+        """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
@@ -197,7 +197,7 @@ class Reducer:
     # Inside ``Join``; see `ddp_compile.features.uneven_inputs`.
 
     def refuse_second_forward(self) -> None:
-        """Raise a ReplicationError if the backward of a synchronised forward has not come."""
+        """Raise a ReplicationError if the backward of a synchronized forward has not come."""
         self._refuse_unfinalized()
         if self._lifecycle.phase == Phase(State.ARMED, True):
             raise error_messages.second_forward_in_join()
@@ -217,7 +217,7 @@ class Reducer:
 
         Raises:
             ReductionError: A reduction failed or timed out.
-            ReplicationError: With a static graph, this rank has not learnt which gradients come.
+            ReplicationError: With a static graph, this rank has not learned which gradients come.
         """
         self._policy.refuse_shadow()
         self._start_iteration()

@@ -125,7 +125,7 @@ def set_link_model(model: LinkModel) -> None:
     if not isinstance(group, SimulatedProcessGroup):
         raise ValueError(f"the default process group {group} is not simulated; call init_simulated_process_group first")
     if model.world_size != group.size():
-        raise ValueError(f"world_size={model.world_size} must stay {group.size()}; initialise another process group")
+        raise ValueError(f"world_size={model.world_size} must stay {group.size()}; initialize another process group")
     group.line.model = model
 
 

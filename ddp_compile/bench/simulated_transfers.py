@@ -3,7 +3,7 @@
 Note [Spinning on a GPU]
 A transfer on a CUDA device is one warp of one multiprocessor that spins on a side stream, far less than the blocks of
 NCCL, one for each of its channels. The spin counts cycles of the GPU's clock, which the GPU lowers when it gets hot or
-draws too much power; then transfers take longer than modelled, for all implementations alike.
+draws too much power; then transfers take longer than modeled, for all implementations alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostLink:
     """Transfers on the host's clock, completed in turn by one thread that sleeps in between.
 
     The thread writes the result at the deadline, just before it completes the future. So code that forgets to wait does
-    not see the result, and after ``wait`` has returned no write is still to come. The write adds to the modelled time,
+    not see the result, and after ``wait`` has returned no write is still to come. The write adds to the modeled time,
     but delays no later deadline.
     """
 

@@ -148,7 +148,7 @@ def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
-    if state.buffers.synchronised():
+    if state.buffers.synchronized():
         found[Feature.BUFFERS] = "broadcast_buffers=True"
     if delayed:
         found[Feature.DELAYED] = f"delay_all_reduce_named_params ({shorten_names(delayed)})"

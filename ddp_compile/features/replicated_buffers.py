@@ -61,7 +61,7 @@ class ReplicatedBuffers:
         present = {fqn: owner._buffers.get(name) for fqn, (owner, name) in self._places.items()}
         return {fqn: buffer for fqn, buffer in present.items() if buffer is not None}
 
-    def synchronised(self) -> list[Tensor]:
+    def synchronized(self) -> list[Tensor]:
         """The buffers that are kept equal; none if that is turned off."""
         return list(self.tensors().values()) if self._is_on else []
 
@@ -87,7 +87,7 @@ class ReplicatedBuffers:
         Raises:
             ReductionError: Another rank did not come.
         """
-        buffers = self.synchronised()
+        buffers = self.synchronized()
         if not buffers or (self._hook is not None and self._hook.is_after_forward):
             return []
         self._monitor.buffers_are_broadcast(kind)
@@ -105,7 +105,7 @@ class ReplicatedBuffers:
 
     def after_forward(self) -> list[torch.futures.Future[Any]]:
         """Call a hook that is to be called after the forward; returns futures as `before_forward`."""
-        if self._hook is None or not self._hook.is_after_forward or not self.synchronised():
+        if self._hook is None or not self._hook.is_after_forward or not self.synchronized():
             return []
         return self._call(self._hook)
 

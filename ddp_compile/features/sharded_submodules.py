@@ -161,7 +161,7 @@ class ShardedSubmodules:
         return tuple(part[place] for part in parts)
 
     def _average(self, name: str, reduced: Tensor) -> None:
-        """FSDP2's hook: gets the gradients of a submodule, shape (n,), which FSDP2 scales and unpacks afterwards."""
+        """FSDP2's hook: gets the gradients of a submodule, shape (n,), which FSDP2 scales and unpacks afterward."""
         if not self._called:
             torch_internals.queue_backward_callback(self._nearly_ended)
         self._called.append(name)

@@ -147,7 +147,7 @@ class ReplicatedModule(nn.Module):
         return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
-        """Wait for the reductions of the backward that has returned; afterwards each ``.grad`` is the mean.
+        """Wait for the reductions of the backward that has returned; afterward each ``.grad`` is the mean.
 
         If `require_manual_backward_finalization` is set, call it once after each backward that is reduced.
 

@@ -147,7 +147,7 @@ def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bo
         if isinstance(parameter, UninitializedParameter):
             raise ReplicationError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
         if parameter.is_meta:
-            raise ReplicationError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
+            raise ReplicationError(f"{name} is on the meta device; materialize the module: module.to_empty(device=...)")
 
 
 def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
@@ -155,7 +155,7 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
 
     Raises:
         ReplicationError: The mesh has more than one dimension, this rank is not in the group, or no process group has
-            been initialised.
+            been initialized.
     """
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):

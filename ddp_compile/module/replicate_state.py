@@ -372,7 +372,7 @@ class ReplicateState:
 
     def broadcast_model(self, source: int) -> None:
         """Give every rank the parameters of one rank in the group, and its buffers if buffers are broadcast."""
-        broadcast_all([*self._all_parameters, *self.buffers.synchronised()], self.process_group, source)
+        broadcast_all([*self._all_parameters, *self.buffers.synchronized()], self.process_group, source)
 
     def shadow_buffers(self, source: int) -> None:
         """On a rank that has no input left: take part in what the others do with buffers."""

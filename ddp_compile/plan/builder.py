@@ -53,7 +53,7 @@ class PlanBuilder:
     def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
         """Add one frame; return every bucket with a parameter of the frame, in launch order.
 
-        Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterwards the sealed plan
+        Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterward the sealed plan
         decides.
 
         Args:

@@ -70,7 +70,7 @@ class ReplicatedParameters:
         """Refuse parameters other than those that were replicated.
 
         A frozen or moved or renamed parameter is no change: the step of a generator freezes the discriminator, and
-        thaws it afterwards. If gradients are missing for that reason, `MissingGradientError` says so.
+        thaws it afterward. If gradients are missing for that reason, `MissingGradientError` says so.
 
         Raises:
             ParametersChangedError: Names each parameter, and what happened to it.

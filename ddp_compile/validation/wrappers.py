@@ -1,6 +1,6 @@
 """Wrappers that reduce, shard or compile by themselves, or train adapters: inside a replicated module, or around it.
 
-They are recognised by the names of their classes, since some are slow to import.
+They are recognized by the names of their classes, since some are slow to import.
 """
 
 from __future__ import annotations

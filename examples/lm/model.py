@@ -78,9 +78,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        self._initialise(config)
+        self._initialize(config)
 
-    def _initialise(self, config: GPTConfig) -> None:
+    def _initialize(self, config: GPTConfig) -> None:
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue  # biases and norms keep the layers' own start

@@ -34,8 +34,8 @@ _HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
     torch.batch_norm: (("running_mean", 3), ("running_var", 4)),
     torch.instance_norm: (("running_mean", 3), ("running_var", 4)),
 }
-# Lookups that renormalise the rows they read if a largest norm is given, and its position.
-_RENORMALISING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
+# Lookups that renormalize the rows they read if a largest norm is given, and its position.
+_RENORMALIZING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
 
 # Not imatmul: tensors have no such method, so ``x @= w`` makes a new tensor.
 _AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
@@ -157,8 +157,8 @@ def _written_values(node: fx.Node) -> Iterator[Any]:
     elif target in _HIDDEN_WRITES:
         for keyword, position in _HIDDEN_WRITES[target]:
             yield _argument(node, keyword, position)
-    elif target in _RENORMALISING_LOOKUPS:
-        if _argument(node, "max_norm", _RENORMALISING_LOOKUPS[target]) is not None:
+    elif target in _RENORMALIZING_LOOKUPS:
+        if _argument(node, "max_norm", _RENORMALIZING_LOOKUPS[target]) is not None:
             yield _argument(node, "weight", 1)
     elif target is operator.setitem or _is_inplace_by_name(name) or _is_inplace_activation(node):
         yield _first_argument(node)

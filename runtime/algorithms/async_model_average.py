@@ -37,7 +37,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     As a context manager it resumes and aborts. If an exception leaves the context, the ranks agree on nothing more.
 
     Source: Bagua (Gan et al. 2021, arXiv 2107.01499). There the lock does not hold back an optimizer's step, whose
-    update is lost if the average is written at the same time; forwards without backward block the thread for ever;
+    update is lost if the average is written at the same time; forwards without backward block the thread forever;
     evaluations count as steps; and resuming in the warm-up ends averaging for good.
     """
 

@@ -1,4 +1,4 @@
-"""Decentralised data parallelism: ranks average their parameters while each computes its gradients."""
+"""Decentralized data parallelism: ranks average their parameters while each computes its gradients."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
         size: An even number.
         num_exchanges: Number of exchanges so far.
 
-    Source: the decentralised algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
+    Source: the decentralized algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
     """
     half = size // 2
     if place < half:

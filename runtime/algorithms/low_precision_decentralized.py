@@ -1,4 +1,4 @@
-"""Low-precision decentralised data parallelism: ranks in a ring send each other changes in eight bits a value."""
+"""Low-precision decentralized data parallelism: ranks in a ring send each other changes in eight bits a value."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _WHOLE = 1 << 30
 
 
 class LowPrecisionDecentralizedAlgorithm(AfterStep):
-    """Each rank keeps copies of its own parameters after the last exchange, W, and of both neighbours', L and R.
+    """Each rank keeps copies of its own parameters after the last exchange, W, and of both neighbors', L and R.
 
-    After a step has turned W into x, it sends q = D(C(z)) with z = x + L / 3 + R / 3 - 5 / 3 W to both neighbours, and
-    x becomes W + q, the new W. The neighbours' messages are added to L and R, which are not read before the next
+    After a step has turned W into x, it sends q = D(C(z)) with z = x + L / 3 + R / 3 - 5 / 3 W to both neighbors, and
+    x becomes W + q, the new W. The neighbors' messages are added to L and R, which are not read before the next
     exchange, so messages are under way while the rank trains on. Every rank adds the same bytes to the same values:
-    then L is the left neighbour's W, and R the right one's, in every bit.
+    then L is the left neighbor's W, and R the right one's, in every bit.
 
     Source: Bagua (Gan et al. 2021, arXiv 2107.01499), whose ring follows Tang et al. 2018 (arXiv 1803.06443).
     """
@@ -75,16 +75,16 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
             )
         super().attach(parameters)
         leaders = self._groups.leaders
-        has_two_neighbours = leaders is not None and leaders.size() > 2
+        has_two_neighbors = leaders is not None and leaders.size() > 2
         self._own, self._left = self._parameters.new(), self._parameters.new()
-        self._right = self._parameters.new() if has_two_neighbours else self._left  # both are one rank
+        self._right = self._parameters.new() if has_two_neighbors else self._left  # both are one rank
         for flats in self._kept().values():
             self._parameters.read(flats)
         if leaders is not None and work_blocks_host(leaders, device):
-            keep_after(self, partial(_let_neighbours_have, self._under_way))
+            keep_after(self, partial(_let_neighbors_have, self._under_way))
 
     def communicate(self) -> None:
-        """Exchange with both neighbours."""
+        """Exchange with both neighbors."""
         if self._process_group.size() > 1:
             self._exchange_and_count()
 
@@ -95,7 +95,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if blocks is None or groups.leaders is None:
             self._exchange_copies()
         else:
-            self._exchange_with_neighbours(blocks, groups.leaders)
+            self._exchange_with_neighbors(blocks, groups.leaders)
         self._num_exchanges += 1
 
     def _exchange_copies(self) -> None:
@@ -112,11 +112,11 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 self._exchange_whole(flats, groups.leaders)
             else:
                 blocks = [[[block] for block in flat.split(BLOCK_NUMEL)] for flat in flats]
-                self._exchange_with_neighbours(blocks, groups.leaders)
+                self._exchange_with_neighbors(blocks, groups.leaders)
         wait_for([groups.broadcast(flat) for flat in flats], self.name)
         self._parameters.write(flats)
 
-    def _exchange_with_neighbours(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
+    def _exchange_with_neighbors(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
         """Let x become the new W, segment by segment; each is sent while the next one is computed.
 
         Args:
@@ -124,11 +124,11 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         """
         for messages in self._under_way.values():
             self._await(messages)
-        left, right = _neighbours_in(group)
+        left, right = _neighbors_in(group)
         num_blocks = SEGMENT_NUMEL // BLOCK_NUMEL
         number = 0  # of the segment
         for of_kind, own, of_left, of_right in zip(blocks, self._own, self._left, self._right, strict=True):
-            kept = {left: of_left, right: of_right}  # by neighbour, of whom there may be one
+            kept = {left: of_left, right: of_right}  # by neighbor, of whom there may be one
             scratch = torch.empty(2, min(BLOCK_NUMEL, own.numel()), dtype=torch.float32, device=own.device)
             segments = zip(*(flat.split(SEGMENT_NUMEL) for flat in (own, *kept.values())), strict=True)
             for i, (in_own, *in_kept) in enumerate(segments):
@@ -146,7 +146,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
     def _exchange_whole(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         """Let W, L and R be the ranks' parameters, uncompressed."""
         self._receive()
-        left, right = _neighbours_in(group)
+        left, right = _neighbors_in(group)
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
             wait_for(exchange([x], received, group, _WHOLE + self._num_exchanges, self.name), self.name)
@@ -159,7 +159,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Let L and R be the neighbours' W after the last exchange; if that fails once, every further call fails."""
+        """Let L and R be the neighbors' W after the last exchange; if that fails once, every further call fails."""
         for number, messages in list(self._under_way.items()):
             self._await(messages)
             del self._under_way[number]
@@ -198,7 +198,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if (state["rank"], state["world_size"]) != (group.rank(), group.size()):
             raise ValueError(
                 f"rank {group.rank()} of {group.size()}: the {self.name} was given the state of rank {state['rank']} of"
-                f" {state['world_size']}, whose neighbours are others; every rank loads its own, on as many ranks. To"
+                f" {state['world_size']}, whose neighbors are others; every rank loads its own, on as many ranks. To"
                 " begin anew from one checkpoint, load none: parameters are broadcast when ddp_compile is called"
             )
         for key, flats in self._kept().items():
@@ -215,11 +215,11 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
 
 class _Messages(NamedTuple):
-    """Messages to and from both neighbours, about one segment."""
+    """Messages to and from both neighbors, about one segment."""
 
     transfer: Transfer
     sent: Tensor  #: kept until it has gone
-    received: tuple[tuple[Tensor, Tensor], ...]  #: copies of neighbours, and the messages to add to them
+    received: tuple[tuple[Tensor, Tensor], ...]  #: copies of neighbors, and the messages to add to them
 
     def add(self) -> None:
         """Add the received messages, block by block, so that sums are rounded to 16 bits alike on every rank."""
@@ -229,13 +229,13 @@ class _Messages(NamedTuple):
                 minmax_u8_decompress(rows.view(_num_chunks(block), -1), block, accumulate=True)
 
 
-def _let_neighbours_have(under_way: Mapping[int, _Messages]) -> None:
-    """Wait until the neighbours have received what this rank sent."""
+def _let_neighbors_have(under_way: Mapping[int, _Messages]) -> None:
+    """Wait until the neighbors have received what this rank sent."""
     for messages in list(under_way.values()):
         messages.transfer.wait_for_others()
 
 
-def _neighbours_in(ring: dist.ProcessGroup) -> tuple[int, int]:
+def _neighbors_in(ring: dist.ProcessGroup) -> tuple[int, int]:
     """The ranks on the left and on the right."""
     return (ring.rank() - 1) % ring.size(), (ring.rank() + 1) % ring.size()
 
@@ -249,19 +249,19 @@ def _num_bytes(block: Tensor) -> int:
     return num_chunks * row_bytes(-(-len(block) // num_chunks))
 
 
-def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Tensor], scratch: Tensor) -> Tensor:
-    """Let x and W of a segment be W + D(C(z)), block by block; a neighbour on both sides counts twice.
+def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbors: Sequence[Tensor], scratch: Tensor) -> Tensor:
+    """Let x and W of a segment be W + D(C(z)), block by block; a neighbor on both sides counts twice.
 
     Returns:
         C(z), the blocks one after the other.
     """
     message = []
-    for pieces, of_own, *of_neighbours in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbours)), strict=True):
+    for pieces, of_own, *of_neighbors in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbors)), strict=True):
         z, of_x = scratch[:, : len(of_own)]
         torch.mul(of_own.float(), -5 / 3, out=z)
         z.add_(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), out=of_x))
-        for each in of_neighbours:
-            z.add_(each, alpha=2 / 3 / len(neighbours))
+        for each in of_neighbors:
+            z.add_(each, alpha=2 / 3 / len(neighbors))
         rows = minmax_u8_compress(z, _num_chunks(of_own))
         message.append(rows.view(-1))
         minmax_u8_decompress(rows, of_own, accumulate=True)
@@ -272,7 +272,7 @@ def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Ten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecisionDecentralized(AlgorithmConfig):
-    """Every rank trains parameters of its own, and sends changes to its two neighbours in a ring, eight bits a value.
+    """Every rank trains parameters of its own, and sends changes to its two neighbors in a ring, eight bits a value.
 
     Messages are computed after the optimizer's step, and are under way while the rank trains on. It needs three copies
     of the parameters, or two with two ranks, and for each a quarter of a copy for messages under way.

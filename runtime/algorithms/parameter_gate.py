@@ -51,7 +51,7 @@ class ParameterGate:
     def enter(self, why: str) -> None:
         """A thread starts to use the parameters; it waits while they are being written."""
         with self._changed:
-            if not self._inside.total():  # a trainer that comes back at once must not pass the writer for ever
+            if not self._inside.total():  # a trainer that comes back at once must not pass the writer forever
                 self._changed.wait_for(lambda: not self._writer_waits)
                 self._refuse_writes_outside()
             self._inside[why] += 1

@@ -59,7 +59,7 @@ class MomentumExchange(CollectiveChain):
         super().__init__(process_group)
         self._optimizer = optimizer
         self._in_warmup = AllReduceInChain(process_group)
-        self._afterwards = ByteGradAlgorithm(process_group)
+        self._afterward = ByteGradAlgorithm(process_group)
         self._group_numbers: dict[Parameter, int] = {}
 
     @property
@@ -75,7 +75,7 @@ class MomentumExchange(CollectiveChain):
 
     @property
     def _reduction(self) -> CollectiveChain:
-        return self._in_warmup if self._optimizer.in_warmup else self._afterwards
+        return self._in_warmup if self._optimizer.in_warmup else self._afterward
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
         """The parameters have to be those of the optimizer, which may have frozen ones as well."""
@@ -98,7 +98,7 @@ class MomentumExchange(CollectiveChain):
     def attach(self, parameters: Sequence[Parameter]) -> None:
         """Make a process group of its own, in warm-up too, and exchange for the optimizer."""
         self.take_own_group(parameters)
-        self._in_warmup.process_group = self._afterwards.process_group = self.process_group
+        self._in_warmup.process_group = self._afterward.process_group = self.process_group
         groups = self._optimizer.param_groups
         self._group_numbers = {p: number for number, group in enumerate(groups) for p in group["params"]}
         self._optimizer.exchange = weakref.ref(self)
@@ -117,7 +117,7 @@ class MomentumExchange(CollectiveChain):
             torch._foreach_mul_(part.places, 1 - beta1)
             if part.momenta:
                 torch._foreach_add_(part.places_of_momenta, part.momenta, alpha=beta1 * share)
-        yield from self._afterwards.reduce(bucket)
+        yield from self._afterward.reduce(bucket)
         for beta1, part in self._parts(bucket).items():
             if part.momenta:
                 torch._foreach_sub_(part.places_of_momenta, part.momenta, alpha=beta1)

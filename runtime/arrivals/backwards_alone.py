@@ -13,7 +13,7 @@ class BackwardsAlone:
     """Tells which backwards before the first call of the module are to be reduced.
 
     If somebody calls ``module.forward`` or a method of their own, a backward brings all gradients, and they are
-    reduced. If it was a regulariser, its gradients stay where they are, and are reduced in the first iteration.
+    reduced. If it was a regularizer, its gradients stay where they are, and are reduced in the first iteration.
 
     Args:
         num_parameters: Of the module.

@@ -29,7 +29,7 @@ class AllRequired:
         """A gradient has come, inside ``no_sync`` or not."""
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        """After a synchronised forward, find the parameters that no backward from its outputs can reach.
+        """After a synchronized forward, find the parameters that no backward from its outputs can reach.
 
         Args:
             outputs: What it returned.

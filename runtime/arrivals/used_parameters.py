@@ -12,7 +12,7 @@ from ddp_compile import torch_internals
 
 
 class UsedParameters:
-    """The parameters that got gradients on this rank since the last synchronised backward.
+    """The parameters that got gradients on this rank since the last synchronized backward.
 
     Args:
         parameters: In registration order; their place is their number.

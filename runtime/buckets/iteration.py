@@ -24,7 +24,7 @@ class Iteration:
 
     Args:
         number: The same on every rank; the first one is number 1. An iteration in which the ranks exchanged nothing, of
-            a regulariser over a few parameters for example, leaves its number to the next one.
+            a regularizer over a few parameters for example, leaves its number to the next one.
     """
 
     __slots__ = (

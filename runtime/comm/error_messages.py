@@ -114,7 +114,7 @@ def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static
     )
 
 
-#: A few regularisers may have backwards of their own before the module is first called; more than these are a mistake.
+#: A few regularizers may have backwards of their own before the module is first called; more than these are a mistake.
 MOST_BACKWARDS_ALONE = 8
 
 
@@ -192,7 +192,7 @@ def contributor_after_launch(names: Sequence[str], launched_once: str | None, ha
         reason = "some rank no longer holds its own gradients of them"
     return GradientArrivalError(
         f"{this_rank()}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
-        " backward had handed the bucket over, for example from a regulariser outside the model or a hook that returns"
+        " backward had handed the bucket over, for example from a regularizer outside the model or a hook that returns"
         f" another one. The reduced gradients lack it, and the buckets cannot be launched again, because {reason}."
         " Every rank has raised this: set the gradients to zero and do the step again, in which those buckets wait for"
         " all of it; or pass split='forward'"

@@ -49,7 +49,7 @@ class AgreementPoints:
 
     def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, ranks: Sequence[int]) -> None:
         self.iteration_number = 1  #: of the iteration that is under way or, between iterations, comes next
-        self.begins_after_forward = True  #: whether a synchronised forward has come since the previous iteration
+        self.begins_after_forward = True  #: whether a synchronized forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
         self.forwards = ForwardsLeftOut()
         self._models = {order: order.add(class_name) for order in (shared, own)}
@@ -108,7 +108,7 @@ class AgreementPoints:
         """The next launched bucket begins another iteration.
 
         Args:
-            has_launched: Whether this one launched any. A backward without launches, of a regulariser over a few
+            has_launched: Whether this one launched any. A backward without launches, of a regularizer over a few
                 parameters, concerns no other rank and does not count as an iteration.
         """
         if has_launched:

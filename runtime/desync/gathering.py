@@ -40,7 +40,7 @@ class Gathering:
         self,
         wait_s: float,
         enough: Callable[[Posts], bool],
-        summarise: Callable[[Posts], str],
+        summarize: Callable[[Posts], str],
         at_least_s: float = 0.0,
     ) -> str | None:
         """The text that one rank makes of all posts; to be called after this rank has posted.
@@ -48,7 +48,7 @@ class Gathering:
         Args:
             wait_s: How long that rank waits for posts.
             enough: Given the posts so far by their keys, whether it need not wait for more.
-            summarise: Makes the text of the posts; it is cut off after 16,384 characters.
+            summarize: Makes the text of the posts; it is cut off after 16,384 characters.
             at_least_s: How long it waits for further tickets, so that ranks that come one by one read only a few times.
 
         Returns:
@@ -62,7 +62,7 @@ class Gathering:
         if covered < ticket:
             if covered != ticket - 1 and len(self._keys) > _MOST_WHO_READ_ALONE:
                 return None
-            text = self._gather(wait_s, at_least_s, enough, summarise)
+            text = self._gather(wait_s, at_least_s, enough, summarize)
         self._store.add(self._readers, 1)
         return text
 
@@ -96,7 +96,7 @@ class Gathering:
         wait_s: float,
         at_least_s: float,
         enough: Callable[[Posts], bool],
-        summarise: Callable[[Posts], str],
+        summarize: Callable[[Posts], str],
     ) -> str:
         earliest = time.monotonic() + at_least_s
         covered, found = 0, Posts()
@@ -105,7 +105,7 @@ class Gathering:
             found = self._store.read(self._keys)
             if time.monotonic() >= earliest and enough(found):
                 break
-        text = summarise(found)
+        text = summarize(found)
         if len(text) > _MOST_CHARACTERS:
             text = f"{text[:_MOST_CHARACTERS]} ..."
         self._store.post(self._told, f"{covered} {text}")

@@ -99,7 +99,7 @@ class DesyncMonitor:
         """The first gradient of an iteration has arrived.
 
         Args:
-            after_forward: Whether a synchronised forward has come since the previous iteration.
+            after_forward: Whether a synchronized forward has come since the previous iteration.
         """
         self._points.begins_after_forward = after_forward
         self._statuses.note("backward of iteration", self._points.iteration_number)

@@ -322,7 +322,7 @@ def learn_without_input() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
+def test_a_static_graph_is_not_learned_without_input(ranks: Ranks) -> None:
     without_input, _ = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
     said = "static_graph=True learns from the first iteration, in which this rank has had no input"
     assert said in without_input.message

@@ -250,7 +250,7 @@ def reduced_twice(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-def regularised(model: Any, optimizer: Any, x: Tensor) -> None:
+def regularized(model: Any, optimizer: Any, x: Tensor) -> None:
     loss_of(model(x)).backward()
     (0.1 * next(model.parameters()).square().sum()).backward()
     optimizer.step()
@@ -286,15 +286,15 @@ def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-WAYS = [reduced_twice, regularised, closure, scaled, scaled_and_clipped]
+WAYS = [reduced_twice, regularized, closure, scaled, scaled_and_clipped]
 
 
 @on_ranks(2)
 def test_gradients_keep_their_meaning_after_warm_up() -> None:
     worst = {}
     for way in WAYS:
-        # A bucket of the regularised model is launched early, and again when the regulariser has come.
-        settings = {"backend": "aot_eager", "split": "backward"} if way is regularised else {}
+        # A bucket of the regularized model is launched early, and again when the regularizer has come.
+        settings = {"backend": "aot_eager", "split": "backward"} if way is regularized else {}
         pairs = both(lambda: Mlp(17, 2), 2, **settings)
         for step in range(4):
             for model, optimizer in pairs:

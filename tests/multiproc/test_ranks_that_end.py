@@ -107,7 +107,7 @@ def test_a_model_that_is_let_go_lets_others_finish(is_sharded: bool, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
+def test_a_rank_that_is_done_lets_its_neighbor_finish(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_ranks_that_end"]
     command[-1] += " as t; t.finish_first(int(sys.argv[2]), sys.argv[3])"
     scripts = [

@@ -280,7 +280,7 @@ def two_rows(numel: int) -> int:
     [
         (PAIRS, 4, four_bytes),
         (RING, 4, two_rows),
-        (RING, 2, row),  # both neighbours are one rank
+        (RING, 2, row),  # both neighbors are one rank
     ],
     ids=["pairs", "ring", "ring of two"],
 )
@@ -387,7 +387,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
     rank = dist.get_rank()
     said = str(refused.value)
     assert said.startswith(f"rank {rank} of 2: the low-precision decentralized average (every 2) was given the state")
-    assert f"of rank {1 - rank} of 2, whose neighbours are others" in said
+    assert f"of rank {1 - rank} of 2, whose neighbors are others" in said
 
 
 @on_ranks(2)

@@ -1,7 +1,7 @@
 """Ranks that others wait for in vain: the error says where each of them stands; docs/divergence.md lists them.
 
 The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
-meet in a group of their own afterwards.
+meet in a group of their own afterward.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_the_hook_is_called_as_ddps_is_on_a_single_rank_too() -> None:
             model.zero_grad()
             go_backward(model)
     assert len(calls[0]) == 3 * 3
-    # DistributedDataParallel's first backward has one bucket; its plan is made afterwards.
+    # DistributedDataParallel's first backward has one bucket; its plan is made afterward.
     assert calls[0][3:] == calls[1][1:]
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)

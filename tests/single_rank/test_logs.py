@@ -160,7 +160,7 @@ def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_avera
 
     def train() -> None:
         backward(model.net[:2])
-        if is_called:  # the above is a regulariser then
+        if is_called:  # the above is a regularizer then
             backward(model)
 
     warnings = warnings_of(caplog, train, times=10)

@@ -71,7 +71,7 @@ def test_buckets_that_are_written_past_the_caches(loops: str, flat_dtype: torch.
 
 
 def test_every_half_precision_value_and_every_tie_between_two(loops: str) -> None:
-    """All 65536 bit patterns as sources; as destinations, all neighbours' midpoints and the values beside those."""
+    """All 65536 bit patterns as sources; as destinations, all neighbors' midpoints and the values beside those."""
     for dtype in (torch.bfloat16, torch.float16):
         patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
         widened = torch.empty(65536)

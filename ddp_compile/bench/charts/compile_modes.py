@@ -13,7 +13,7 @@ from ddp_compile.bench.charts.appearance import (
     clean,
     describe,
     draw_step_bar,
-    emphasise_ours,
+    emphasize_ours,
     failed_note,
     link_label,
     new_page,
@@ -67,7 +67,7 @@ def build_compile_modes(run: BenchmarkRun) -> Figure | None:
         _draw_compile(compiles, row, position, colors[row.mode])
     steps.set_yticks(middles, [short(name) for name in names])
     steps.set_ylim(placed[-1][1] + 0.7, -0.7)
-    emphasise_ours(steps.get_yticklabels())
+    emphasize_ours(steps.get_yticklabels())
     for axes, label in ((steps, "step time (ms)"), (compiles, "compile time (s)")):
         clean(axes, "x")
         axes.tick_params(axis="y", length=0)

@@ -17,7 +17,7 @@ from ddp_compile.bench.charts.appearance import (
     clean,
     describe,
     draw_step_bar,
-    emphasise_ours,
+    emphasize_ours,
     failed_note,
     link_label,
     new_page,
@@ -81,7 +81,7 @@ def build_step_time_by_link(run: BenchmarkRun) -> Figure | None:
         axes.set_xlabel("step time (ms)", fontsize=TEXT_SIZE)
         if i % columns == 0:
             axes.set_yticks(range(len(names)), [case_label(name, modes[name]) for name in names])
-            emphasise_ours(axes.get_yticklabels())
+            emphasize_ours(axes.get_yticklabels())
     panels[0].set_ylim(len(names) - 0.4, -0.6)
     return figure
 

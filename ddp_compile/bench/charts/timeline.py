@@ -32,7 +32,7 @@ from ddp_compile.bench.implementations import LOCAL
 
 _LANES = ("compute", "communication", "reducer")
 _PHASE_COLORS = {"forward": "#a9c6de", "backward": "#4f86b8", "optimizer": "#c9b98f"}
-# Neighbours in turn, so that one all-reduce is told from the next.
+# Neighbors in turn, so that one all-reduce is told from the next.
 _LANE_COLORS = {
     "compute": ("#9a9a9a", "#9a9a9a"),
     "communication": ("#c8553d", "#e39b88"),
@@ -42,7 +42,7 @@ _SHARD_COLORS = {"reduce-scatter": ("#c8553d", "#e39b88"), "all-gather": ("#3f8f
 _WAIT_COLOR = "#cfcfcf"
 _ALONE_LINE: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.6}
 _BACKWARD_SHADE = "#e9f1f8"
-_NARROWEST_LABELLED = 0.06
+_NARROWEST_LABELED = 0.06
 
 
 def build_timeline(run: BenchmarkRun) -> Figure | None:
@@ -123,7 +123,7 @@ def _draw_step(axes: Axes, step: ProfiledStep, lanes: Sequence[str], end: float)
                 axes.barh(
                     middle, length, left=event.start_ms, height=0.9 * height, color=color, edgecolor=color, lw=0.4
                 )
-                if event.name in _PHASE_COLORS and length > _NARROWEST_LABELLED * end:
+                if event.name in _PHASE_COLORS and length > _NARROWEST_LABELED * end:
                     _write_in(axes, event, middle)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.45, -0.55)

@@ -246,7 +246,7 @@ void find_extremes(const T* from, int64_t count, Extremes* found) {
 
 // codes[i] = round((from[i] - minimum) * 255 / (maximum - minimum)), computed in double: neither the difference of two
 // large floats nor a step below the smallest normal float is lost. Between the extremes that is within 0..255: the
-// difference is exact or rounded towards one that is, and what the product exceeds 255 by is far below a half.
+// difference is exact or rounded toward one that is, and what the product exceeds 255 by is far below a half.
 template <class T>
 void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* codes) {
   const double minimum = extremes.minimum;
