@@ -41,10 +41,10 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._hierarchical = hierarchical
         self._num_exchanges = 0
         self._under_way: list[dist.Work] | None = None
-        self._versions: list[int] = []  # of the parameters that are under way
+        self._versions: list[int] = []  # of the parameters, when they were sent
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """With "shift_one", the process group has to send point-to-point messages from the parameters' device."""
+        """With "shift_one", the process group must be able to send messages from the parameters' device."""
         if not self._is_with_one_peer:
             return ""
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
@@ -64,7 +64,7 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._received = self._parameters.new() if exchanges else []
 
     def before_forward(self, synchronize: bool) -> None:
-        """Send the parameters, in each step that is one of the interval."""
+        """Send the parameters, once in each interval."""
         if synchronize:
             self._steps.forward_begins(self.name)
             self._send()
@@ -75,7 +75,7 @@ class DecentralizedAlgorithm(ParameterAverage):
         Raises:
             ReductionError: The exchange failed, or parameters were written since the forward.
         """
-        self._send()  # gradients may have come without a forward, by a method of the module
+        self._send()  # a method of the module may have run instead of its forward
         if self._under_way is not None:
             self._finish()
         super().after_backward()
@@ -89,7 +89,7 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._num_exchanges = state["num_exchanges"]
 
     def _finish_exchanges(self) -> None:
-        self._send()  # another rank may have sent, at a forward without a backward
+        self._send()  # another rank may have sent, in a forward without a backward
         if self._under_way is not None:
             wait_for(self._under_way, self.name)
             self._under_way = None
@@ -130,8 +130,8 @@ class DecentralizedAlgorithm(ParameterAverage):
         if self._parameters.versions() != self._versions:
             raise ReductionError(
                 f"{this_rank()}: parameters were written between a forward and the end of its backward, while the"
-                f" {self.name} had them under way, whose result would undo that. Step, load and edit before the"
-                " forward; and put forwards that no backward follows into torch.no_grad() or model.no_sync()"
+                f" {self.name} was sending them; its result would undo the write. Step, load and edit before the"
+                " forward, and put forwards without a backward into torch.no_grad() or model.no_sync()"
             )
         self._parameters.write(self._flats)
         self._num_exchanges += 1
@@ -147,7 +147,8 @@ class DecentralizedAlgorithm(ParameterAverage):
 
 
 def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
-    """The peer of one of ``size``: each of one half meets one of the other half, shifted by one in each exchange.
+    """The peer of the rank or node at ``place``: each of one half meets one of the other half, shifted by one in each
+    exchange.
 
     Args:
         place: 0 to ``size`` - 1.
@@ -172,17 +173,17 @@ def _refuse_odd(count: int, of_what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decentralized(AlgorithmConfig):
-    """Every rank trains parameters of its own and averages them with others; gradients stay its own.
+    """Every rank trains its own parameters with its own gradients, and averages the parameters with other ranks.
 
     Parameters are sent when a forward begins and averaged when its backward has ended, so that both hide the transfer.
-    It needs one copy of the parameters with "all", two with "shift_one".
+    This takes memory for one copy of the parameters with "all", and for two with "shift_one".
 
     Args:
         peer_selection: ``"all"``: the average over all ranks. ``"shift_one"``: the average with one other rank, a
             different one each time, which sends half as much as an all-reduce.
         communication_interval: Number of steps from one exchange to the next.
-        hierarchical: Average inside each node first, over equally many ranks or not, and exchange between one rank of
-            each node. A launcher tells the ranks by LOCAL_RANK which of them share a node.
+        hierarchical: Average inside each node first, then exchange between one rank of each node. Nodes may have
+            different sizes. LOCAL_RANK, set by the launcher, tells which ranks share a node.
 
     Raises:
         ValueError: A setting is out of range; when it is built, also an odd number of ranks for "shift_one".

@@ -32,7 +32,7 @@ class FlatParameters:
             self._kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
 
     def new(self) -> list[Tensor]:
-        """Buffers for all parameters, with zeros."""
+        """Buffers for all parameters, filled with zeros."""
         return [
             torch.zeros(sum(map(torch.numel, _local(parameters))), dtype=dtype, device=device)
             for (dtype, device), parameters in self._kinds.items()
@@ -73,7 +73,7 @@ class FlatParameters:
         return of_kinds
 
     def versions(self) -> list[int]:
-        """Numbers of which one changes with each write to a parameter, except through ``.data``."""
+        """The parameters' version numbers, of which each write to a parameter changes one, except through ``.data``."""
         return [parameter._version for parameters in self._kinds.values() for parameter in parameters]
 
 
@@ -82,7 +82,7 @@ def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def all_reduce(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to add up a buffer over all ranks of a group."""
+    """Start adding up a buffer over all ranks of a group."""
     work: dist.Work = torch_internals.started(dist.all_reduce(flat, group=group, async_op=True))
     return work
 

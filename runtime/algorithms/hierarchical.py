@@ -1,4 +1,4 @@
-"""Reduction inside each node first, and between the nodes by one rank of each."""
+"""Reduction inside each node first, then between one rank of each node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Hierarchical(CollectiveChain):
         """Make the process groups of the nodes and of their leaders.
 
         Raises:
-            ValueError: On every rank, if any of them does not know its place on its node.
+            ValueError: On every rank, if any rank does not know its position on its node.
         """
         nodes: Any = NodeGroups.of(self.process_group, parameters[0].device, self.name)
         self._nodes = nodes

@@ -14,10 +14,10 @@ from ddp_compile.runtime.buckets.local_tensors import redistribution_to
 class Accumulators:
     """The AccumulateGrad nodes of all parameters, and our hooks on them.
 
-    It keeps the nodes alive, since a hook that somebody has registered on one would die with it.
+    It keeps the nodes alive, since a node's hooks, including those of users, would be lost with it.
 
     Args:
-        parameters: The parameters; their place is their number.
+        parameters: The parameters, in the order of their numbers.
 
     Source: ``grad_accumulators_`` of ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
@@ -41,20 +41,20 @@ class Accumulators:
         return index in self._prehooks
 
     def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
-        """Call a function with what comes to a parameter's node: one gradient, or None if it is undefined."""
+        """Call a function with each gradient that reaches a parameter's node, or with None if it is undefined."""
         self._prehooks[index] = torch_internals.register_own(self._nodes[index].register_prehook, prehook)
 
     def run_last(self, index: int, hook: Callable[[object, object], None]) -> None:
         """From a parameter's own hook: run this hook after all others on the parameter and its node.
 
-        Hooks that users have registered since the last call go before it, too.
+        Hooks that users have registered since the last call also run before it.
         """
         if index not in self._last_hooks:
             self._last_hooks[index] = torch_internals.register_own(self._nodes[index].register_hook, hook)
         torch_internals.run_last(self._last_hooks[index])
 
     def remove_hooks(self) -> None:
-        """Take our hooks off the nodes."""
+        """Remove our hooks from the nodes."""
         for handle in (*self._prehooks.values(), *self._last_hooks.values(), *self._redistributions):
             handle.remove()
         self._redistributions.clear()

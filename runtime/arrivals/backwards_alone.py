@@ -10,10 +10,10 @@ log = logging.getLogger(__name__)
 
 
 class BackwardsAlone:
-    """Tells which backwards before the first call of the module are to be reduced.
+    """Decides which backwards before the first call of the module are reduced.
 
-    If somebody calls ``module.forward`` or a method of their own, a backward brings all gradients, and they are
-    reduced. If it was a regularizer, its gradients stay where they are, and are reduced in the first iteration.
+    If the user calls ``module.forward`` or another method, the backward brings all gradients, and they are reduced. The
+    gradients of a regularizer stay where they are, and are reduced in the first iteration.
 
     Args:
         num_parameters: Of the module.
@@ -29,7 +29,7 @@ class BackwardsAlone:
         self._arrived.add(index)
 
     def forget(self) -> None:
-        """The module is called: what has come before stays where it is."""
+        """The module is called: earlier gradients stay where they are."""
         self._arrived = set()
 
     def backward_ends(self) -> bool:

@@ -36,13 +36,13 @@ class ParameterHooks:
         listener: Not kept alive.
 
     Note [One of many]
-    With thousands of small parameters, hooks are what a reducer costs: a microsecond or two for a Python function and
-    what it does, as the backward has pushed it out of the caches meanwhile. Of a bucket's gradients only two need
-    thought: the one that begins a backward and the one that completes the bucket. So after the first one of a backward
-    the reducer calls `batch`, and then the hook of nearly every parameter is the ``append`` of a list, which runs no
-    Python code. Only the parameter that came last in its bucket the time before notifies the listener, which first
-    calls `flush` to count what has been batched. If some are still missing, the order has changed, and the parameters
-    of that bucket notify one by one for the rest of the backward. `notify_of_each` ends all batching.
+    With thousands of small parameters, hooks are the main cost of a reducer: each Python function takes a microsecond
+    or two, since the backward evicts it from the caches. Only two of a bucket's gradients matter: the one that begins a
+    backward and the one that completes the bucket. So after the first gradient of a backward the reducer calls `batch`.
+    From then on, the hook of nearly every parameter is the ``append`` of a list, which runs no Python code. Only the
+    parameter that came last in its bucket the previous time notifies the listener, which first calls `flush` to count
+    the batched gradients. If some are still missing, the order has changed, and the parameters of that bucket notify
+    one by one for the rest of the backward. `notify_of_each` ends all batching.
     """
 
     def __init__(self, parameters: Sequence[Parameter], accumulators: Accumulators, listener: ArrivalListener) -> None:
@@ -58,7 +58,7 @@ class ParameterHooks:
         self._notify_after_others = _hook_after_others_for(self._listener)
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._batch_of: list[_Batch | None] = [None] * len(parameters)
-        self._batching: dict[_Batch, None] = {}  # an ordered set; some of them have stopped
+        self._batching: dict[_Batch, None] = {}  # an ordered set; some batches have stopped
 
     def batch(self, bucket: Bucket, arriving: Sequence[int] = (), notify_of_last: bool = True) -> None:
         """Batch the gradients of one bucket from now on.
@@ -71,7 +71,7 @@ class ParameterHooks:
         param_indices = bucket.param_indices
         batch = self._batch_of[param_indices[0]]
         if batch is None or batch.bucket is not bucket:
-            if batch is not None:  # of a plan before
+            if batch is not None:  # of an earlier plan
                 batch.notify_of_each()
             slots = [(self._all_hooks[index], self._handles[index].id, self._notify[index]) for index in param_indices]
             batch = _Batch(bucket, slots)
@@ -81,9 +81,9 @@ class ParameterHooks:
         self._batching[batch] = None
 
     def flush(self, index: int) -> None:
-        """When notified of a parameter: count the batched gradients of its bucket.
+        """After a notification, count the batched gradients of the parameter's bucket.
 
-        Notifies the listener of those that were not missing any more.
+        Notifies the listener of those that were no longer missing.
         """
         batch = self._batch_of[index]
         if batch is None:
@@ -106,13 +106,13 @@ class ParameterHooks:
             batch.expected_last = index
 
     def notify_of_each(self) -> None:
-        """Notify the listener of every gradient from now on, and forget what is batched."""
+        """Notify the listener of every gradient from now on, and discard the batched ones."""
         for batch in self._batching:
             batch.notify_of_each()
         self._batching.clear()
 
     def with_hooks_of_others(self) -> list[int]:
-        """The parameters on which somebody else has hooks, beside those on their nodes."""
+        """The parameters that have hooks of others, apart from hooks on their nodes."""
         return torch_internals.with_hooks_of_others(self._all_hooks)
 
     def notify_after_others(self, index: int) -> None:
@@ -127,8 +127,8 @@ class ParameterHooks:
         self._accumulators.remove_hooks()
 
     def _count(self, batch: _Batch) -> list[int]:
-        """Count what has come; returns the gradients that were not missing any more."""
-        # One by one in Python would cost as much as the hooks that are saved.
+        """Count the gradients that have come; returns those that were no longer missing."""
+        # Counting one by one in Python would cost as much as the hooks that batching saves.
         return batch.bucket.arrive_all(list(map(self._index_of.__getitem__, map(id, batch.take()))))
 
     def _notify_again(self, indices: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class _Batch:
         self.bucket = bucket
         self.last: int | None = None  #: the parameter that notifies; None if none does
         self.expected_last = bucket.param_indices[-1]
-        self._iteration: BucketIteration | None = None  # in which it batches
+        self._iteration: BucketIteration | None = None  # the iteration in which it batches
         self._slots = slots
         self._arrived: list[Tensor] = []
         self._append = self._arrived.append

@@ -22,7 +22,7 @@ class AllRequired:
     used_by_nobody: Set[int] = frozenset()
     #: Whether `counts` must be called with every gradient.
     counts_each = False
-    #: Whether the ranks tell each other, in this iteration, what was used; the same on every rank.
+    #: Whether the ranks exchange in this iteration which parameters were used; the same on every rank.
     has_message = False
 
     def note(self, index: int) -> None:
@@ -38,14 +38,14 @@ class AllRequired:
         """
 
     def leaves_out(self, bucket: Bucket) -> bool:
-        """When an iteration begins: whether a bucket is not sent in it; the same on every rank."""
+        """When an iteration begins, whether it leaves a bucket out; the same on every rank."""
         return False
 
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
-        """At the first gradient of a backward: the parameters that need not be waited for.
+        """At the first gradient of a backward, the parameters that need not be waited for.
 
         Args:
-            arriving: The parameters whose gradients are there.
+            arriving: The parameters whose gradients have arrived.
         """
         return frozenset()
 
@@ -63,21 +63,22 @@ class AllRequired:
         return True
 
     def is_last_pass(self) -> bool:
-        """While a reentrant pass ends: whether the passes around it bring no more gradients."""
+        """When a reentrant pass ends, whether the passes around it will bring no more gradients."""
         return False
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
-        """At the end of a backward: which of the missing will not come; None if another backward may bring them."""
+        """At the end of a backward, the missing gradients that will not come; None if another backward may bring
+        them."""
         return None
 
     def refuse_shadow(self) -> None:
-        """Raise a ReplicationError if this rank, which has no input left, cannot go on without ever having had any."""
+        """Raise a ReplicationError if this rank, which has no input left, would have needed some earlier."""
 
     def message(self, is_shadow: bool) -> bytearray:
-        """What this rank tells the others: a flag for each parameter, 1 if it was used.
+        """This rank's message to the others: a flag for each parameter, 1 if it was used.
 
         Args:
-            is_shadow: This rank contributes zeros, and keeps what was used here for the next iteration.
+            is_shadow: This rank contributes zeros, and saves its own flags for the next iteration.
         """
         return bytearray()
 
@@ -86,12 +87,12 @@ class AllRequired:
 
 
 class UnusedAllowed(AllRequired):
-    """``find_unused_parameters``: an iteration does without the gradients that its backward does not bring.
+    """``find_unused_parameters``: an iteration ends without the gradients that its backward does not bring.
 
     Before the backward, the autograd graph shows the parameters to which no output of a forward leads, so that their
-    buckets are launched early. They are marked at the backward's first gradient and not before, since the outputs may
-    never be used. Other parameters turn out to be missing at its end: a compiled graph may return None for a parameter
-    to which the graph around it leads.
+    buckets are launched early. They are marked at the backward's first gradient and not earlier, since the outputs may
+    never be used. At the end of the backward, more may turn out to be missing: a compiled graph may return None for a
+    parameter to which the autograd graph leads.
 
     Args:
         bucket_set: Has the parameters and their iteration.
@@ -104,7 +105,7 @@ class UnusedAllowed(AllRequired):
     def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
         self._set = bucket_set
         self._leaves_out_unused = leaves_out_unused
-        self._unused_at_first: Set[int] | None = None  # by all ranks; None in the first iteration
+        self._unused_at_first: Set[int] | None = None  # on all ranks; None in the first iteration
         self._used = UsedParameters(bucket_set.parameters)
 
     def note(self, index: int) -> None:
@@ -132,7 +133,7 @@ class UnusedAllowed(AllRequired):
         if not is_undefined:
             if not bucket.is_pending:
                 raise error_messages.arrived_unused(self._set.names[index], static_graph=False)
-            bucket.mark_used((index,))  # the bucket will find its gradient when the last one has come
+            bucket.mark_used((index,))  # the bucket finds its gradient after the last one has arrived
         return False
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
@@ -148,11 +149,11 @@ class UnusedAllowed(AllRequired):
 
 
 class StaticGraph(UnusedAllowed):
-    """``static_graph``: the first iteration teaches which gradients come and how often; all others are the same.
+    """``static_graph``: the first iteration shows which gradients come and how often; all later ones are the same.
 
     The first iteration launches nothing before its end, since a gradient may come again until then: once for each of
-    several reentrant checkpoints over one weight. From the second iteration on a bucket is launched as soon as all have
-    come as often.
+    several reentrant checkpoints over one weight. From the second iteration on, a bucket is launched as soon as each
+    has come that often.
     """
 
     def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
@@ -162,9 +163,9 @@ class StaticGraph(UnusedAllowed):
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
         """Find the pass of a backward that differentiates the outputs; the first iteration ends when that pass does.
 
-        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. It need
-        not bring a gradient itself, if all parameters are used inside reentrant checkpoints. Arrivals are counted, so
-        it makes no difference what leads to the gradients.
+        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. It may
+        bring no gradient itself, if all parameters are used inside reentrant checkpoints. Arrivals are counted, so it
+        does not matter which pass brings a gradient.
 
         Source: the place of ``_DDPSink`` of torch 2.13, nn/parallel/distributed.py, whose backward queues the end.
         """

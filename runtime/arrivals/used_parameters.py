@@ -1,4 +1,4 @@
-"""Which parameters take part in a backward: according to the autograd graph, and to the gradients that came."""
+"""Which parameters a backward uses, according to the autograd graph and to the gradients that came."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UsedParameters:
     """The parameters that got gradients on this rank since the last synchronized backward.
 
     Args:
-        parameters: In registration order; their place is their number.
+        parameters: In registration order, which is that of their numbers.
 
     Source: ``search_unused_parameters`` and ``local_used_map_`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """

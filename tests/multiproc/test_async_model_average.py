@@ -246,7 +246,7 @@ def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
         wait_until(lambda: backward(model, 0) is not None, 1.0)
     algorithm._let_go()
     assert off < 1e-3
-    written = f"rank {dist.get_rank()}: parameters were written, and not by a step of an optimizer"
+    written = f"rank {dist.get_rank()}: parameters were written outside an optimizer's step"
     assert str(said.value).startswith(written)
 
 

@@ -374,7 +374,7 @@ def test_odd_numbers_of_ranks_and_unknown_nodes_are_refused() -> None:
     assert odd.startswith("Decentralized(peer_selection='shift_one') pairs all ranks, and there are 3;")
     assert unknown.startswith(f"rank {rank}: the decentralized average (all, every 1, hierarchical) has to know which")
     assert "LOCAL_RANK is no number on ranks 0-2" in ring
-    assert "takes nodes of one size" in sizes and "1, 2 ranks" in sizes
+    assert "needs nodes of one size" in sizes and "1, 2 ranks" in sizes
 
 
 @on_ranks(2)
