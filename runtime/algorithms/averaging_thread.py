@@ -191,8 +191,7 @@ class AveragingThread:
         return Standing.STOPS if self._stops.is_set() else Standing.TRAINS
 
     def _tell(self, standing: Standing, holds_up: bool) -> tuple[dict[int, Standing], bool]:
-        """Exchange standings; returns those of all ranks, by global rank, and whether any rank holds up the next
-        round."""
+        """Exchange standings; returns those of all ranks by global rank, and whether any holds up the next round."""
         group, device = self._hosts
         said = torch.tensor([standing, holds_up] * len(self._ranks), dtype=torch.uint8, device=device)
         received = torch.empty_like(said)

@@ -24,7 +24,7 @@ class BucketSet:
     """The buckets of a module, and the iteration that they are in.
 
     Args:
-        parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
+        parameters: The parameters to reduce, in registration order, which is that of ``builder.gradients``.
         builder: The module's plan.
         process_group: The ranks that agree on it.
         settings: Of the reducer.
@@ -37,11 +37,11 @@ class BucketSet:
         process_group: dist.ProcessGroup,
         settings: ReducerSettings,
     ) -> None:
-        self.iteration = Iteration(1)  #: under way, or next
+        self.iteration = Iteration(1)  #: the one under way, or the next one
         self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[Bucket] = []  #: by parameter number
         self.of_param_indices: dict[tuple[int, ...], Bucket] = {}
-        self.parameters = tuple(parameters)  #: in registration order; their place is their number
+        self.parameters = tuple(parameters)  #: in registration order, which is that of their numbers
         self.names = [gradient.fqn for gradient in builder.gradients]  #: fully qualified, of the parameters
         self._builder = builder
         self.process_group = process_group
@@ -64,7 +64,7 @@ class BucketSet:
             bucket.begin_iteration()
 
     def seal(self, algorithm: str) -> BucketPlan:
-        """Agree on the plan before anything is launched.
+        """Agree on the plan with the other ranks before anything is launched.
 
         Args:
             algorithm: Name of this rank's algorithm.
@@ -99,7 +99,7 @@ class BucketSet:
     def rebuild_once(self) -> None:
         """After the first iteration, repack the eager tail in the order in which its gradients came on rank 0.
 
-        To be called before a forward, so that the old buffers are gone when its activations are there.
+        Call it before a forward, so that the old buffers are freed before its activations are allocated.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -113,7 +113,7 @@ class BucketSet:
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         before, old_buckets = self.plan, self.buckets
-        # Inside ``Join``, a rank without input in the first iteration knows no order.
+        # Inside ``Join``, a rank that had no input in the first iteration knows no order.
         proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
         try:
             plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)
@@ -150,7 +150,7 @@ class BucketSet:
         raise error_messages.another_models_plan(self._monitor.model, *described)
 
     def _install(self, plan: BucketPlan) -> None:
-        """Reduce by another plan from now on. Buckets that both plans have are kept.
+        """Reduce by another plan from now on. Buckets that are in both plans are kept.
 
         Raises:
             RanksDifferError: It is another model's plan.

@@ -1,19 +1,19 @@
-"""What ``.grad`` is while a gradient lies in the flat buffer of its bucket.
+"""What ``.grad`` is while a gradient is in its bucket's flat buffer.
 
 Note [Gradients that others hold]
-Users keep gradients (gradient surgery, logging), put others in their place (``p.grad.data = ...``), let them be views
-of a buffer of their own, and save them. With DistributedDataParallel's default that is all safe: each gradient has
-memory of its own, and the reduced one is copied into it. Views into flat buffers save that copy and its memory, but
-only if nobody can tell the difference:
+Users keep gradients (gradient surgery, logging), replace them (``p.grad.data = ...``), make them views of their own
+buffers, and save them. With DistributedDataParallel's default all of that is safe: each gradient has its own memory,
+and the reduced one is copied into it. Views into flat buffers save that copy and its memory. They are used only if
+nobody can tell the difference:
 
-- Before a bucket writes its flat buffer, it counts the references to each view and to its storage. If somebody holds a
-  view that is no ``.grad`` any more, the bucket leaves that buffer to them and takes a new one.
-- Before ``.grad`` becomes a view, the bucket looks whether somebody else holds the tensor that is there; or its memory,
-  if it has been written in place and so is not what the engine has just made. Then that tensor stays ``.grad``, and the
-  reduced gradient is copied into it.
+- Before a bucket writes its flat buffer, it counts the references to each view and to its storage. If a view that is no
+  longer a ``.grad`` is still held, the bucket leaves that buffer to the holder and takes a new one.
+- Before ``.grad`` becomes a view, the bucket checks whether the tensor there is held elsewhere. If the tensor has been
+  written in place, and so may not be what the engine just made, it also checks the tensor's memory. If either is held,
+  that tensor stays ``.grad``, and the reduced gradient is copied into it.
 - A view that has been given other memory is an ordinary gradient from then on; its place gets another view.
-- Each view has a storage of its own on the buffer's memory, so that ``torch.save(p.grad)`` and ``copy.deepcopy`` take
-  one gradient and not the bucket.
+- Each view has its own storage on the buffer's memory, so that ``torch.save(p.grad)`` and ``copy.deepcopy`` take one
+  gradient and not the bucket.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class GradientViews:
         self._places = tuple(places)
         self.tensors = [with_own_storage(place) for place in places]
         self._look()
-        # References to a tensor that nobody else holds.
+        # References to a tensor that nothing else holds.
         self._own_references = max(torch_internals.num_references(self.tensors), default=0)
         self._references_to_storage = max(map(sys.getrefcount, self._storages), default=0)
 
     def are_free(self) -> bool:
-        """Whether each tensor lies in its place, and nothing holds one or its memory, not even ``.grad``."""
+        """Whether each tensor is in its place, and nothing holds one or its memory, not even as ``.grad``."""
         return (
             max(torch_internals.num_references(self.tensors), default=0) <= self._own_references
             and max(map(sys.getrefcount, self._storages), default=0) <= self._references_to_storage
@@ -60,9 +60,9 @@ class GradientViews:
         )
 
     def follow(self) -> None:
-        """If a comm hook has resized the flat buffer, and so given it other memory, lie in the places again.
+        """Refer to the places again, if a comm hook has resized the flat buffer and so given it other memory.
 
-        The tensors stay the same objects; views of them that somebody has made before are lost with the old memory.
+        The tensors stay the same objects. Earlier views of them are lost with the old memory.
         """
         if not self._places or self._places[0].data_ptr() == self._begin:
             return
@@ -75,16 +75,16 @@ class GradientViews:
         return all(map(operator.is_, gradients, self.tensors))
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Make sure that a write to the places shows in ``.grad`` only.
+        """Make sure that a write to the places is visible in ``.grad`` only.
 
         Replaces tensors that have been given other memory.
 
         Args:
-            gradients: The ``.grad`` of each parameter. If one of them is one of these tensors, others who hold it see
+            gradients: The ``.grad`` of each parameter. If one of them is one of these tensors, its other holders see
                 the write, as with any code that writes gradients in place.
 
         Returns:
-            False if somebody holds a tensor that is no ``.grad`` any more.
+            False if a tensor is held that is no longer a ``.grad``.
         """
         if self.are(gradients) and self._lie_in_place():
             return True
@@ -117,11 +117,11 @@ class GradientViews:
 
 
 def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> frozenset[int]:
-    """Which ``.grad`` must stay the tensors that they are; see Note [Gradients that others hold].
+    """Which ``.grad`` must stay the same tensors; see Note [Gradients that others hold].
 
     Args:
         gradients: The ``.grad`` of each parameter of a bucket, in the only list that has them.
-        views: What they are to become; some may be that already.
+        views: What they are to become. Some may already be that.
 
     Returns:
         Positions in the bucket.
@@ -140,7 +140,7 @@ def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) 
 
 
 def _any_written(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether one may have been written in place; tensors made in inference mode count no versions."""
+    """Whether a tensor may have been written in place. Tensors made in inference mode have no versions."""
     try:
         return any(map(operator.attrgetter("_version"), gradients))
     except RuntimeError:
@@ -156,7 +156,7 @@ def _references_to_a_gradient() -> int:
 
 
 def _shares_memory(gradient: Tensor) -> bool:
-    """Whether another tensor, or another process, may see what is written into a gradient."""
+    """Whether a write to a gradient may be visible in another tensor or another process."""
     if gradient.layout is not torch.strided:
         return False
     storage = gradient.untyped_storage()
@@ -169,6 +169,6 @@ def with_own_storage(place: Tensor) -> Tensor:
     if not place.numel():
         return torch.empty_like(place)
     shared = torch.utils.dlpack.from_dlpack(place)
-    # DLPack may make strides of dimensions of one element up. Not a view of it, which would use the storage as well.
+    # DLPack may invent strides for dimensions of one element. A view would use the storage as well, so make no view.
     tensor = torch.empty(0, dtype=place.dtype, device=place.device)
     return tensor.set_(shared.untyped_storage(), shared.storage_offset(), place.shape, place.stride())

@@ -23,8 +23,8 @@ class Iteration:
     """The iteration of one module that is under way or, between two backwards, comes next.
 
     Args:
-        number: The same on every rank; the first one is number 1. An iteration in which the ranks exchanged nothing, of
-            a regularizer over a few parameters for example, leaves its number to the next one.
+        number: The same on every rank; the first one is number 1. If the ranks exchanged nothing in an iteration, of a
+            regularizer over a few parameters for example, the next one has the same number.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class Iteration:
         self.number = number
 
         # Launches; `LaunchQueue` writes these.
-        self.num_launched = 0  #: buckets that were launched or passed over, the first ones in plan order
+        self.num_launched = 0  #: how many buckets, from the first in plan order, were launched or passed over
         self.has_launched = False  #: whether any was launched
         self.is_whole = True  #: False after a bucket was passed over until the next iteration
         self.is_exchange = False  #: whether the ranks exchange something although no bucket was launched
@@ -58,9 +58,9 @@ class Iteration:
         # Arrivals, by parameter number; `Reducer` and arrivals/ write these.
         self.passes: set[int] = set()  #: graph tasks of the backward that will call the reducer when they end
         self.with_running_hooks: list[Bucket] = []  #: complete, but hooks may still change the last gradient
-        self.arrived: set[int] = set()  #: had a gradient when the reducer was last told of them
-        self.defined: set[int] = set()  #: by a prehook of AccumulateGrad: got a gradient the last time
-        self.undefined: set[int] = set()  #: got none, by a prehook or because ``.grad`` never was there
+        self.arrived: set[int] = set()  #: held a gradient when the reducer last looked
+        self.defined: set[int] = set()  #: got a gradient the last time, according to a prehook of AccumulateGrad
+        self.undefined: set[int] = set()  #: got none, according to a prehook or because there never was a ``.grad``
         self.unreached: set[int] | None = None  #: no path leads to them from any output; None before a search
         self.arrivals: Counter[int] = Counter()  #: with a static graph: how often each has arrived
         self.pass_of_outputs: int | None = None  #: with a static graph: graph task that differentiates the outputs
@@ -73,7 +73,7 @@ class Iteration:
 
 
 class BucketState(Enum):
-    """Where a bucket stands in an iteration."""
+    """The state of a bucket in an iteration."""
 
     PENDING = auto()  #: gradients are missing
     READY = auto()  #: nothing is missing; it waits for the buckets before it
@@ -82,7 +82,7 @@ class BucketState(Enum):
 
 
 class BucketIteration:
-    """What one bucket has come to in an iteration. Only `Bucket` writes it.
+    """The progress of one bucket in an iteration. Only `Bucket` writes it.
 
     Args:
         param_indices: The bucket's parameters.
@@ -108,19 +108,19 @@ class BucketIteration:
         self.state = BucketState.PENDING
         self.pending = set(param_indices)  #: parameters whose gradient is missing
         self.unused: set[int] = set()  #: parameters that get no gradient on this rank
-        self.is_skipped = False  #: whether the others of the iteration are sent without it
+        self.is_skipped = False  #: whether the iteration sends the other buckets without it
         self.work: Pending | None = None
-        #: The gradients as a compiled backward has computed them, if it has computed the whole bucket.
+        #: The gradients that a compiled backward computed, if it computed the whole bucket.
         self.computed: ComputedBucket | None = None
         #: This rank's gradients, if ``.grad`` no longer holds them and they may have to be sent again.
         self.own: list[Tensor] | None = None
         #: Which gradients were infinite or NaN before the reduction, in the bucket's order: bool, on their device. None
-        #: if they were not checked, or all are known to be finite.
+        #: if they were not checked or are all known to be finite.
         self.non_finite: Tensor | None = None
         self.is_claimed = False  #: whether the flat buffer may be written
-        self.saved: dict[int, Tensor] = {}  #: by position: copies of unused gradients that lie in the flat buffer
-        # The flattened gradients, until `.grad` is something else: a tensor that loses its Python object while torch
-        # holds it gets it back, and both are slow to free.
+        self.saved: dict[int, Tensor] = {}  #: by position: copies of unused gradients that are in the flat buffer
+        # The flattened gradients, until `.grad` is something else. A tensor that loses its Python object while torch
+        # holds it gets a new one later, which makes freeing slow.
         self.flattened: Sequence[Tensor] = ()
         self.flattened_at: Event | None = None  #: recorded after the flatten, if another bucket had to go first
-        self.copied_back: frozenset[int] = frozenset()  #: positions whose ``.grad`` stays the tensor that it is
+        self.copied_back: frozenset[int] = frozenset()  #: positions whose ``.grad`` stays the same tensor

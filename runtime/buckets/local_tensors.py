@@ -1,15 +1,16 @@
-"""Parameters that are DTensors, of tensor parallelism for example.
+"""Parameters that are DTensors, for example of tensor parallelism.
 
-The part of such a parameter that lies on this rank is reduced, over the ranks that hold the same part: the plan counts
-its elements, the flat buffer holds them, and ``.grad`` stays the DTensor that the engine made. It never becomes a view
-of the flat buffer, since one cannot know who holds the tensor inside a DTensor; the result is copied into it.
+This rank's part of such a parameter is reduced over the ranks that hold the same part. The plan counts the elements of
+this part, and the flat buffer holds them. ``.grad`` stays the DTensor that the engine made, and the result is copied
+into it. It never becomes a view of the flat buffer, since there is no way to know what else holds the tensor inside a
+DTensor.
 
 Note [Placements of gradients]
-A gradient may have other placements than its parameter: the weight of a norm whose inputs are sharded by rows is the
-same on all ranks, and its gradient is a partial sum on each. A rank without a gradient contributes zeros, which only
-fit the parameter's placements, so a gradient gets those before it is accumulated. That is a collective over the ranks
-of the mesh. They run the same graph, so all of them get its gradients in the same order. Their buckets may be complete
-in different orders, since groups that reduce different parts have plans of their own.
+A gradient may have other placements than its parameter. For example, if a norm's inputs are sharded by rows, its weight
+is the same on all ranks and its gradient is a partial sum on each. A rank without a gradient contributes zeros, which
+only fit the parameter's placements. So a gradient is redistributed to these before it is accumulated, by a collective
+over the ranks of the mesh. These ranks run the same graph, so all of them get its gradients in the same order. But
+their buckets may become complete in different orders, since groups that reduce different parts have different plans.
 
 Source: ``_get_grad_inner_tensor`` of ``FSDPParam`` in torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py.
 """
@@ -34,7 +35,7 @@ def has_dtensors(parameters: Sequence[Parameter]) -> bool:
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The part of each tensor on this rank: the local tensor of a DTensor, and any other tensor itself."""
+    """This rank's part of each tensor: the local tensor of a DTensor, and any other tensor itself."""
     return [torch_internals.local_tensor(tensor) for tensor in tensors]
 
 

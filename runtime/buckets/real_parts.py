@@ -1,4 +1,4 @@
-"""Complex gradients in a flat buffer, moved by kernels that know real numbers only."""
+"""Complex gradients in a flat buffer, moved by kernels for real numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_compile.kernels import FlattenPlan, FlattenStats
 
 
 class RealParts:
-    """What a `FlattenPlan` is, for complex tensors: a plan over their real and imaginary parts, which lie side by side.
+    """A `FlattenPlan` for complex tensors: a plan over their real and imaginary parts, which are adjacent in memory.
 
     Args:
         tensors: Complex tensors, as for `FlattenPlan`.
@@ -38,5 +38,5 @@ class RealParts:
 
 
 def _real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    # Autograd can leave a conjugation to be done when the values are read; such a tensor has no view of its parts.
+    # Autograd can defer a conjugation until the values are read. Such a tensor has no view of its parts.
     return [torch.view_as_real(tensor.detach().resolve_conj()) for tensor in tensors]

@@ -145,8 +145,8 @@ def test_what_gives_way_to_a_comm_hook_is_detached(single_rank_group: None) -> N
     [
         ({"payload": "weights"}, "Traits(payload='weights'): pass one of 'gradients', 'parameters'"),
         ({"layout": "flat"}, "Traits(layout='flat'): pass one of"),
-        ({"payload": "parameters", "replayable": False}, "launches of gradient buckets"),
-        ({"payload": "parameters", "layout": "ddp"}, "launches of gradient buckets"),
+        ({"payload": "parameters", "replayable": False}, "how gradient buckets are launched"),
+        ({"payload": "parameters", "layout": "ddp"}, "how gradient buckets are launched"),
         ({"in_step": False}, "each rank waits for the gradients of all others"),
     ],
 )
