@@ -47,7 +47,7 @@ class Standing(IntEnum):
 
 #: How errors describe a rank that has left.
 HOW_GONE = {
-    Standing.HAS_ENDED: "has come to the end of its process",
+    Standing.HAS_ENDED: "has reached the end of its process",
     Standing.HAS_LEFT: "has left the averaging after an error",
     Standing.HAS_NO_MODEL: "has freed its model",
 }

@@ -1,4 +1,4 @@
-"""How messages name ranks: always by their global ranks."""
+"""The words for ranks in messages, which always name global ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ascending ranks in few characters: "0-2, 5"."""
+    """Ascending ranks, abbreviated: "0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:

@@ -297,7 +297,7 @@ def test_what_is_used_after_all_is_named_on_every_rank() -> None:
         if step == 2:
             message = str(raised.value)
     assert message.startswith(f"rank {rank}: branches.3.weight, branches.3.bias got a gradient, on this rank or")
-    assert "replicate the module again without it" in message
+    assert "replicate the module again without that setting" in message
     for each in (ours, theirs):  # the ranks are in step
         each.zero_grad()
         backward(each, own_batch(4, WIDTH))

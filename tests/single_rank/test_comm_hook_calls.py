@@ -199,7 +199,7 @@ def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:
     model[0].weight.register_hook(lambda gradient: model.register_comm_hook(None, allreduce_hook))
     with pytest.raises(
         RuntimeError,
-        match="the comm hook allreduce_hook was to reduce from now on while a backward has not been completed",
+        match="the comm hook allreduce_hook cannot take over while a backward has not been completed",
     ):
         go_backward(model)
 
