@@ -1,40 +1,40 @@
 """Launching a bucket inside a compiled backward, before AccumulateGrad has seen its gradients.
 
 Note [Launched before AccumulateGrad]
-Inside a compiled backward nobody knows whether another contribution to a gradient is still to come: from a
-regularizer, a second forward, a layer used twice. So some iterations teach: the first one and, as graphs are compiled
-later too, every agreement point (`agreement_points`). There, a bucket that may not be launched early yet is watched. It
-has one contributor if one graph computed it once and each ``.grad`` then was the very tensor that was computed. The
-ranks agree on those buckets, and launch them from then on as soon as a graph has computed them. A bucket that was found
-late is never launched early again.
+Inside a compiled backward there is no way to know whether another contribution to a gradient will come: from a
+regularizer, a second forward, or a layer used twice. So the reducer learns in some iterations: in the first one and,
+since graphs may be compiled later, at every agreement point (`agreement_points`). There, it watches each bucket that
+may not be launched early yet. A bucket has one contributor if one graph computed it once and each ``.grad`` then was
+the computed tensor itself. The ranks agree on these buckets, and launch them from then on as soon as a graph has
+computed them. A bucket that turned out to be launched too early is never launched early again.
 
 A detached alias of each computed gradient is kept until the iteration ends. The engine adds a second contribution *in
-place* into a gradient whose memory nobody else holds; with the alias it makes a new tensor, which shows. A hook that
-writes into the gradient changes its version. A second arrival shows by itself.
+place* to a gradient whose memory nothing else holds; with the alias it makes a new tensor, which can be seen. A hook
+that writes to the gradient changes its version. A second arrival is counted.
 
-If another contribution comes after all, the bucket was launched too early. In each iteration the ranks tell each other,
-after the last bucket, to which parameters that happened. Every rank still has its own gradients: in ``.grad``, which
-only the end of an iteration points at the flat buffer, or as copies if hooks launched the bucket. So every rank
-launches those buckets again, with what is complete now, and from then on their hooks launch them. The result is exact.
-If the algorithm is not replayable, as comm hooks are not, every rank raises. Every rank raises as well if gradients
-move: with ``static_graph`` a backward may return views of the flat buffer, and this rank's own gradients are gone when
-their bucket has been launched.
+If another contribution still comes, the bucket was launched too early. In each iteration, after the last bucket, the
+ranks exchange for which parameters that happened. Every rank still has its own gradients: in ``.grad``, which becomes a
+view of the flat buffer only at the end of an iteration, or as copies if hooks launched the bucket. So every rank
+launches those buckets again with the complete gradients, and from then on their hooks launch them. The result is exact.
+If the algorithm is not replayable, which includes comm hooks, every rank raises instead. Every rank also raises if
+gradients move: with ``static_graph`` a backward may return views of the flat buffer, and then this rank's own gradients
+are gone after the launch.
 
 Note [Observed gradients]
-A backward may have collectives of its own, a synchronized BatchNorm's for example, in the same process group. They meet
-their counterparts only if all ranks launch their buckets at the same places among them. So what only one rank knows
-must not hold a bucket back: that somebody has put a hook on a parameter there, for example. Such a bucket is launched
-as the others are, but its ``.grad`` is not taken away, and its gradients do not move, since the hook looks at them. It
-is launched again whatever the hook did. That happens once, since from then on its hooks launch it, on every rank. With
-a comm hook this is impossible, and so it is with ``static_graph`` if the gradients move on another rank. Then a bucket
-whose ``.grad`` holds something to be added to waits on that rank alone, and it is an error if the hook has changed a
-gradient. Values are compared for that, since a write through ``gradient.data`` shows in no version.
+A backward may have its own collectives in the same process group, those of a synchronized BatchNorm for example. They
+are paired correctly only if all ranks launch their buckets at the same places among them. So a bucket must not be held
+back for a reason that only one rank knows, such as a user's hook on a parameter. Such a bucket is launched like the
+others, but its ``.grad`` is not removed and its gradients do not move, since the hook reads them. It is launched again
+whatever the hook did. That happens once, since from then on its hooks launch it, on every rank. With a comm hook a
+second launch is impossible; with ``static_graph`` it is impossible if the gradients move on another rank. In these
+cases, a bucket whose ``.grad`` already holds something waits on that rank alone, and a hook that changes a gradient is
+an error. Values are compared to find that, since a write through ``gradient.data`` changes no version.
 
 Note [Hooks that nobody sees]
-Hooks on a parameter can be seen, those on its AccumulateGrad node cannot. A hook before the node may write through
-``gradient.data``, so values are compared in iterations that teach, and in the first iteration after somebody has
-registered a hook of any kind. What such a hook does later goes unnoticed. The device compares the values as they
-arrive; the host reads all results at once, just before the ranks exchange theirs.
+Hooks on a parameter can be seen, but not those on its AccumulateGrad node. A hook before the node may write through
+``gradient.data``. So values are compared in iterations that learn, and in the first iteration after any hook was
+registered. A write that such a hook makes later goes unnoticed. The device compares the values as they arrive. The host
+reads all results at once, just before the ranks exchange theirs.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ log = logging.getLogger(__name__)
 
 
 class EarlyLaunch:
-    """Learns which buckets may be launched early, watches them, and launches those again that were too early.
+    """Learns which buckets may be launched early, watches them, and repeats launches that were too early.
 
     Args:
         bucket_set: The buckets and their iteration.
         queue: Launches them.
-        hooks: Tell of what AccumulateGrad stores.
+        hooks: Report what AccumulateGrad stores.
         accumulators: The AccumulateGrad nodes of the parameters.
-        is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learned and no bucket is early.
+        is_enabled: Whether compiled backwards hand over buckets. Otherwise nothing is learned and no bucket is early.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class EarlyLaunch:
 
     @property
     def has_message(self) -> bool:
-        """Whether the ranks tell each other which buckets were too early; the same on every rank."""
+        """Whether the ranks exchange which buckets were too early; the same on every rank."""
         if not self._is_enabled or not self._set.iteration.has_launched:
             return False
         return self.is_learning or any(bucket.may_launch_early for bucket in self._set.buckets)
@@ -116,7 +116,7 @@ class EarlyLaunch:
             moves: Whether the backward can return other tensors than it has computed.
 
         Returns:
-            What becomes of the bucket. Call `follow` unless it waits.
+            What happens to the bucket. Call `follow` unless it waits.
         """
         num_hooks = torch_internals.num_hooks_of_others()
         if num_hooks != self._num_hooks_of_others:
@@ -128,7 +128,7 @@ class EarlyLaunch:
         is_barred = bucket is not None and (bucket.was_launched_too_early or bucket.iteration.computed is not None)
         if is_barred or not (is_allowed or self.is_learning):
             return EarlyDecision.WAIT
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes show in no version
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes do not change versions
             return EarlyDecision.WAIT
         if not self._accumulators.are_going_to_run(param_indices):
             return EarlyDecision.WAIT
@@ -153,13 +153,13 @@ class EarlyLaunch:
 
         Args:
             bucket: The bucket.
-            decision: What `decide` returned, and not that it waits.
+            decision: What `decide` returned, unless that is to wait.
             gradients: What the backward returns.
             moves: As for `decide`.
-            moved: What the backward has computed, if it returns other tensors; gone after the launch.
+            moved: The computed tensors, if the backward returns other ones. They are gone after the launch.
         """
         if decision is not EarlyDecision.WATCH:
-            bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
+            bucket.claim(bucket.gradients())  # while ``.grad`` still shows which views are gradients
         has_new_hooks = self._set.iteration.has_new_hooks
         compares_values = moved is None and (decision is not EarlyDecision.LAUNCH or has_new_hooks)
         computed = ComputedBucket(bucket, gradients, decision, compares_values, moved)
@@ -172,7 +172,7 @@ class EarlyLaunch:
         if moved is not None:
             self._has_moved = True
             bucket.release_flattened()
-        computed.watch()  # the launch may have written them: it fills views, and scales a sparse gradient
+        computed.watch()  # after the launch, which may write them: it fills views, and scales a sparse gradient
         self._hooks.batch(bucket, notify_of_last=False)
 
     # AccumulateGrad stores its gradients.
@@ -188,7 +188,7 @@ class EarlyLaunch:
         return computed.is_launched
 
     def hand_over_incomplete(self) -> None:
-        """A backward has ended, and another one may bring what is missing: hand over the buckets that were launched."""
+        """A backward has ended, and another one may bring the missing gradients: hand over the launched buckets."""
         self._compare()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
@@ -204,13 +204,13 @@ class EarlyLaunch:
     # The iteration ends.
 
     def message(self) -> bytearray:
-        """After the last launch: what this rank tells the others. `finish` takes what all ranks have told.
+        """After the last launch, this rank's message to the others. `finish` takes the messages of all ranks.
 
         Returns:
             A flag for each parameter that got another contribution after its bucket had been launched; one for each
             bucket that cannot be launched again; one for each that does not have one contributor.
         """
-        is_shadow = self._set.iteration.is_shadow  # which has nothing to say
+        is_shadow = self._set.iteration.is_shadow  # a shadow has nothing to say
         replayable = self._queue.algorithm.traits.replayable
         self._compare()
         late, cannot, has_more = bytearray(len(self._set.parameters)), bytearray(), bytearray()
@@ -226,7 +226,7 @@ class EarlyLaunch:
         return late + cannot + has_more
 
     def finish(self, said: Sequence[int]) -> None:
-        """Learn from this iteration, and launch again what was launched too early.
+        """Learn from this iteration, and repeat launches that were too early.
 
         Args:
             said: The flags of `message` over all ranks: 1 if any rank has set it.
@@ -251,7 +251,7 @@ class EarlyLaunch:
         for bucket in too_early:
             log.warning(
                 "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
-                " got more than one gradient. It is launched again, and is not launched early any more",
+                " got more than one gradient. It is launched again, and will no longer be launched early",
                 this_rank(),
                 bucket.describe(),
                 ", ".join(names),
@@ -276,7 +276,7 @@ class EarlyLaunch:
                 computed.read(itertools.islice(are_equal, len(comparisons)))
 
     def _learn(self, agreed: Sequence[Bucket]) -> None:
-        """From now on launch these buckets early, which had one contributor on every rank."""
+        """From now on, launch these buckets early, since they had one contributor on every rank."""
         for bucket in agreed:
             bucket.allow_early_launch()
         if agreed or not self._has_learned:
@@ -292,7 +292,7 @@ class EarlyLaunch:
 
 
 def _own_gradients(bucket: Bucket) -> list[Tensor]:
-    """This rank's gradients of a bucket that has been launched in this iteration, complete now."""
+    """This rank's complete gradients of a bucket that has been launched in this iteration."""
     if bucket.iteration.own is not None:
         return bucket.iteration.own
     assert bucket.iteration.computed is not None
@@ -300,7 +300,7 @@ def _own_gradients(bucket: Bucket) -> list[Tensor]:
 
 
 def _holds_its_own(bucket: Bucket) -> bool:
-    """Whether `_own_gradients` are at hand."""
+    """Whether this rank still has `_own_gradients`."""
     computed = bucket.iteration.computed
     if computed is not None and computed.is_lost:
         return False
@@ -308,7 +308,7 @@ def _holds_its_own(bucket: Bucket) -> bool:
 
 
 def _is_observed(parameter: Parameter) -> bool:
-    """Whether somebody could notice that ``.grad`` is taken away for a while, or it could not be given back."""
+    """Whether the temporary removal of ``.grad`` could be noticed, or could not be undone."""
     if torch_internals.has_gradient_hooks(parameter):
         return True
     return parameter.grad is not None and parameter.grad.layout is not torch.strided

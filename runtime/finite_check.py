@@ -1,16 +1,16 @@
-"""Gradients that are infinite or NaN: found on the rank that computed them, and an error on every rank.
+"""Infinite and NaN gradients are found on the rank that computed them, and are an error on every rank.
 
 Note [Gradients that are not finite]
-A reduction spreads one rank's NaN to all ranks, and then nobody can tell whose it was. So with
-``check_finite_gradients`` each bucket is checked after it has been flattened and before it is launched. On a CPU the
-kernel that flattens also finds whether all values are finite, and single gradients are checked only if some are not. On
-another device the host would have to wait for that answer, bucket by bucket. So a flag for each gradient is computed
-there, and stays there.
+A reduction spreads one rank's NaN to all ranks, and then its origin is unknown. So with ``check_finite_gradients`` each
+bucket is checked after it has been flattened and before it is launched. On a CPU the kernel that flattens also finds
+whether all values are finite, and single gradients are checked only if some are not. On another device the host would
+have to wait for that answer, bucket by bucket. So the device computes a flag for each gradient, and the flags stay
+there.
 
 When all buckets of the iteration have been waited for, the host reads the flags once, and the ranks exchange one byte:
-whether any of them has found something. They do not check the reduced buckets instead: that would read all gradients a
-second time, and after a comm hook or a reduction to shards the ranks need not see the same values. Only if a rank has
-found something do all ranks exchange names.
+whether any of them has found something. The reduced buckets are not checked instead: that would read all gradients a
+second time, and after a comm hook or a reduction to shards the ranks need not see the same values. The ranks exchange
+names only if one of them has found something.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp_compile.runtime.launch_queue import LaunchQueue
 
 
 class FiniteCheck:
-    """Finds this rank's gradients that are not finite, and those of all; see Note [Gradients that are not finite].
+    """Finds the gradients of this rank and of all ranks that are not finite; see Note [Gradients that are not finite].
 
     Args:
         bucket_set: The buckets, which check what they flatten.
@@ -44,7 +44,7 @@ class FiniteCheck:
     def found_here(self) -> str:
         """The buckets and gradients of this rank that were not finite, in words; empty if all were.
 
-        The buckets must have been waited for: the current stream then comes after those that computed the flags.
+        The buckets must have been waited for, so that the current stream comes after those that computed the flags.
         """
         if not self._queue.sends:
             for bucket in self._set.buckets:
@@ -60,7 +60,7 @@ class FiniteCheck:
         return ", ".join(found)
 
     def error(self, found: str) -> NonFiniteGradientError:
-        """The error that every rank raises if one has found something; all ranks call this, and exchange names.
+        """The error that every rank raises if one has found something. All ranks call this, and exchange names.
 
         Args:
             found: What `found_here` returned.

@@ -1,4 +1,4 @@
-"""From the last gradient of a bucket to its result: flattened, launched in plan order, waited for, handed over."""
+"""From the last gradient of a bucket to its result: flatten, launch in plan order, wait, hand over."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ddp_compile.runtime.desync.monitor import DesyncMonitor
 class LaunchQueue:
     """Launches the buckets of one module, and waits for them.
 
-    Every rank launches the same buckets in the same order, in whatever order they become ready: only its place in the
-    sequence pairs a collective with its counterparts on the other ranks.
+    Every rank launches the same buckets in the same order, in whatever order they become ready, since collectives of
+    different ranks pair up by order alone.
 
     Args:
-        bucket_set: The buckets, and the iteration in which their launches are noted.
+        bucket_set: The buckets, and the iteration that records their launches.
         world_size: Number of ranks to average over.
-        monitor: What the ranks tell each other about it.
-        algorithm: Reduces a bucket; may be replaced between two iterations.
-        policy: Which gradients an iteration waits for.
-        undefined: Which parameters have arrived without a gradient.
+        monitor: Compares the ranks.
+        algorithm: Reduces a bucket. May be replaced between two iterations.
+        policy: Decides which gradients an iteration waits for.
+        undefined: Tells which parameters have arrived without a gradient.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LaunchQueue:
 
     @property
     def _last_bucket(self) -> Bucket | None:
-        """The one that is launched last."""
+        """The bucket that is launched last."""
         return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_skipped), None)
 
     @property
@@ -100,31 +100,31 @@ class LaunchQueue:
     # A bucket becomes ready.
 
     def leave_out_unused(self) -> None:
-        """When an iteration begins: pass over the buckets that no rank uses."""
+        """When an iteration begins, pass over the buckets that no rank uses."""
         for bucket in self._set.buckets:
             if bucket.is_pending and self._policy.leaves_out(bucket):
                 bucket.skip()
 
     def complete(self, bucket: Bucket) -> None:
-        """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
-        # A bucket that may be launched early may have been launched too early on another rank.
+        """Make a bucket ready with the ``.grad`` of its parameters, and with zeros for parameters that have none."""
+        # If a bucket may be launched early, another rank may have launched it too early.
         keeps_own = bucket.may_launch_early and self.algorithm.traits.replayable
         gradients = bucket.contributions(self.sends, self._undefined.verify, keeps_own)
         self._make_ready(bucket, gradients)
-        del gradients  # the number of references tells whether somebody else holds one
+        del gradients  # the number of references tells whether one is held elsewhere
         if self.sends and any(b.is_pending for b in self.not_launched):
-            # The rest of the backward can use the memory. At its end all buckets do this.
+            # This frees memory for the rest of the backward. At its end all buckets do this.
             bucket.point_gradients_at_views(bucket.iteration.unused)
 
     def complete_with(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """A bucket is ready with gradients that its parameters do not hold yet."""
+        """Make a bucket ready with gradients that its parameters do not hold yet."""
         bucket.mark_used(bucket.param_indices)
         for index in bucket.param_indices:
             self._policy.note(index)
         self._make_ready(bucket, gradients)
 
     def do_without(self, absent: Iterable[int]) -> None:
-        """Stop waiting for these parameters, which contribute what they hold, or zeros."""
+        """Stop waiting for these parameters. They contribute their ``.grad``, or zeros."""
         awaited = [
             (index, bucket)
             for index, bucket in ((index, self._set.of_parameter[index]) for index in sorted(absent))
@@ -140,7 +140,7 @@ class LaunchQueue:
         """At the end of a backward, complete the buckets that may be launched without the gradients they miss.
 
         Args:
-            after_forward: Whether a synchronized forward has come before the backward.
+            after_forward: Whether a synchronized forward came before the backward.
 
         Returns:
             Whether the iteration is over; False if it waits for another backward.
@@ -149,7 +149,7 @@ class LaunchQueue:
         if absent is not None:
             self.do_without(absent)
             for bucket in self._set.buckets:
-                if bucket.is_pending:  # what came to it was not counted
+                if bucket.is_pending:  # its arrivals were not counted
                     self.complete(bucket)
             return True
         if after_forward:
@@ -158,10 +158,11 @@ class LaunchQueue:
         return True
 
     def _complete_with_means(self) -> None:
-        """Complete the iteration of a backward without a forward before it, of a regularizer for example.
+        """Complete the iteration of a backward without a forward before it, for example of a regularizer.
 
-        Parameters that it did not reach hold the mean of the iteration before, and the mean of means is the mean. A
-        bucket with a parameter that holds none is passed over: its gradients are reduced in the next iteration.
+        Parameters that it did not reach hold the mean of the previous iteration, which is the same on all ranks, so
+        another mean does not change it. A bucket with a parameter that holds none is passed over, and its gradients are
+        reduced in the next iteration.
         """
         for bucket in self.not_launched:
             if bucket.is_pending and all(gradient is not None for gradient in bucket.gradients()):
@@ -172,7 +173,7 @@ class LaunchQueue:
             self._launch_ready()
 
     def _make_ready(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Flatten a bucket, and launch what is ready then."""
+        """Flatten a bucket, and launch the buckets that are ready then."""
         if not self.sends:
             bucket.keep_local()
             self._launch_ready()
@@ -180,11 +181,11 @@ class LaunchQueue:
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
             bucket.flatten(gradients, self._scale)
         self._launch_ready()
-        if bucket.is_ready:  # an earlier bucket is not; when it is, it launches this one, maybe on another stream
+        if bucket.is_ready:  # an earlier bucket is not; it will launch this one, perhaps on another stream
             bucket.note_flattened()
 
     def launch_shadows(self) -> None:
-        """Launch every bucket with zeros: this rank has no input left, and the others train on."""
+        """Launch every bucket with zeros, since this rank has no input left but the others continue to train."""
         self._set.iteration.is_shadow = True
         self.leave_out_unused()
         for bucket in self._set.buckets:
@@ -193,11 +194,11 @@ class LaunchQueue:
         self._launch_ready()
 
     def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Reduce a bucket a second time in this iteration; every rank does so, in the same order.
+        """Reduce a bucket a second time in this iteration. Every rank does so, in the same order.
 
         Args:
-            bucket: It has been waited for. The algorithm is replayable.
-            gradients: Sent in place of those of the first launch; a shadow sends zeros.
+            bucket: A bucket that has been waited for, with a replayable algorithm.
+            gradients: Sent instead of those of the first launch. A shadow sends zeros.
         """
         if self._set.iteration.is_shadow:
             bucket.flatten_zeros()
@@ -234,7 +235,7 @@ class LaunchQueue:
                 if not callable(getattr(work, "wait", None)):
                     raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
                 bucket.reduction_begins(work)
-        except ReductionError as error:  # of an algorithm, which may wait for the bucket before
+        except ReductionError as error:  # the algorithm's, which may wait for the previous bucket
             raise self._monitor.report_failure(error) from error.__cause__
         except RuntimeError as error:
             failure = error_messages.reduction_failed(bucket.describe(), error)
@@ -243,10 +244,10 @@ class LaunchQueue:
     # It is reduced.
 
     def drain(self) -> None:
-        """Return when nothing that was launched will start another collective; before anything else is sent.
+        """Return when no launched bucket will start another collective. Called before anything else is sent.
 
         Raises:
-            ReductionError: What was launched has failed.
+            ReductionError: A launched reduction failed.
         """
         try:
             self.algorithm.drain()
@@ -254,7 +255,7 @@ class LaunchQueue:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def wait(self) -> None:
-        """Wait for what has been launched.
+        """Wait for the launched buckets.
 
         Raises:
             ReductionError: A reduction failed or timed out.
@@ -274,10 +275,10 @@ class LaunchQueue:
                 raise self._monitor.report_failure(failure, f", bucket {bucket.spec.index}") from error
 
     def finish(self, untouched: Set[int]) -> None:
-        """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
+        """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
 
         Args:
-            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` stays what it was.
+            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` does not change.
 
         Raises:
             ReductionError: A reduction failed or timed out.

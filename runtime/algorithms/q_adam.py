@@ -83,7 +83,7 @@ class MomentumExchange(CollectiveChain):
         owned = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         if missing := [name for name, parameter in parameters.items() if parameter not in owned]:
             return (
-                "QAdam exchanges the momentum of its own parameters, but these parameters of the model are not among"
+                "QAdam exchanges the momentum of its own parameters, but these of the model are not among"
                 f" them: {shorten_names(missing)}. Make one QAdam of all parameters of each model, or name them in"
                 " parameters_to_ignore"
             )

@@ -1,4 +1,4 @@
-"""What has to be equal on all ranks at an agreement point, and how an error describes differences."""
+"""What must be equal on all ranks at an agreement point, and the words for differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelFingerprint:
     Args:
         plan: Digest and generation of its bucket plan.
         algorithm: Name of the algorithm that reduces it.
-        forwards_left_out: Training forwards that no backward has reached, although a backward has reached a later one.
+        forwards_left_out: Training forwards that no backward reached although a backward reached a later one.
         backwards_repeated: Iterations without a forward since the previous one.
     """
 
@@ -33,10 +33,11 @@ class Fingerprint:
     """What the models that share a process group have done on one rank.
 
     Args:
-        number: How many iterations all models have had.
-        models: Those that had an iteration since the last agreement point, by name.
-        order: Digest of the order in which all models have sent gradients and buffers.
-        latest: The latest messages in order, "the gradients of model 1 (Linear)"; empty if there is only one model.
+        number: The number of iterations of all models.
+        models: The models that had an iteration since the last agreement point, by name.
+        order: Digest of the order in which the models have sent gradients and buffers.
+        latest: The latest messages in order, such as "the gradients of model 1 (Linear)"; empty if there is only one
+            model.
     """
 
     number: int
@@ -65,7 +66,7 @@ class _Field(NamedTuple):
 
 
 _FIELDS = {
-    "plan": _Field("bucket plan", "Call ddp_compile and register_comm_hook alike on every rank"),
+    "plan": _Field("bucket plan", "Call ddp_compile and register_comm_hook in the same way on every rank"),
     "algorithm": _Field(
         "way to reduce", "Pass the same algorithm, or register the same comm hook between the same two steps"
     ),
@@ -75,18 +76,18 @@ _FIELDS = {
         " model.no_sync()",
     ),
     "backwards_repeated": _Field(
-        "backwards without a forward before them", "Call backward equally often on every rank"
+        "backwards without a forward before them", "Call backward the same number of times on every rank"
     ),
 }
 
 ORDER_WAY_OUT = (
-    "Call the forwards and backwards of the models in one order on every rank, or give each model a process group of"
-    " its own"
+    "Call the forwards and backwards of the models in the same order on every rank, or give each model a process group"
+    " of its own"
 )
 
 
 def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
-    """The differences between the ranks, the fewest ranks first, and what to do about them; None without any.
+    """The differences between the ranks, the fewest ranks first, and the ways out; None if there are no differences.
 
     Args:
         fingerprints: By global rank.
@@ -99,7 +100,7 @@ def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
     for model in first.models:
         done = {rank: theirs.models[model] for rank, theirs in fingerprints.items() if model in theirs.models}
         if len(done) < len(fingerprints):
-            continue  # the order, described above, says that this model's iteration was another's on some rank
+            continue  # the order, described above, says that some rank ran another model's iteration here
         for name, field in _FIELDS.items():
             values = {rank: getattr(theirs, name) for rank, theirs in done.items()}
             if len(set(values.values())) > 1:
@@ -110,7 +111,7 @@ def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
 
 
 def _describe_order(first: Fingerprint, fingerprints: Mapping[int, Fingerprint]) -> str:
-    """The first of the latest messages in which the ranks differ."""
+    """The first of the latest messages that differs between the ranks."""
     for back in range(min(len(theirs.latest) for theirs in fingerprints.values()), 0, -1):
         sent = {rank: theirs.latest[-back] for rank, theirs in fingerprints.items()}
         if len(set(sent.values())) > 1:

@@ -368,7 +368,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
     )
     assert said["with a name"].startswith(f"{more}other. ")
-    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these parameters of the model are not"
+    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not"
     assert said["model has more"].startswith(f"{missing} among them: bias. ")
     assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
     assert said["set later"].startswith(more)

@@ -233,7 +233,7 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Callable[[int],
     exited, waiting = ranks(2).run_expecting_failures(rank_0_exits)
     assert exited.kind == "EOFError"
     assert waiting.kind == "ReductionError"
-    assert "bucket 0" in waiting.message and "the store that they tell it to is gone" in waiting.message
+    assert "bucket 0" in waiting.message and "the store that they post to is gone" in waiting.message
     assert time.monotonic() - started < 30
 
 

@@ -117,7 +117,7 @@ def finalize_by_hand(begin: Callable[[Any], None]) -> Callable[[Any], None]:
             with pytest.raises(ReductionError, match=r"a forward before finalize_backward\(\)"):
                 refused(model)
         model.finalize_backward()
-        with pytest.raises(RuntimeError, match="no backward that is reduced has come"):
+        with pytest.raises(RuntimeError, match="no reduced backward has come"):
             model.finalize_backward()
         begin(model)
         with pytest.raises(ReductionError, match=r"a gradient of first.weight before finalize_backward\(\)"):
