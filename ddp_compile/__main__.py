@@ -13,11 +13,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        arguments: The command's name and its arguments; those of the process when None.
+        arguments: The command's name and its arguments. None stands for those of the process.
     """
     parser = argparse.ArgumentParser(prog="python -m ddp_compile")
     commands = parser.add_subparsers(dest="command", required=True)
-    bench_parser = commands.add_parser("bench", help="time ddp_compile beside everything it can be compared with")
+    bench_parser = commands.add_parser("bench", help="time ddp_compile and everything it can be compared with")
     bench.add_arguments(bench_parser)
     return bench.run(parser.parse_args(arguments))
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class GraphReport(NamedTuple):
-    """What was done with one graph.
+    """What was done to one graph.
 
     Args:
         graph: Ordinal among the graphs that Dynamo made of the module, recompiled ones included.
@@ -45,7 +45,7 @@ class GraphReport(NamedTuple):
         declined: The cuts that were not made as planned; with ``launches_in_backward``, the buckets that are not
             launched inside the backward. Empty for compiled code from a cache.
         launches_in_backward: Whether buckets are launched inside the compiled backward.
-        not_cut: If a graph was left whole since it could not be cut for every bucket: the cuts that were declined.
+        not_cut: The declined cuts, if a graph was left whole because it could not be cut for every bucket.
     """
 
     graph: int
@@ -61,7 +61,7 @@ class GraphRuns:
 
     def __init__(self) -> None:
         self.number = 0
-        self.number_whole = 0  #: of those that are all of the module's forward
+        self.number_whole = 0  #: how many of them were the module's whole forward
 
     def counted(self, compiled: Callable[..., Any], is_whole: bool) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -80,7 +80,7 @@ class TrainingBackend:
         builder: The module's plan, which every graph extends until it is sealed.
         parameters: Index of each reduced parameter, by ``id`` of the parameter.
         split: ``"forward"`` cuts graphs at bucket boundaries, ``"backward"`` leaves them whole and launches buckets
-            inside the backward, ``"auto"`` does the latter with graphs that cannot be cut for every bucket.
+            inside the backward, ``"auto"`` does the latter if a graph cannot be cut for every bucket.
         launches_in_backward: The result of the function of that name.
         reducer: Number by which a compiled backward finds the reducer.
         moves_gradients: Whether such a backward may move gradients to the flat buffers.
@@ -120,7 +120,7 @@ class TrainingBackend:
         parameter_of = self._find_parameters(gm, example_inputs)
         order = grad_ready_order(gm, parameter_of)
         has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
-        if not order or not has_backward:  # not if the graph was made under no_grad
+        if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
             return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer)
@@ -136,9 +136,7 @@ class TrainingBackend:
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
         num_partitions = max(1, len(partition_names(result.gm)))
         if num_partitions == 1 < len(buckets) and launches_in_backward:
-            log.info(
-                "%s: left whole, since not every bucket could be launched early if it were cut in the forward", name
-            )
+            log.info("%s: left whole, since cutting it in the forward would not launch every bucket early", name)
             return self._compile_whole(result.gm, example_inputs, name, parameter_of, buckets, table, result.declined)
         log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(num_partitions, "partition"))
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
@@ -197,7 +195,7 @@ class TrainingBackend:
         return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
 
     def _waiter(self, ctx: AotContext, table: str) -> Callable[[fx.GraphModule], None] | None:
-        """What inserts waits for parameters into a forward; None if the graph waits before it runs."""
+        """The edit that inserts waits for parameters into a forward; None if the graph waits before it runs."""
         if not (gathers_parameters(self.reducer) and self.compiler.can_edit_forwards()):
             return None
         forward_ctx = replace(ctx, graph_name=f"{ctx.graph_name} forward")
@@ -224,7 +222,7 @@ class TrainingBackend:
         return shorten_names(names) or "no parameters"
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
-        """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
+        """Node names of the reduced parameters. Dynamo passes the parameters themselves as example inputs."""
         attributes = gm.graph.find_nodes(op="get_attr")
         values = [
             *zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True),
@@ -236,7 +234,7 @@ class TrainingBackend:
 
 def _loses_gradients(name: str) -> CompilationError:
     return CompilationError(
-        f"{this_rank()}: {name} has a collective of torch.distributed.nn in it, and torch {torch.__version__} computes"
+        f"{this_rank()}: {name} contains a collective of torch.distributed.nn, but torch {torch.__version__} computes"
         " zeros for gradients that pass through one in compiled code; decorate the function that calls it with"
         " torch.compiler.disable, or install torch 2.12 or newer"
     )
@@ -260,7 +258,7 @@ def _cache_key(ctx: AotContext, waits_inside: bool) -> str:
 
 
 def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
-    """Whether the ranks hold equally large parts of every DTensor input, so that all cut the graph at the same places.
+    """Whether the ranks hold equal-sized parts of every DTensor input, so that all cut the graph at the same places.
 
     Buckets follow the sizes of the parts. If the cuts differed, the ranks would run the collectives that redistribute
     gradients after a partition's backward in different orders.
@@ -292,7 +290,7 @@ def launches_in_backward(split: SplitMode, compiler: GraphCompiler) -> bool:
 class EvaluationBackend:
     """Compiles the graphs of one module without gradients, or in evaluation mode, as they are.
 
-    Dynamo keeps every backend for good, so neither this one nor `TrainingBackend` may hold a reference to the module.
+    Dynamo keeps every backend forever, so neither this one nor `TrainingBackend` may refer to the module.
 
     Args:
         compiler: Compiles each graph.
@@ -311,7 +309,7 @@ class EvaluationBackend:
 
 
 class RegionBackend(EvaluationBackend):
-    """Compiles training graphs that several modules share: as they are, so that nothing in them is of one module."""
+    """Compiles training graphs that several modules share, unchanged, so that they contain nothing of one module."""
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if torch_internals.loses_gradients_of_collectives(gm):

@@ -26,7 +26,7 @@ _TITLE_SIZE = 14
 _LINE_IN = 0.175
 _LONGEST_LABEL = 34
 
-# Ours are warm, peers muted and cold, a user's own green.
+# Ours are warm, peers are muted and cold, a user's own are green.
 _OURS = {
     **{"auto": "#c1121f", "forward": "#f07f13", "backward": "#8e1b4d", "none": "#f5b041"},
     **{"bfloat16": "#e4572e", "float16": "#b0413e", "byte-grad": "#6a040f"},
@@ -124,14 +124,14 @@ def new_page(
     notes: Iterable[str],
     legend: Sequence[Artist] = (),
 ) -> Figure:
-    """A figure with its title above and its notes below the panels.
+    """A figure with its title above the panels and its notes below them.
 
     Args:
         size: Width and height in inches, without title and notes.
         title: What the chart shows.
         subtitle: The model and the machine.
         notes: Sentences; empty ones are left out.
-        legend: Labeled entries that hold for all panels; they go below the subtitle.
+        legend: Labeled entries for all panels, shown below the subtitle.
     """
     width, height = size
     per_line = int(width * 15)
@@ -169,7 +169,7 @@ def failed_note(rows: Iterable[SummaryRow]) -> str:
 
 
 def clean(axes: Axes, grid: str) -> None:
-    """Only the lines that help reading.
+    """Draw only the lines that help reading.
 
     Args:
         axes: A panel.
@@ -220,7 +220,7 @@ def emphasize_ours(labels: Iterable[Text]) -> None:
 
 
 def color_of_name(implementation: str) -> str:
-    """The color in which a name is written: ours stand out."""
+    """The color of a name; ours stand out."""
     return _OURS["auto"] if implementation.startswith(OURS_PREFIX) else "black"
 
 

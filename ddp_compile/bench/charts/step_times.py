@@ -158,7 +158,7 @@ def _draw_sweep(axes: Axes, rows: Sequence[SummaryRow], users: Sequence[str]) ->
     """Returns the line of each implementation."""
     drawn = {}
     caps = sorted({row.bucket_cap_mb for row in rows if row.bucket_cap_mb is not None})
-    # Ours last, so that they lie on top.
+    # Ours last, so that they are on top.
     for name in sorted({row.implementation for row in rows}, key=implementation_order, reverse=True):
         points = []
         for cap in caps:
