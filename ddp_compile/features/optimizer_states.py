@@ -1,4 +1,4 @@
-"""Average the states of optimizers that differ between ranks."""
+"""Averages the states of optimizers that differ between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_compile.runtime.comm.rank_names import format_ranks
 def compare_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Check that `average_optimizer_states` would make the optimizers of all ranks alike; change nothing.
+    """Check that `average_optimizer_states` would make the optimizers of all ranks equal. Changes nothing.
 
     Args:
         optimizers: In the same order on every rank.
@@ -41,25 +41,25 @@ def compare_optimizers(
         else:
             raise TypeError(
                 f"{this_rank()}: {state.name} is {with_article(type(state.value).__name__)}, which cannot be averaged;"
-                " make the optimizers anew, and pass optimizers=[]"
+                " make new optimizers, and pass optimizers=[]"
             )
     if different := ranks_unlike_rank_0("\n".join(what).encode(), process_group, device):
         raise RanksDifferError(
             f"{this_rank()}: the optimizers have other states or settings on ranks {format_ranks(different)} than on"
-            " rank 0: after steps that some ranks have skipped, or learning rates that follow each rank's own steps."
-            " Make the optimizers anew, and pass optimizers=[]; or set the same settings first"
+            " rank 0, because some ranks have skipped steps, or because learning rates follow each rank's own steps."
+            " Make new optimizers, and pass optimizers=[]; or set the same settings first"
         )
 
 
 def average_optimizer_states(optimizers: Sequence[torch.optim.Optimizer], process_group: dist.ProcessGroup) -> None:
-    """Average moments and the like over the ranks; take step counts and other numbers from rank 0.
+    """Average moments and similar states over the ranks. Take step counts and other numbers from rank 0.
 
     Args:
         optimizers: Checked by `compare_optimizers`.
         process_group: The ranks.
 
     Raises:
-        ReductionError: A rank has not come.
+        ReductionError: A rank did not come.
     """
 
     def fail(error: RuntimeError) -> ReductionError:

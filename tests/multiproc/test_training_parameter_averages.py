@@ -398,7 +398,7 @@ def test_every_algorithm_may_follow_every_other() -> None:
         for step in range(3):
             train_step(model, optimizer, 10 * number + step)
         if isinstance(config, ByteGrad):
-            with pytest.raises(ReplicationError, match="the ranks' optimizers have come to different states"):
+            with pytest.raises(ReplicationError, match="the ranks' optimizers have reached different states"):
                 model.set_comm_algorithm(config)
         model.set_comm_algorithm(config, [optimizer])
         assert is_same_everywhere(flat_of(model)), config
