@@ -12,7 +12,7 @@ from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, 
 
 
 class _Place(NamedTuple):
-    """The place of a bucket of a compiled frame."""
+    """The place of a compiled frame's bucket."""
 
     frame: int  # ordinal of the frame
     position: int  # among the frame's buckets
@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 
 
 class PlanBuilder:
-    """Collects the plan of one module frame by frame, as Dynamo traces, compiles and runs them.
+    """Collects the plan of one module frame by frame, in the order in which Dynamo compiles them.
 
     Args:
         gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
@@ -53,8 +53,8 @@ class PlanBuilder:
     def add_frame(self, ready_order: Sequence[int]) -> list[BucketSpec]:
         """Add one frame; return every bucket with a parameter of the frame, in launch order.
 
-        Until the plan is sealed, this packs the parameters that no earlier frame has shown. Afterward the sealed plan
-        decides.
+        Until the plan is sealed, this packs the parameters that no earlier frame has shown. From then on, the sealed
+        plan decides.
 
         Args:
             ready_order: Indices of the frame's parameters in gradient-ready order.
@@ -63,9 +63,9 @@ class PlanBuilder:
             indices = {self.sealed.bucket_of_parameter[i] for i in ready_order}
             return [self.sealed.buckets[index] for index in sorted(indices)]
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
-        if fresh:  # not if a frame is compiled again
+        if fresh:  # empty if a frame is compiled again
             self._pack_frame(fresh)
-        # Without a loop over all buckets: a model may have a hundred frames of many small parameters.
+        # Without a loop over all buckets, since a model may have a hundred frames of many small parameters.
         found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
         return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
 
@@ -102,7 +102,7 @@ class PlanBuilder:
             arrival_order: Parameter indices in the order of their gradients in one iteration.
 
         Returns:
-            A plan with the same buckets of compiled frames, and all buckets in the order of their last gradients.
+            A plan with the same buckets for compiled frames, and with all buckets in the order of their last gradients.
             Parameters without a gradient come last.
         """
         assert self.sealed is not None
@@ -116,7 +116,7 @@ class PlanBuilder:
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
 
     def _pack_tail(self, order: Sequence[int]) -> list[BucketSpec]:
-        """Buckets of these parameters; those of a region come together, at the place of the first of them."""
+        """Buckets of these parameters. Those of a region are together, at the place of the first one."""
         begins: dict[int, int] = {}
         for place, index in enumerate(order):
             if index in self.region_of:
@@ -127,7 +127,7 @@ class PlanBuilder:
         return pack(tail, self.caps_bytes, self.layout, frame=None, region_of=self.region_of)
 
     def lay_out_as(self, layout: Layout) -> None:
-        """Give every bucket, those of a sealed plan too, another layout and the same gradients."""
+        """Give every bucket, even of a sealed plan, another layout and the same gradients."""
         self.layout = layout
         self._frames = [[replace(bucket, layout=layout) for bucket in frame] for frame in self._frames]
         if self.sealed is not None:

@@ -375,6 +375,6 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     assert "to the parameters=none on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
     assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
     assert said["unwrapped"].startswith(
-        f"rank {rank}: step 3 of QAdam(warmup_steps=1): of 2 ranks none exchanges the momentum"
+        f"rank {rank}: step 3 of QAdam(warmup_steps=1): none of 2 ranks exchanges the momentum"
     )
     assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
         ({"options": {"no_such_option": 1}}, ValueError, "no_such_option"),
         ({"parameters_to_ignore": ["weihgt"]}, ValueError, "parameters_to_ignore names weihgt"),
         ({"parameters_to_ignore": "weight"}, TypeError, "pass a list of names: ['weight']"),
-        ({"process_group": -100}, ValueError, "process_group=-100 is not a process group this rank belongs to"),
+        ({"process_group": -100}, ValueError, "process_group=-100 is not a process group that this rank belongs to"),
         ({"find_unused_parameters": 1}, ValueError, "find_unused_parameters=1 is neither True nor False"),
         ({"check_finite_gradients": 1}, ValueError, "check_finite_gradients=1 is neither True nor False"),
         ({"static_graph": "yes"}, ValueError, "static_graph='yes' is neither True nor False"),
@@ -115,7 +115,7 @@ def on(device: str) -> nn.Module:
         return nn.ParameterDict({"weight": torch.empty(3, device=device)})
 
 
-NOT_ON_XPU = "is on xpu:0, and the process group sends tensors on cpu and cuda only (backend 'gloo')"
+NOT_ON_XPU = "is on xpu:0, but the process group sends tensors on cpu and cuda only (backend 'gloo')"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_point_to_point_messages_from_an_accelerator_are_refused_on_gloo(
 def test_a_module_on_two_devices_is_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 3), on("xpu"))
     with pytest.raises(
-        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; all reduced parameters have to"
+        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; all reduced parameters must"
     ):
         ddp_compile(module)
 

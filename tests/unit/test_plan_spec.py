@@ -241,7 +241,7 @@ def dropped(*path: Any) -> Callable[[Any], None]:
         (changed("buckets", 1, "gradients", 0, 0, to="2"), "the number of parameter 'p2' in bucket 1 is '2'"),
         (changed("buckets", 1, "gradients", 0, 0, to=-1), "the number of parameter 'p2' in bucket 1 is -1"),
         (changed("buckets", 1, "gradients", 0, 0, to=4), "the number 4 of parameter 'p2' is out of range"),
-        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 stands in it as 'p2' and again as 'p3'"),
+        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 is in it as 'p2' and again as 'p3'"),
         (changed("buckets", 1, "gradients", 0, 2, to=-1), "the number of elements of 'p2' in bucket 1 is -1"),
         (dropped("buckets", 0), "the number 2 of parameter 'p2' is out of range, as it holds 2 parameters"),
     ],
@@ -261,7 +261,7 @@ def test_a_malformed_plan_is_refused_with_what_is_wrong(change: Callable[[Any], 
         ("", "it cannot be read (Expecting value"),
         ('{"version":1', "it cannot be read"),
         ("[]", "it is [], not an object with the keys"),
-        ('{"version":1,"generation":0,"buckets":[],"buckets":[]}', "it cannot be read (['buckets'] stand twice"),
+        ('{"version":1,"generation":0,"buckets":[],"buckets":[]}', "it cannot be read (['buckets'] appear twice"),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str, said: str) -> None:
