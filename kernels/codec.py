@@ -1,4 +1,4 @@
-"""The kernels on single tensors, with their checks: the min-max codec of eight bits a value, and averaging."""
+"""The kernels on single tensors, with their checks: the min-max codec with eight bits a value, and averaging."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compressed_like(values: Tensor, num_chunks: int, skip_chunk: int | None) -> 
     """Memory for the compressed form of ``values``.
 
     Raises:
-        ValueError: ``num_chunks`` is not positive, or there is no chunk ``skip_chunk``.
+        ValueError: ``num_chunks`` is not positive, or chunk ``skip_chunk`` does not exist.
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")

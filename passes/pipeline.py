@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Declined(NamedTuple):
-    """Something a pass was asked to do and did not."""
+    """Something that a pass should have done but did not do."""
 
     node: str  #: name of the node that it concerns
     reason: str  #: why not, and what happens instead
@@ -25,7 +25,7 @@ class PassResult(NamedTuple):
     """The result of a pass.
 
     Args:
-        gm: The graph module to go on with; may be the one that was given, changed in place.
+        gm: The resulting graph module. It may be the input, changed in place.
         num_changed: Number of nodes changed, or of partitions made; 0 if the graph is unchanged.
         declined: What was not done, and why.
     """
@@ -37,7 +37,7 @@ class PassResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassContext:
-    """What passes over Dynamo graphs know beside the graph.
+    """The context of passes over Dynamo graphs.
 
     Args:
         parameter_of: Index of the reduced parameter that a placeholder or get_attr node stands for, by node name.
@@ -54,7 +54,7 @@ class PassContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AotContext:
-    """What passes over AOTAutograd's forward and backward graphs know beside the graph.
+    """The context of passes over AOTAutograd's forward and backward graphs.
 
     Args:
         parameter_of_input: Index of the reduced parameter at each position among the inputs of the Dynamo graph.
@@ -86,7 +86,7 @@ Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 
 
 class Observer(Protocol):
-    """Sees the graph before, between and after the passes; must not change it."""
+    """Called with the graph before, between and after the passes. It must not change the graph."""
 
     def before_pipeline(self, gm: fx.GraphModule) -> None: ...
 
@@ -101,10 +101,10 @@ def run_pipeline(
     passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
-    """Run passes in order, with observers around them; lint and recompile after each that changed something.
+    """Run passes in order, with observers around them. Lint and recompile after each pass that changed something.
 
     Returns:
-        The last graph, the sum of all ``num_changed``, and all that was declined.
+        The last graph, the sum of all ``num_changed``, and everything that was declined.
     """
     for observer in observers:
         observer.before_pipeline(gm)

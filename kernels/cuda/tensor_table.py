@@ -1,4 +1,4 @@
-"""The addresses of a bucket's tensors, read by the C++ library if it was built, else in Python."""
+"""The addresses of a bucket's tensors, read by the C++ library if it was built, otherwise in Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import DTYPE_CODES, NativeLibrary
 from ddp_compile.kernels.native.tensor_table import NativeTensorTable
 
-# kOther in native/csrc/formats.h: a tensor that is left to the reference.
+# kOther in native/csrc/formats.h, for tensors that are left to the reference.
 OTHER_CODE = 255
 
 
@@ -34,7 +34,7 @@ class TensorTable(Protocol):
 
 
 def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> TensorTable:
-    """The faster table that is available; raises the errors of `layout.check_fit`."""
+    """The fastest table that is available. Raises the errors of `layout.check_fit`."""
     try:
         return LibraryTable(library.load(), tensors, flat, offsets)
     except KernelUnavailableError:
@@ -42,7 +42,7 @@ def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | N
 
 
 class LibraryTable(NativeTensorTable):
-    """The library's table, whose vectors do not move for as long as it lives."""
+    """The library's table. Its vectors never move."""
 
     def __init__(
         self, library: NativeLibrary, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None

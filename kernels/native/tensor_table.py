@@ -16,9 +16,9 @@ class NativeTensorTable:
 
     Args:
         library: The loaded library.
-        tensors: Tensors of the shapes, strides and device of the bucket; not kept.
-        flat: The flat buffer that has the places.
-        offsets: The places, in elements; packed when None.
+        tensors: Tensors with the shapes, strides and device of the bucket. Not kept.
+        flat: The flat buffer with the places.
+        offsets: The places, in elements; None packs them.
 
     Raises:
         ValueError: The tensors do not fit into ``flat``.
@@ -31,7 +31,7 @@ class NativeTensorTable:
         fit = ctypes.c_int64()
         try:
             self.handle = library.table_new(library.exchange_api, tuple(tensors), ctypes.byref(fit))
-        except RuntimeError:  # torch's, for a tensor without an address, on the meta device for example
+        except RuntimeError:  # torch's, for a tensor without an address, for example on the meta device
             layout.check_fit(tensors, flat, offsets)
             raise
         if fit.value == OUT_OF_MEMORY:
@@ -91,7 +91,7 @@ class NativeTensorTable:
             offsets = library.table_offsets(self.handle)
             places = [layout.place_of(tensor, flat, offsets[i]) for i, tensor in enumerate(tensors)]
             layout.check_memory(tensors, places, flat, written=True)
-            raise AssertionError("the library found an overlap that is none")
+            raise AssertionError("the library reported an overlap that does not exist")
         return list(others)
 
     def shape(self, index: int) -> list[int]:

@@ -310,7 +310,7 @@ REFUSED: list[tuple[type[DDPStrategy], Callable[[], Any], str]] = [
     (
         DDPStrategy,
         lambda: ddp_compile(Net(), backend="eager"),
-        "DistributedDataParallel, which takes 7 of its 7 parameters",
+        "DistributedDataParallel, which also takes 7 of its 7 parameters",
     ),
     (DDPStrategy, replicated_inside, "integrations.lightning.DDPCompileStrategy()"),
 ]

@@ -215,7 +215,7 @@ def test_what_is_loaded_stays() -> None:
     time.sleep(0.05)
     model.comm_algorithm.abort()
     assert (flat_of(model) - 10.0).abs().max() < 1e-4
-    loading = f"rank {dist.get_rank()}: load_state_dict() while the asynchronous model average"
+    loading = f"rank {dist.get_rank()}: load_state_dict() was called while the asynchronous model average"
     assert str(refused.value).startswith(loading)
 
 

@@ -47,7 +47,7 @@ def test_each_instruction_set_is_one_of_those_that_there_are(loops: str, request
 def test_an_instruction_set_that_there_is_not_is_refused() -> None:
     core = library.load()
     before = core.instruction_set()
-    with pytest.raises(ValueError, match=r"instruction set 'mmx' is none of .*baseline"):
+    with pytest.raises(ValueError, match=r"instruction set 'mmx' is not one of .*baseline"):
         core.use_instruction_set("mmx")
     assert core.instruction_set() == before
 

@@ -184,7 +184,7 @@ def test_plans_that_differ_in_anything_have_different_digests() -> None:
 def test_json_of_another_version_is_refused() -> None:
     document = json.loads(plan_buckets(gradients(1), 100).to_json())
     document["version"] = 99
-    with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 1; install the same"):
+    with pytest.raises(ValueError, match=r"JSON version 99, but this version of ddp_compile reads 1; install the same"):
         BucketPlan.from_json(json.dumps(document))
 
 
@@ -229,12 +229,12 @@ def dropped(*path: Any) -> Callable[[Any], None]:
         (changed("buckets", 1, "dtype", to=None), "the dtype of bucket 1 is None"),
         (changed("buckets", 1, "device", to=0), "the device of bucket 1 is 0"),
         (changed("buckets", 1, "sparse", to=0), "'sparse' of bucket 1 is 0"),
-        (changed("buckets", 1, "sparse", to=True), "bucket 1 holds 2 gradients"),
+        (changed("buckets", 1, "sparse", to=True), "bucket 1 has 2 gradients"),
         (changed("buckets", 1, "layout", to="packed"), "the layout of bucket 1 is 'packed'"),
         (changed("buckets", 1, "layout", to=[]), "the layout of bucket 1 is []"),
         (changed("buckets", 1, "cap_bytes", to=0), "the capacity of bucket 1 is 0, not a whole number of at least 1"),
         (changed("buckets", 1, "frame", to="0"), "the frame of bucket 1 is '0'"),
-        (changed("buckets", 1, "gradients", to=[]), "bucket 1 holds 0 gradients"),
+        (changed("buckets", 1, "gradients", to=[]), "bucket 1 has 0 gradients"),
         (changed("buckets", 1, "gradients", to=None), "the gradients of bucket 1 are None, not a list"),
         (changed("buckets", 1, "gradients", 0, to=[1, "p1"]), "a gradient of bucket 1 is [1, 'p1']"),
         (changed("buckets", 1, "gradients", 0, 1, to=7), "a gradient of bucket 1 is [2, 7, 1]"),
@@ -296,7 +296,7 @@ bucket    MiB  cap MiB  dtype     device  gradients  from          to           
 
 def test_a_plan_whose_buckets_contradict_each_other_is_an_error() -> None:
     first, second = (BucketSpec(i, (gradient(i, 100),), 400) for i in range(2))
-    with pytest.raises(ValueError, match="holds parameter 0 twice"):
+    with pytest.raises(ValueError, match="has parameter 0 twice"):
         BucketPlan((first, BucketSpec(1, first.gradients, 100)))
     with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
         BucketPlan((second, first))
