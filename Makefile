@@ -55,7 +55,7 @@ train: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_lm.py $(ARGS)
 
 # Whole files go to one process, in their order: the slow ones come first, and what a file shares is made once. What must
-# be alone runs afterwards, and also if something has failed before.
+# be alone runs afterward, and also if something has failed before.
 ifeq ($(strip $(ARGS)),)
 test: $(STAMP)
 	@status=0; \

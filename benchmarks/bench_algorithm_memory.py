@@ -1,10 +1,10 @@
-"""Memory that each way to communicate takes on top of a gradient all-reduce, by the allocator's events.
+"""Memory that each algorithm takes in addition to a gradient all-reduce, by the allocator's events.
 
     python benchmarks/bench_algorithm_memory.py [--layers 16] [--width 512] [--ranks 2] [--output FILE.csv]
 
 Each algorithm trains in its own processes. "between_steps": bytes that are live after a step and ``zero_grad``; "peak":
-the most that are live at once in a step; "states": the optimizer's states on this rank, which both include. "_x": as a
-multiple of the parameters' bytes; of the first two, the difference to an all-reduce ("beside").
+the most bytes that are live at the same time in a step; "states": the optimizer's states on this rank, which are in
+both. "_x": as a multiple of the parameters' bytes, and for the first two the difference to an all-reduce ("beside").
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ddp_compile.bench.report import write_csv
 from ddp_compile.optim import QAdam
 
 ROWS = 4
-NUM_WARM = 4  # QAdam has left its warm-up by then
+NUM_WARM = 4  # QAdam's warm-up is over by then
 
 
 class Measured(NamedTuple):
@@ -77,7 +77,7 @@ def with_qadam(module: nn.Module, cap_mib: float) -> Parts:
 
 
 SGD, ADAM = "all-reduce, SGD", "all-reduce, Adam"
-#: What each is compared with, and how it is made.
+#: The baseline of each algorithm, and how each is made.
 WAYS: dict[str, tuple[str, Callable[[nn.Module, float], Parts]]] = {
     SGD: (SGD, with_sgd(GradientAllReduce())),
     "bfloat16": (SGD, with_sgd(GradientAllReduce(wire_dtype=torch.bfloat16))),

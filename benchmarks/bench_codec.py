@@ -1,9 +1,9 @@
-"""The min-max codec beside a copy of the values it compresses, on one thread.
+"""The min-max codec compared with a copy of the values, on one thread.
 
     python benchmarks/bench_codec.py [--mib 1 25] [--rounds 40] [--output FILE.csv]
 
 ``compress`` reads the values twice, for their range and for their codes, ``decompress`` writes them once. Ratios are
-medians over rounds, in each of which every way has a turn, in changing order. On a CUDA device with ``--device cuda``.
+medians over rounds. In each round every way has a turn, in changing order. ``--device cuda`` uses a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddp_compile.bench.provenance import commit, processor
 from ddp_compile.bench.report import write_csv
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 
-TURN_S = 0.01  # how long one turn lasts at least
+TURN_S = 0.01  # minimum length of a turn
 
 
 def ways_of(numel: int, num_chunks: int, device: str) -> dict[str, Callable[[], object]]:
@@ -48,7 +48,7 @@ def seconds_of(way: Callable[[], object], calls: int, device: str) -> float:
 def measure(mib: float, rounds: int, device: str) -> list[dict[str, object]]:
     rows = []
     numel = int(mib * (1 << 20)) // 4
-    for num_chunks in (2, -(-numel // (1 << 16))):  # as ByteGrad cuts for two ranks, and the ring
+    for num_chunks in (2, -(-numel // (1 << 16))):  # the chunks of ByteGrad with two ranks, and of the ring
         ways = ways_of(numel, num_chunks, device)
         calls = {name: max(1, round(TURN_S / seconds_of(way, 3, device))) for name, way in ways.items()}
         times: dict[str, list[float]] = {name: [] for name in ways}

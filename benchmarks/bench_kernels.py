@@ -1,9 +1,9 @@
-"""Flatten-and-scale and unflatten beside every way of doing it in torch, and beside a plain copy of as many bytes.
+"""Flatten-and-scale and unflatten, compared with every way to do it in torch and with a plain copy of as many bytes.
 
     python benchmarks/bench_kernels.py [--device cuda] [--rounds 30] [--output FILE.csv]
 
-All ways take turns in one process on one core (or one device), in changing order; table and CSV give the 20th, 50th
-and 80th percentile of the rounds, a chart beside the CSV the medians. Nothing is installed or downloaded.
+All ways take turns in one process on one core (or one device), in changing order; table and CSV give the 20th, 50th and
+80th percentile of the rounds, and a chart next to the CSV shows the medians. Nothing is installed or downloaded.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ddp_compile.bench.provenance import commit, processor
 from ddp_compile.bench.report import write_csv
 
 SCALE = 0.25
-#: How long one turn of a way takes at least; shorter calls are repeated.
+#: Minimum length of a turn. Shorter calls are repeated.
 TURN_S = 0.004
-#: Beyond every cache: each call of a turn works on another copy of the tensors, as each bucket of a step does.
+#: Larger than every cache. Each call of a turn uses another copy of the tensors, like each bucket of a step.
 ROTATED_BYTES = {"cpu": 0, "cuda": 256 << 20}
 
 
@@ -43,7 +43,7 @@ class Case:
         numels: Elements of each tensor, float32.
         flat_dtype: Dtype of the flat buffer.
         to_flat: Flatten, or unflatten.
-        new_addresses: Whether every call finds the tensors at other addresses than the call before.
+        new_addresses: Whether the tensors have other addresses in every call.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Case:
 
 
 def uneven(num_bytes: int, count: int) -> tuple[int, ...]:
-    """Sizes of ``count`` float32 tensors that differ as those of a model do, of ``num_bytes`` together."""
+    """Sizes of ``count`` float32 tensors that differ like those of a model, with ``num_bytes`` in total."""
     weights = [1 + (i * 7919) % 13 for i in range(count)]
     total = num_bytes // 4
     sizes = [max(1, total * weight // sum(weights)) for weight in weights]
@@ -111,7 +111,7 @@ Way = Callable[[Bucket], object]
 
 
 def per_tensor(case: Case) -> Way:
-    """One call of mul for each tensor, as DDP does by default; one of copy_ for each on the way back."""
+    """One call of mul for each tensor, as DDP does by default, and one call of copy_ for each on the way back."""
 
     def flatten(bucket: Bucket) -> None:
         for tensor, view in zip(bucket.tensors, bucket.views, strict=True):
@@ -180,7 +180,7 @@ def with_plan(case: Case, with_stats: bool = False) -> Way:
 
 
 def plain_copy(case: Case) -> Way:
-    """One contiguous copy that reads and writes as many bytes together: the limit."""
+    """One contiguous copy that reads and writes as many bytes in total: the limit."""
     size = case.moved_bytes // 2
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -254,12 +254,12 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, list[float]]:
     calls = {}
     for name, way in ways.items():
         once = min(seconds_of(way, buckets, len(buckets)) for _ in range(3))
-        # A multiple of the buckets, so that with new addresses the first call of a turn finds them new as well.
+        # A multiple of the buckets, so that with new addresses they are also new in the first call of a turn.
         calls[name] = len(buckets) * max(1, round(TURN_S / once / len(buckets)))
     times: dict[str, list[float]] = {name: [] for name in ways}
     shuffled = random.Random(0)
     for _ in range(rounds):
-        # In another order each time, as what one way leaves in the caches delays the next.
+        # In another order each time, since the caches that one way leaves behind delay the next.
         for name in shuffled.sample(list(ways), len(ways)):
             times[name].append(seconds_of(ways[name], buckets, calls[name]))
     return times
@@ -307,7 +307,7 @@ def provenance(device: str) -> dict[str, str]:
 
 
 def draw(rows: Sequence[dict[str, object]], path: Path) -> None:
-    """Medians of every way, one row of bars for each case, beside the plain copy."""
+    """Medians of every way, one row of bars for each case, with a line for the plain copy."""
     import matplotlib
 
     matplotlib.use("Agg")

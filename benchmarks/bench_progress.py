@@ -5,7 +5,7 @@
 Two ranks on gloo with a TCPStore train a small model eagerly. Steps with and without `DesyncMonitor` alternate; small
 products after each make it last ``--step-ms``. The times are processor times of the thread that trains, since
 wall-clock time would include gloo's threads, which reduce buckets on the same core. Printed are the median and mean
-differences of neighbouring steps, on the rank with the higher cost, without agreement points; the mean includes all
+differences of neighboring steps, on the rank with the higher cost, without agreement points; the mean includes all
 posts. ``agreeing_us`` is the median wall-clock time of the store requests at an agreement point. ``share_percent`` is
 the mean and a 128th of that, as a share of the step.
 """
@@ -35,7 +35,7 @@ WARM_UP = 16
 
 
 class SaysNothing:
-    """In the place of a `DesyncMonitor`: every method that a step calls, doing nothing."""
+    """Replaces a `DesyncMonitor`: every method that a step calls does nothing."""
 
     def forward_begins(self, kind: str) -> None:
         pass
@@ -60,7 +60,7 @@ class SaysNothing:
 
 
 class Questions:
-    """Seconds on the clock in calls that ask the store."""
+    """Wall-clock seconds in calls that ask the store."""
 
     def __init__(self, store: Any) -> None:
         self.seconds = 0.0
@@ -83,7 +83,7 @@ def processor_s(model: nn.Module, monitor: Any, step_s: float) -> float:
     model(inputs).sum().backward()
     taken = time.thread_time() - on_processor
     model.zero_grad()
-    while time.perf_counter() - clock < step_s:  # compute, as a sleeping processor wakes up slow
+    while time.perf_counter() - clock < step_s:  # compute, since a processor is slow after sleeping
         inputs @ inputs.T
     return taken
 
@@ -114,7 +114,7 @@ def measure_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         questions.seconds = 0.0
         taken_s = {said: processor_s(model, said, step_s) for said in order}
         differences.append((taken_s[monitor] - taken_s[nothing], questions.seconds))
-        order.reverse()  # the first of two is the dearer one, whatever it is
+        order.reverse()  # the first of two costs more, whichever it is
     assert len(model.bucket_plan.buckets) == arguments.buckets
     torch.save(differences[WARM_UP:], Path(folder) / f"rank_{rank}")
     dist.barrier()  # rank 0 holds the store

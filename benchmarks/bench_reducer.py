@@ -1,9 +1,9 @@
-"""The cost of the reducer: the backward of a model of many small parameters, beside DistributedDataParallel's.
+"""The cost of the reducer: the backward of a model with many small parameters, compared with DistributedDataParallel.
 
     python benchmarks/bench_reducer.py [--parameters 1000] [--rounds 60] [--output FILE.csv]
 
-Both run eagerly, so that only the reducers differ, in turns, on one core for each rank. Printed are, for one rank and
-two, the milliseconds of a backward (of the slower rank) and the median ratio over the rounds with its 95 % interval.
+Both run eagerly, so that only the reducers differ, in turns, on one core for each rank. It prints, for one rank and for
+two, the milliseconds of a backward (of the slower rank), and the median ratio over the rounds with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def backward_s(model: nn.Module) -> float:
 
 
 def measure_rank(rank: int, world_size: int, store: str, count: int, rounds: int, results: str) -> None:
-    """One rank: all ways in turns; rank 0 writes, for each way, the slower rank's time in each round."""
+    """One rank: all ways in turns. Rank 0 writes the slower rank's time in each round for each way."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)

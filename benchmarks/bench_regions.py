@@ -4,17 +4,17 @@
         [--output FILE.csv]
 
 Like bench_simulated_link.py: one rank on a simulated link, whole steps with AdamW, each way to compile in its own
-process and in turns. Each process has its own empty cache directory, and compiles while the others sleep. Beside the
-milliseconds of a step:
+process and in turns. Each process has its own empty cache directory, and compiles while the others sleep. In addition
+to the milliseconds of a step:
 
 - start_s: time to compile the sum of one tensor, before there is a model: imports, a precompiled header, a test for
   vector instructions. A process, or a cache directory, pays this once;
 - cold_s: how much longer the first step, which compiles, takes than the third. Inductor compiles in this process and in
-  C++ compilers that it waits for, so cold_cpu_s, the same in processor seconds, holds on a busy machine too;
+  C++ compilers that it waits for, so cold_cpu_s, the same in processor seconds, is also right on a busy machine;
 - cpu_ms: median of the processor time of a step;
-- early: buckets launched before the gradient of the parameter that is registered first, and all buckets.
+- early: number of buckets launched before the gradient of the first registered parameter, and number of all buckets.
 
-"outside too" compiles by themselves the embeddings, the norm and the head as well, which otherwise run eagerly.
+"outside too" also compiles the embeddings, the norm and the head separately, which otherwise run eagerly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Launches:
-    """Counts the buckets that are launched in one step, and those of them that the backward hides.
+    """Counts the buckets that are launched in one step, and how many of them the backward hides.
 
     Args:
         model: A replicated module.
@@ -76,7 +76,7 @@ class Launches:
 
 
 def processor_s() -> float:
-    """Processor time of this process and of those that it has waited for."""
+    """Processor time of this process and of the processes that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

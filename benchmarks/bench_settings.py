@@ -4,7 +4,8 @@
         [--variants "default;sharded"]
 
 Like bench_simulated_link.py: one rank on a simulated link, whole steps with AdamW, each setting in its own process and
-in turns. Beside the milliseconds: the most bytes that are live at once in a step, and the loss after the warm-up steps.
+in turns. In addition to the milliseconds, it prints the most bytes that are live at the same time in a step, and the
+loss after the warm-up steps.
 
 "other work" is a product of matrices that takes a tenth of a step, like an optimizer step over sparse parameters: after
 the backward, or between the backward and ``finalize_backward()``.
@@ -37,7 +38,7 @@ WIDTH_OF_OTHER_WORK = 1100
 
 
 class Variant(NamedTuple):
-    """One way to set a training up.
+    """One configuration of a training.
 
     Args:
         settings: Of `ddp_compile`.
@@ -46,7 +47,7 @@ class Variant(NamedTuple):
         works: Whether there is other work after the backward.
         finalizes: Whether this work comes before ``finalize_backward()``.
         sharded: Whether the optimizer is sharded.
-        bfloat16: Whether parameters are; a sharded optimizer then steps master weights.
+        bfloat16: Whether parameters are in bfloat16; a sharded optimizer then steps master weights.
     """
 
     settings: dict[str, Any] = {}  # noqa: RUF012 - only read

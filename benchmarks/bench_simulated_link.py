@@ -2,9 +2,9 @@
 
     python benchmarks/bench_simulated_link.py [--model gpt-medium] [--rate 5.3e9] [--rounds 30] [--output FILE.csv]
 
-Every implementation has its own process, and takes a turn of a few steps in each round while the others sleep. Printed
-are milliseconds of a step with its optimizer, and the median over the rounds of the ratio to the best peer: the one
-with the smallest median. "again" is a second process of that peer, which shows the noise of the machine.
+Every implementation has its own process, and takes a turn of a few steps in each round while the others sleep. It
+prints milliseconds of a step including the optimizer, and the median over the rounds of the ratio to the best peer, the
+one with the smallest median. "again" is a second process of that peer, which shows the noise of the machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_g
 from ddp_compile.bench.training import Training
 from ddp_compile.bench.workloads import make_workload
 
-NUM_WARM = 12  #: steps before the first round, in which agreement points 1, 2, 4 and 8 lie
-STEPS_OF_A_TURN = 4  #: of which the first one is not timed
+NUM_WARM = 12  #: steps before the first round, which include agreement points 1, 2, 4 and 8
+STEPS_OF_A_TURN = 4  #: the first one is not timed
 DEFAULT = "ddp-eager,compile-ddp,ddp-inner-compile,ddp_compile-forward,ddp_compile-backward"
 
 
@@ -41,7 +41,7 @@ class Steps(Protocol):
     def step(self) -> object: ...
 
 
-#: Makes what trains under one name, in the process that it is measured in.
+#: Makes the training of one name, in the process that measures it.
 Make = Callable[[str, argparse.Namespace], Steps]
 
 
@@ -57,7 +57,7 @@ def make_training(implementation: str, arguments: argparse.Namespace) -> Trainin
 
 
 def serve(turns: Connection, make: Make, name: str, arguments: argparse.Namespace) -> None:
-    """One name: a turn for each message, answered with the seconds of its steps."""
+    """The process of one name: takes a turn for each message, and answers with the seconds of its steps."""
     torch.set_num_threads(arguments.threads)
     init_simulated_process_group(LinkModel.from_rate(arguments.rate, arguments.ranks), torch.device("cpu"))
     training = make(name, arguments)
@@ -78,8 +78,8 @@ def measure(make: Make, names: list[str], arguments: argparse.Namespace) -> dict
     """The median step of each round in seconds, by name.
 
     Args:
-        make: Makes the training of a name; a function that another process can import.
-        names: Its arguments, with ``" again"`` at the end of one that is measured twice.
+        make: Makes the training of a name. Another process must be able to import it.
+        names: Its arguments; a name that is measured twice has ``" again"`` at the end.
         arguments: Those of `add_arguments`, and the script's own.
     """
     context = mp.get_context("spawn")
@@ -88,7 +88,7 @@ def measure(make: Make, names: list[str], arguments: argparse.Namespace) -> dict
         ours, theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, make, name.removesuffix(" again"), arguments), daemon=True).start()
         connections[name] = ours
-        ours.recv()  # one after the other, so that they compile alone
+        ours.recv()  # one at a time, so that each compiles alone
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(arguments.rounds):
         start = number % len(names)
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(times: dict[str, list[float]], best: str) -> list[dict[str, object]]:
-    """A row for each name: its milliseconds, and the ratio to one of them with its interval."""
+    """A row for each name: its milliseconds, and the ratio to one of the names with its interval."""
     rows = []
     for name, seconds in times.items():
         ratio, low, high = median_and_interval(a / b for a, b in zip(seconds, times[best], strict=True))

@@ -4,7 +4,7 @@
 
 The last rank sleeps in every step, so that it takes ``--slower`` times as long as the others. Each way has its own
 model on every rank, and takes a turn in each round, in which the slow rank takes as many steps as it can. "alone" is
-training without any communication. Printed are milliseconds of a step on rank 0, and the median over the rounds of its
+training without any communication. It prints milliseconds of a step on rank 0, and the median over the rounds of its
 speed as a share of "alone". With two ranks on two cores, the thread that averages and gloo's threads take time from the
 cores that compute.
 """
@@ -39,7 +39,7 @@ class Way:
     """One model on this rank.
 
     Args:
-        make: Makes what trains of a plain module.
+        make: Makes the training of a plain module.
         model: Name of the workload.
         rank: This rank.
     """
@@ -69,7 +69,7 @@ def ways(arguments: argparse.Namespace) -> dict[str, Callable[[nn.Module], nn.Mo
 
 
 def turn(name: str, way: Way, sleep_s: float, arguments: argparse.Namespace) -> list[float]:
-    """The seconds of this rank's steps; ranks whose steps wait for each other make as many."""
+    """The seconds of this rank's steps. Ranks whose steps wait for each other take equally many."""
     seconds = []
     if name == "async":
         way.model.comm_algorithm.resume()
@@ -102,7 +102,7 @@ def rank_of_world(rank: int, arguments: argparse.Namespace, results: Any) -> Non
         for name, way in all_ways.items():
             dist.barrier()
             of_round[name] = statistics.median(turn(name, way, sleep_s, arguments))
-        if number == 0:  # without a pause yet, which says how long it has to be
+        if number == 0:  # without a pause, to find out how long the pauses have to be
             sleep_s = of_round["alone"] * (arguments.slower - 1) if is_slow else 0.0
         else:
             rounds.append(of_round)

@@ -1,7 +1,7 @@
 """Benchmarks on one CUDA device without a network: ``make gpu-bench``.
 
-Two runs of ``python -m ddp_compile bench``: NCCL with one rank, which shows what each implementation costs beside
-computing alone, and a simulated link, which shows what it overlaps. Results go to a folder of the device's name.
+Two runs of ``python -m ddp_compile bench``: NCCL with one rank, which shows each implementation's cost in addition to
+the computation, and a simulated link, which shows how much it overlaps. Results go to a folder with the device's name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Everything about the kernels that needs a CUDA device, in one command without a network: ``make gpu-check``.
+"""All checks of the kernels that need a CUDA device, in one command without a network: ``make gpu-check``.
 
-The C++ library is built, the GPU tests run, some of them again under compute-sanitizer, and the kernels are timed.
-Each part has a time limit of its own; together they stay below nine minutes. A part that cannot run says so and counts
-as failed, except for compute-sanitizer, which need not be installed.
+The C++ library is built, the GPU tests run, some of them again under compute-sanitizer, and the kernels are timed. Each
+part has its own time limit; in total they are below nine minutes. A part that cannot run says so and counts as failed,
+except for compute-sanitizer, which is optional.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Packages whose versions are printed.
 PACKAGES = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "pytest", "pytest-timeout", "hypothesis")
 
-# Every allocation is the driver's own, so that compute-sanitizer knows where each one ends.
+# Every allocation goes to the driver, so that compute-sanitizer knows where each one ends.
 NO_CACHING = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 FIRST_USE = """
@@ -50,9 +50,9 @@ class Part:
     Args:
         name: For the summary.
         command: What runs.
-        limit_s: When it is stopped, in seconds.
-        environment: Variables beside those of this process.
-        missing: The name of something missing, without which it does not run.
+        limit_s: Time limit in seconds.
+        environment: Variables in addition to those of this process.
+        missing: What is missing, if the part cannot run without it.
         optional: Whether it may be missing.
     """
 
@@ -64,13 +64,13 @@ class Part:
     optional: bool = False
 
     def run(self) -> str:
-        """What became of it, for the summary: "passed", or another word first."""
+        """The part's result for the summary. If it succeeded, the first word is "passed"."""
         if self.missing:
             return f"{'not run' if self.optional else 'FAILED'}: {self.missing}"
         print(f"\n== {self.name}: {' '.join(self.command)}", flush=True)
         start = time.monotonic()
         environment = {**os.environ, **self.environment}
-        # A session of its own, so that what the command has started is stopped with it.
+        # In its own session, so that the command's children are stopped with it.
         process = subprocess.Popen(self.command, cwd=ROOT, env=environment, start_new_session=True)
         try:
             status = process.wait(self.limit_s)
@@ -115,7 +115,7 @@ def without_packages(*packages: str) -> str:
 
 
 def parts(device_name: str, cache: Path, output: Path | None) -> list[Part]:
-    """All parts in their order; their limits add up to less than nine minutes."""
+    """All parts in order. Their limits add up to less than nine minutes."""
     python = sys.executable
     pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
     paths = {
@@ -157,7 +157,7 @@ def parts(device_name: str, cache: Path, output: Path | None) -> list[Part]:
 
 
 def summarize(outcomes: dict[str, str], print_line: Callable[[str], None] = print) -> int:
-    """Print what became of each part; 1 if one failed, else 0."""
+    """Print the result of each part; returns 1 if one failed, otherwise 0."""
     print_line("\nsummary")
     for name, outcome in outcomes.items():
         print_line(f"  {name}: {outcome}")

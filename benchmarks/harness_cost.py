@@ -1,4 +1,4 @@
-"""What the harness itself costs: its step beside a bare loop, in turns, in one process on one core.
+"""The cost of the harness itself: its step compared with a bare loop, in turns, in one process on one core.
 
 ``python benchmarks/harness_cost.py`` prints the median of the ratios and its 95 % interval.
 """

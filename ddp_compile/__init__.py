@@ -1,6 +1,6 @@
 """Data-parallel training under ``torch.compile``: one bucket plan cuts the graphs and drives the reducer."""
 
-from ddp_compile import checkout as checkout  # before anything that lies behind a link
+from ddp_compile import checkout as checkout  # first, since the other imports go through symbolic links
 from ddp_compile.api import ddp_compile
 from ddp_compile.errors import (
     CompilationError,

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default that of the process, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m ddp_compile")
     commands = parser.add_subparsers(dest="command", required=True)
-    bench_parser = commands.add_parser("bench", help="time ddp_compile beside everything it can be compared with")
+    bench_parser = commands.add_parser("bench", help="time ddp_compile and everything it can be compared with")
     bench.add_arguments(bench_parser)
     return bench.run(parser.parse_args(arguments))
 

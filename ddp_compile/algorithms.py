@@ -44,8 +44,8 @@ def check_algorithm(algorithm: object) -> None:
     """Raise a TypeError unless this is an `AlgorithmConfig`."""
     if isinstance(algorithm, CommAlgorithm):
         raise TypeError(
-            f"algorithm={type(algorithm).__name__}(...) is an algorithm at work, which belongs to one model; pass its"
-            " settings, an AlgorithmConfig whose build() makes it"
+            f"algorithm={type(algorithm).__name__}(...) is a CommAlgorithm, which works for one model; pass the"
+            " AlgorithmConfig whose build() makes it"
         )
     if not isinstance(algorithm, AlgorithmConfig):
         hint = ""
@@ -72,29 +72,29 @@ def build_algorithm(config: AlgorithmConfig, process_group: dist.ProcessGroup) -
     if id(algorithm) in _in_use:
         raise ReplicationError(
             f"{type(config).__name__}.build() returned the {algorithm.name} of another model; it must make a new one in"
-            " each call, as an algorithm holds what is under way"
+            " each call, since an algorithm holds the state of one model"
         )
     _in_use[id(algorithm)] = algorithm
     return algorithm
 
 
 def _flaw_of(algorithm: CommAlgorithm) -> str:
-    """The part that a user's algorithm lacks, or that contradicts another, and the way out; empty if there is none."""
+    """What a user's algorithm lacks, or which of its parts contradict each other, and the way out; empty if nothing."""
     cls, payload = type(algorithm), algorithm.traits.payload
     if not isinstance(getattr(algorithm, "name", None), str):
         return "no name; it needs one, for errors and for comparing ranks"
     if payload != "parameters" and cls.launch is CommAlgorithm.launch:
         return (
-            "no launch(), which reduces a bucket of gradients; write it, or say traits = Traits(payload='parameters')"
-            " of an algorithm that communicates parameters instead"
+            "no launch(), which reduces a bucket of gradients; write it, or set traits = Traits(payload='parameters')"
+            " if the algorithm communicates parameters instead"
         )
     if payload == "both" and cls.sends_gradients is CommAlgorithm.sends_gradients:
         return (
-            "the payload 'both' and does not say when gradients are sent; override the property sends_gradients, or say"
-            " traits = Traits(payload='gradients') for all of them"
+            "the payload 'both' but does not say when gradients are sent; override the property sends_gradients, or"
+            " set traits = Traits(payload='gradients') to send them always"
         )
     if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "num_collectives"):
-        return "no num_collectives; it has to say how many works reduce() yields for a bucket"
+        return "no num_collectives; set it to the number of works that reduce() yields for a bucket"
     if isinstance(algorithm, CollectiveChain) and not hasattr(algorithm, "process_group"):
         return "no process_group; its __init__ has to call super().__init__()"
     if payload == "parameters" and algorithm.gives_way_to_comm_hook:
@@ -106,11 +106,11 @@ def _flaw_of(algorithm: CommAlgorithm) -> str:
 
 
 def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]) -> None:
-    """Raise a ReplicationError if an algorithm does not take one of the gradients that are to be reduced."""
+    """Raise a ReplicationError if an algorithm does not take one of the gradients to reduce."""
     sparse = [each.fqn for each in gradients if each.is_sparse]
     if sparse and not algorithm.traits.takes_sparse:
         raise ReplicationError(
-            f"{this_rank()}: the {algorithm.name} takes no sparse gradients, and these have some:"
+            f"{this_rank()}: the {algorithm.name} takes no sparse gradients, but these parameters have some:"
             f" {shorten_names(sparse)}. Make their layers with sparse=False, name them in parameters_to_ignore, or use"
             " GradientAllReduce() without arguments"
         )
@@ -122,6 +122,6 @@ def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]
     if refused:
         found = "; ".join(f"of {dtype} are {shorten_names(names)}" for dtype, names in refused.items())
         raise ReplicationError(
-            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, and {found}. Convert"
-            " them, name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
+            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, but {found}. Convert them,"
+            " name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
         )

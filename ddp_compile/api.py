@@ -66,49 +66,50 @@ def ddp_compile(
 
     Replaces ``torch.compile(DistributedDataParallel(module))``. The module stays the same object, with the same
     parameter names and the same ``state_dict()`` keys. It gains ``no_sync()``, ``require_backward_grad_sync``,
-    ``bucket_plan``, ``explain()``, ``register_comm_hook()``, ``unwrap()`` and others, of which type checkers know after
+    ``bucket_plan``, ``explain()``, ``register_comm_hook()``, ``unwrap()`` and others. Type checkers know them after
     ``assert ddp_compile.is_replicated(model)``. `ddp_compile.no_sync`, `ddp_compile.explain` and `ddp_compile.unwrap`
-    are also functions, and a module that has such a name itself keeps its own.
+    are also functions; a module that already has one of these names keeps its own.
 
     After a backward, each ``.grad`` is the mean over the ranks, with the same bits on every rank.
 
     Args:
-        module: The module, on its device, built alike on every rank.
-        *positional: Nothing else is taken by position. ``device_ids``, the second argument of DistributedDataParallel,
-            is refused with advice.
+        module: The module, on its device, built in the same way on every rank.
+        *positional: Refused: all other arguments are passed by name. For ``device_ids``, the second argument of
+            DistributedDataParallel, the error says what to do.
         process_group: The ranks to average over; the default group if None.
         device_mesh: A one-dimensional mesh, instead of ``process_group``.
-        bucket_cap_mb: Bucket capacity in MiB, any positive number; or a list with one for each bucket in launch order.
-            None means 5 for a module on a CPU and 25 for one on a GPU.
+        bucket_cap_mb: Bucket capacity in MiB, any positive number, or a list with one capacity for each bucket in
+            launch order. None means 5 on a CPU and 25 on a GPU.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first; at most ``bucket_cap_mb``.
         split: How buckets are launched while a compiled backward runs. "forward" cuts graphs at bucket boundaries;
             "backward" leaves them whole and launches buckets inside the compiled backward; "none" launches all of them
             after it. "auto" chooses for each graph: "forward" if that launches every bucket early, and "backward" if
-            some could not be cut apart, for example under one checkpoint. The log of ``ddp_compile`` tells which.
+            some buckets could not be cut apart, for example under one checkpoint. The log of ``ddp_compile`` says
+            which.
         broadcast_buffers: Broadcast rank 0's buffers before each forward with gradients outside ``no_sync``.
         init_sync: Broadcast rank 0's parameters and buffers now.
         gradient_as_bucket_view: Make each ``.grad`` a view into the flat buffer of its bucket, which saves a copy,
             unless other code holds the gradient or an earlier view. False copies the mean into the gradients that
             autograd made.
         lazy_bucket_allocation: Allocate each flat buffer when its gradients are there, and free it after the backward.
-            Forwards then have that much more memory, once ``zero_grad()`` has freed the gradients.
-        find_unused_parameters: Allow backwards that leave parameters without a gradient, different ones each time and
-            on each rank. The ranks tell each other which. A parameter that no rank used keeps its ``.grad``.
+            Forwards then have that much more memory if ``zero_grad()`` has freed the gradients.
+        find_unused_parameters: Allow backwards that leave parameters without a gradient, which may differ each time and
+            on each rank. The ranks exchange which ones. A parameter that no rank used keeps its ``.grad``.
         skip_all_reduce_unused_params: Do not send buckets that no rank uses in the first iteration. If one is used
-            later, every rank raises with ``find_unused_parameters``, and the rank that uses it with ``static_graph``.
-            Without either of these it has no effect.
-        static_graph: The same gradients come in every iteration, each as often as in the first: for reentrant
-            checkpoints that run over a weight several times, and for unused parameters that are always the same. The
-            buckets of the first iteration are launched at its end. Replaces ``find_unused_parameters``.
+            later, it is an error: on every rank with ``find_unused_parameters``, and on the rank that uses it with
+            ``static_graph``. Without either of these, this setting has no effect.
+        static_graph: Promise that every iteration brings the same gradients, each as often as the first one did. For
+            reentrant checkpoints that use a weight several times, and for unused parameters that are always the same.
+            The buckets of the first iteration are launched at its end. Replaces ``find_unused_parameters``.
         check_finite_gradients: Check every gradient before it is reduced. If one is infinite or NaN on any rank, every
             rank raises a NonFiniteGradientError at the end of the backward, which names rank, bucket and parameter. In
-            each iteration the ranks send one more byte, and the host waits for the device once. Not for a
+            each iteration the ranks send one more byte, and the host waits for the device once. Do not use it with a
             ``GradScaler``, whose gradients may be infinite.
         parameters_to_ignore: Names of parameters and buffers that are neither broadcast nor reduced.
-        delay_all_reduce_named_params: Pairs of name and parameter. The reducer leaves these parameters out. Their
-            gradients are averaged at the end of each backward that brings the gradient of
-            ``param_to_hook_all_reduce``, inside ``no_sync`` as well.
-        param_to_hook_all_reduce: See ``delay_all_reduce_named_params``; not a parameter in a reentrant checkpoint.
+        delay_all_reduce_named_params: Pairs of name and parameter. The reducer leaves out these parameters. Their
+            gradients are averaged at the end of each backward that brings the gradient of ``param_to_hook_all_reduce``,
+            inside ``no_sync`` too.
+        param_to_hook_all_reduce: See ``delay_all_reduce_named_params``. It must not be used in a reentrant checkpoint.
         algorithm: How the ranks reduce a bucket, see `ddp_compile.algorithms`; the same on every rank.
         backend: As in ``torch.compile``; compiles each graph, or each part of a graph that is cut.
         mode: As in ``torch.compile``.
@@ -116,24 +117,24 @@ def ddp_compile(
             compile, which otherwise runs eagerly with a warning.
         dynamic: As in ``torch.compile``.
         options: As in ``torch.compile``.
-        compile_evaluation: Whether to compile forwards without gradients, as under ``torch.no_grad()``. "auto": all but
-            those of the module's method ``generate``, each of which has another shape; True: those as well; False:
-            none.
-        regions: Instead of the whole module, compile blocks that repeat, once for all that are alike, which takes much
-            less time. "auto": children of a ModuleList, Sequential or ModuleDict that have submodules, if two or more
-            are of one class. Or a list of module classes. Everything outside regions runs eagerly. Buckets begin and
-            end where regions do.
-        **unknown: Nothing else is taken. An argument of DistributedDataParallel is refused with advice.
+        compile_evaluation: Whether to compile forwards without gradients, such as those under ``torch.no_grad()``.
+            "auto": all except those of the module's method ``generate``, each of which has another shape. True: these
+            too. False: none.
+        regions: Instead of the whole module, compile blocks that repeat, once for all blocks of a class, which takes
+            much less time. "auto": children of a ModuleList, Sequential or ModuleDict that have submodules, if two or
+            more are of one class. Or a list of module classes. Everything outside regions runs eagerly. Buckets begin
+            and end at the boundaries of regions.
+        **unknown: Refused. For an argument of DistributedDataParallel, the error says what to do.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        TypeError: Not a module, or an argument that is not taken.
+        TypeError: Not a module, or an unknown argument.
         ValueError: A setting out of range.
         ReplicationError: The module cannot be replicated, settings exclude each other (docs/feature_compatibility.md),
-            or no process group has been initialised. It is a RuntimeError, as those of DistributedDataParallel, and a
-            ValueError.
+            or no process group has been initialized. It is a RuntimeError, like those of DistributedDataParallel, and
+            also a ValueError.
         RanksDifferError: The ranks were given different models.
     """
     refuse_positional_arguments(positional)
@@ -176,8 +177,8 @@ def ddp_compile(
         )
     if skip_all_reduce_unused_params and not (find_unused_parameters or static_graph):
         warnings.warn(
-            "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or static_graph=True,"
-            " since every parameter has to get a gradient; pass one of them, or drop it",
+            "skip_all_reduce_unused_params=True has no effect without find_unused_parameters=True or"
+            " static_graph=True, since every parameter must get a gradient; pass one of them, or drop it",
             stacklevel=2,
         )
     compile_settings = CompileSettings(backend, mode, fullgraph, dynamic, options)
@@ -189,6 +190,6 @@ def ddp_compile(
 
 
 def argument_names() -> set[str]:
-    """The names of the arguments that ``ddp_compile`` takes."""
+    """The names of the arguments of ``ddp_compile``."""
     parameters = inspect.signature(ddp_compile).parameters.values()
     return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

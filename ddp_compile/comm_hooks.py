@@ -1,7 +1,7 @@
-"""Comm hooks for ``module.register_comm_hook(process_group, hook)``; those of torch can be used as well.
+"""Comm hooks for ``module.register_comm_hook(process_group, hook)``. Those of torch can be used too.
 
-Unlike the hooks of torch with the same names, these scale and cast in one pass over memory with one rounding. torch
-casts before it divides, so that small values are rounded twice, and large ones overflow before they are divided.
+Unlike torch's hooks of the same names, these scale and cast in one pass over memory, and round once. torch casts before
+it divides, so small values are rounded twice and large ones overflow before the division.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average over the ranks in float16, half the bytes of float32.
 
-    Arguments and result are those of `allreduce_hook`. Means beyond 65504 become infinite, which a GradScaler sees.
+    Arguments and result are those of `allreduce_hook`. Means beyond 65504 become infinite, which a GradScaler notices.
 
     Source: ``fp16_compress_hook`` of torch 2.13, but divided and rounded in one step.
     """
@@ -50,7 +50,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBuck
 
 @starts_at_once
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average over the ranks in bfloat16, half the bytes of float32; on CPUs as on GPUs.
+    """Average over the ranks in bfloat16, half the bytes of float32, on CPUs and GPUs.
 
     Arguments and result are those of `allreduce_hook`. bfloat16 has the range of float32, and about three digits.
 

@@ -20,13 +20,13 @@ RegionClasses = Literal["auto"] | Sequence[type[Module]]
 
 _MIB = 1024 * 1024
 
-# Arguments of DistributedDataParallel, of torch 2.11 to 2.15, that are not taken here, and what to do instead. A test
+# Arguments of DistributedDataParallel in torch 2.11 to 2.15 that are refused here, and what to do instead. A test
 # compares them with docs/ddp_parity.md.
 DDP_ARGUMENTS_REPLACED: Mapping[str, str] = {
     "device_ids": "move the module to its device first: module.to(device), and drop device_ids",
     "output_device": "the output stays on the module's device; drop output_device",
     "dim": "drop dim: inputs are not scattered, every rank loads its own part of the batch",
-    "check_reduction": "drop check_reduction: DistributedDataParallel ignores it as well",
+    "check_reduction": "drop check_reduction: DistributedDataParallel ignores it too",
     "mixed_precision": (
         "use torch.autocast, and register_comm_hook(None, ddp_compile.comm_hooks.bf16_compress_hook) to send gradients"
         " in bfloat16; or build the module in the wanted dtype"
@@ -42,16 +42,16 @@ def refuse_positional_arguments(values: Sequence[Any]) -> None:
     if not values:
         return
     raise TypeError(
-        f"ddp_compile() takes the module by position and everything else by name; {values[0]!r} stands where"
-        f" DistributedDataParallel takes device_ids: {DDP_ARGUMENTS_REPLACED['device_ids']}"
+        f"ddp_compile() takes the module by position and everything else by name; {values[0]!r} is in the position of"
+        f" DistributedDataParallel's device_ids: {DDP_ARGUMENTS_REPLACED['device_ids']}"
     )
 
 
 def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] = ()) -> None:
     """Raise a TypeError for arguments that ``ddp_compile`` does not take, with advice.
 
-    An argument of DistributedDataParallel passes if its value changes nothing (``None``, ``False``, ``dim=0``), so that
-    calls written for it keep working. So does the default of an argument that is newer than this package.
+    An argument of DistributedDataParallel is accepted if its value changes nothing (``None``, ``False``, ``dim=0``), so
+    that calls written for it keep working. So is the default of an argument that is newer than this package.
 
     Args:
         taken: The names that are taken, for suggestions.
@@ -66,8 +66,8 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any], taken: Iterable[str] 
             if value is newer.default:
                 continue
             raise TypeError(
-                f"ddp_compile() does not take {name}={value!r}; this version of it does not know that argument, which"
-                f" DistributedDataParallel of torch {torch.__version__} has: drop it, or leave it {newer.default!r}"
+                f"ddp_compile() does not take {name}={value!r}; this version does not know that argument of"
+                f" DistributedDataParallel in torch {torch.__version__}: drop it, or leave it {newer.default!r}"
             )
         if value is None or (name == "dim" and value == 0):
             continue
@@ -90,11 +90,11 @@ class ReplicateConfig:
     """The settings of one replicated module; see `ddp_compile.ddp_compile` for those that are not explained here.
 
     Args:
-        caps_bytes: Bucket capacities in bytes in launch order; the last one is that of all further buckets.
+        caps_bytes: Bucket capacities in bytes in launch order. The last one holds for all further buckets.
         parameters_to_ignore: Fully qualified names of parameters and buffers that stay local.
-        delayed: Parameters that the reducer leaves out, and that are averaged all the same.
-        device_mesh: The mesh that gave the ranks, if any.
-        regions: The submodules to compile by themselves; None for none.
+        delayed: Parameters that are averaged outside the reducer.
+        device_mesh: The mesh that defines the ranks, if any.
+        regions: The submodules to compile as regions; None for none.
     """
 
     caps_bytes: tuple[int, ...]
@@ -131,11 +131,11 @@ def _check_regions(regions: RegionClasses) -> None:
     if regions != "auto" and not (
         is_list and regions and all(isinstance(c, type) and issubclass(c, Module) for c in regions)
     ):
-        raise ValueError(f"regions={regions!r} is neither 'auto' nor a list of classes of modules, as [Block] is")
+        raise ValueError(f"regions={regions!r} is neither 'auto' nor a list of module classes such as [Block]")
 
 
 # On two CPU ranks (benchmarks/README.md), 5 MiB instead of 25 MiB saves a tenth of a step at 1 Gbit/s, and makes no
-# measurable difference on a fast link. On GPUs, where starting a collective is a larger part of its cost, the value is
+# measurable difference on a fast link. On GPUs, starting a collective is a larger part of its cost, so the value is
 # that of DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 5.2).
 DEFAULT_CAP_MIB: Mapping[str, float] = {"cpu": 5.0, "cuda": 25.0}
 
@@ -147,9 +147,9 @@ def caps_from_mib(
 
     Args:
         bucket_cap_mb: One capacity in MiB, or a list with one for each bucket, the last one for all further buckets.
-            None stands for the value in ``DEFAULT_CAP_MIB``.
+            None means the value in ``DEFAULT_CAP_MIB``.
         first_bucket_cap_mb: Capacity in MiB of the bucket that is launched first, so that communication starts early;
-            at most ``bucket_cap_mb``. Not used if that is a list.
+            at most ``bucket_cap_mb``. Ignored if that is a list.
         device_type: The device of the gradients: "cpu" or "cuda".
 
     Raises:
@@ -160,9 +160,7 @@ def caps_from_mib(
         bucket_cap_mb = DEFAULT_CAP_MIB.get(device_type, DEFAULT_CAP_MIB["cuda"])
     if isinstance(bucket_cap_mb, list | tuple):
         if not bucket_cap_mb:
-            raise ValueError(
-                "bucket_cap_mb=[] holds no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]"
-            )
+            raise ValueError("bucket_cap_mb=[] has no capacity; pass bucket_cap_mb=25 (MiB) or a list such as [1, 25]")
         return tuple(_cap_bytes(f"bucket_cap_mb[{i}]", cap) for i, cap in enumerate(bucket_cap_mb))
     cap = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
     return (min(first_cap, cap), cap)

@@ -1,8 +1,8 @@
-"""Errors a training job may want to catch by name, and the words of their messages.
+"""Errors that a training job may want to catch by name, and words for their messages.
 
-Wrong settings raise ``ValueError`` (or ``TypeError``) where they are given; the classes here are for what cannot be
-replicated, and for what goes wrong later, between ranks or inside a backward. All of them are ``RuntimeError``, as
-DistributedDataParallel's are.
+Wrong settings raise ``ValueError`` or ``TypeError`` at the call. The classes here are for modules that cannot be
+replicated, and for failures later, between ranks or inside a backward. All of them are ``RuntimeError``, like those of
+DistributedDataParallel.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def this_rank() -> str:
-    """How messages name this process: "rank 3", its global rank; "this process" without a process group."""
+    """This process in messages: "rank 3", its global rank, or "this process" without a process group."""
     return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "this process"
 
 
@@ -62,7 +62,7 @@ class DDPCompileError(RuntimeError):
 
 
 class ReplicationError(DDPCompileError, ValueError):
-    """The module cannot be replicated, or not over these ranks, or not inside of another wrapper; names the reason."""
+    """The module cannot be replicated, or not over these ranks, or not inside another wrapper; names the reason."""
 
 
 class ParametersChangedError(DDPCompileError):
@@ -74,7 +74,7 @@ class RanksDifferError(DDPCompileError):
 
 
 class MissingGradientError(DDPCompileError):
-    """A backward ended although some parameters had got no gradient; names them."""
+    """A backward ended although some parameters had no gradient; names them."""
 
 
 class ReductionError(DDPCompileError):
@@ -88,12 +88,12 @@ class GradientArrivalError(DDPCompileError):
 class NonFiniteGradientError(DDPCompileError):
     """With ``check_finite_gradients``, a gradient was infinite or NaN before it was reduced; names rank and parameter.
 
-    Every rank raises it at the end of the same backward, and can go on: no optimizer has stepped.
+    Every rank raises it at the end of the same backward. Training can continue, since no optimizer has stepped.
     """
 
 
 class CompilationError(DDPCompileError):
-    """A graph cannot be compiled to what it should compute, nor run eagerly; names it."""
+    """A graph can neither be compiled correctly nor run eagerly; names it."""
 
 
 class KernelUnavailableError(DDPCompileError):

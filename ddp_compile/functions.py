@@ -1,4 +1,4 @@
-"""Methods of replicated modules as functions: known to type checkers, and never hidden by a module's own names."""
+"""Methods of replicated modules as functions, which type checkers know and a module's own names never hide."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_replicated(model: object) -> TypeIs[ReplicatedModule]:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Accumulate gradients locally: backwards of forwards made inside are not reduced.
 
-    The first backward of a forward made outside reduces everything accumulated until then.
+    The first backward of a forward outside reduces everything that has accumulated.
 
     Args:
         model: A module that ``ddp_compile`` has returned.
@@ -62,9 +62,10 @@ def explain(model: nn.Module) -> str:
 def unwrap(model: ModuleT) -> ModuleT:
     """Undo ``ddp_compile``; parameters and gradients keep their values.
 
-    Nothing is reduced or compiled any more. If the algorithm lets parameters differ between the ranks, all ranks have
-    to unwrap together, and parameters become the mean over the ranks; states of optimizers stay each rank's own. After
-    a backward that raised in the middle of an iteration, gradients become None, since only some had been averaged.
+    Nothing is reduced or compiled from now on. If the algorithm lets parameters differ between the ranks, all ranks
+    must unwrap together, and the parameters become the mean over the ranks; optimizer states remain each rank's own.
+    After a backward that raised in the middle of an iteration, gradients become None, since only some had been
+    averaged.
 
     Args:
         model: A module that ``ddp_compile`` has returned.

@@ -1,27 +1,27 @@
 """The operators by which compiled code calls the reducer.
 
 Note [What bucket_ready tells compilers]
-The operator is declared to write into the gradients, and never does. From the declaration a compiler concludes all
-that is needed: the operator has an effect and may not be removed, its arguments must be complete when it runs, and the
-graph's outputs are still those tensors, so that no copy is made. A functional operator would have to return new
-tensors, since a result must not share memory with an undeclared argument; and inductor removes an operator that neither
-writes nor returns anything.
+The operator is declared to write to the gradients, but never does. The declaration tells a compiler all that is needed:
+the operator has an effect and must not be removed, its arguments must be complete when it runs, and the graph's outputs
+are still those tensors, so no copy is made. A functional operator would have to return new tensors, since a result must
+not share memory with an undeclared argument. And inductor removes an operator that neither writes nor returns anything.
 
-A scheduler may delay an operator that only reads to the very end, with the computation of its arguments. Inductor does,
-since a gradient that only the output needs takes memory from its computation on. So the operator is also declared to
-write into ``held``, a value that the rest of the backward depends on and that therefore comes after it.
+A scheduler may delay an operator that only reads, and the computation of its arguments, to the very end. Inductor does,
+since a gradient that only the output needs takes memory once it is computed. So the operator is also declared to write
+to ``held``, a value that the rest of the backward depends on and so comes after it.
 
-``move_bucket`` is for gradients that nothing is added to, as ``static_graph`` promises: the graph returns views of the
-reducer's flat buffer instead, and the gradients themselves can be freed. Its results share no memory with its
-arguments: if the bucket cannot be launched yet, they are copies. As inductor takes no operator that both writes and
-returns a list, ``hold_back`` is declared to write into ``held``. By itself, it keeps its argument ``moved`` from being
-freed before ``held`` is computed.
+``move_bucket`` is for gradients that nothing will be added to, as ``static_graph`` promises. The graph returns views of
+the reducer's flat buffer instead, and the gradients themselves can be freed. Its results share no memory with its
+arguments: if the bucket cannot be launched yet, they are copies. Inductor accepts no operator that both writes and
+returns a list, so ``hold_back`` is declared to write to ``held``. It also keeps its argument ``moved`` from being freed
+before ``held`` is computed.
 
-``await_parameters`` is the dual of ``bucket_ready``, in forwards: it returns when parameters are complete that are
-still gathered after an optimizer's step. It is declared to write into the parameters, so that all readers come after
-it; and into ``held``, a value computed before, without which a scheduler may wait for all parameters at once.
+``await_parameters`` is the dual of ``bucket_ready`` in forwards: it returns when parameters that are being gathered
+after an optimizer's step are complete. It is declared to write to the parameters, so that all readers come after it. It
+is also declared to write to ``held``, a value computed earlier, without which a scheduler may wait for all parameters
+at once.
 
-The operators find their reducer by number: compiled code that was read from a cache knows no Python object.
+The operators find their reducer by number, since compiled code from a cache knows no Python object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIBRARY.define(
     "bucket_ready(Tensor(a!)[] gradients, int reducer, int[] parameters, Tensor(b!)[] held) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-# strides: of each result, one list after the other; the compiler chooses those of the gradients.
+# strides: those of all results, concatenated; the compiler chooses the strides of the gradients.
 _LIBRARY.define(
     "move_bucket(Tensor[] gradients, int[] strides, int reducer, int[] parameters) -> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -53,7 +53,7 @@ _LIBRARY.define(
 
 
 class ReceivesBuckets(Protocol):
-    """A reducer, as the operators call it."""
+    """The interface of a reducer for the operators."""
 
     @property
     def gathers_parameters(self) -> bool: ...
@@ -80,7 +80,7 @@ def next_reducer_ordinal() -> int:
 
 
 def register_receiver(ordinal: int, receiver: ReceivesBuckets) -> None:
-    """Let operators with this number call ``receiver``, which is not kept alive."""
+    """Make operators with this number call ``receiver``, which is not kept alive."""
     _receivers[ordinal] = receiver
 
 
@@ -112,9 +112,9 @@ def watch_parameters(
 ) -> Callable[..., Any]:
     """Wrap a compiled graph: the wrapper tells the reducer if the graph runs for parameters of another module.
 
-    Dynamo uses one graph for all instances of a class that are frames of their own, and the indices in it are those of
-    the first. The wrapper compares one parameter of each bucket; if two instances share that one, the reducer finds out
-    by the gradients. Parameters that are attributes of the graph cannot change and are not compared.
+    Dynamo uses one graph for all instances of a class that are separate frames, with the parameter indices of the first
+    instance. The wrapper compares one parameter of each bucket. If two instances share that one, the reducer notices by
+    the gradients. Parameters that are attributes of the graph cannot change, and are not compared.
 
     Args:
         parameter_of_input: Index of the reduced parameter at each position among them.
@@ -123,7 +123,7 @@ def watch_parameters(
     position_of = {parameter: position for position, parameter in parameter_of_input.items()}
     found = ([position_of[index] for index in param_indices if index in position_of] for param_indices in buckets)
     watched = [positions[0] for positions in found if positions]
-    # Not the parameters themselves: Dynamo keeps compiled code, with all that it refers to, for good.
+    # Not the parameters themselves: Dynamo keeps compiled code, and everything that it refers to, forever.
     numbers = [id(example_inputs[position]) for position in watched]
 
     def run(*arguments: Any) -> Any:
@@ -173,7 +173,7 @@ def _await_parameters(
 
 
 def _do_nothing(*_: Any) -> None:
-    """The fakes of operators without results; and ``hold_back``, of which only its place in a graph matters."""
+    """The fakes of operators without results; also ``hold_back``, whose only effect is its place in a graph."""
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # and fakes

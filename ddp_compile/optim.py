@@ -1,4 +1,4 @@
-"""Optimizers that take part in the communication between ranks."""
+"""Optimizers that communicate between ranks."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from ddp_compile.runtime.algorithms.q_adam import MomentumExchange, QAdamAlgorit
 
 __all__ = ["QAdam"]
 
-# Of the optimizer as a whole; in each group, so that every kind of checkpoint has them.
+# Settings of the optimizer as a whole. They are in each group, so that every kind of checkpoint contains them.
 _OF_ALL_GROUPS = ("num_steps", "warmup_steps")
 
 
 class QAdam(Optimizer):
-    """Adam that sends eight bits a value: first gradients are averaged as usual, and then compressed momenta.
+    """Adam that sends eight bits a value: it averages gradients at first, and compressed momenta later.
 
-    In the first ``warmup_steps`` steps it is ``torch.optim.Adam``, bit for bit. Afterwards the variance v is frozen,
-    and the mean of the ranks' momenta, compressed as by ``ByteGrad()``, replaces the momentum::
+    The first ``warmup_steps`` steps are those of ``torch.optim.Adam``, bit for bit. Then the variance v is frozen, and
+    the mean of the ranks' momenta, compressed as by ``ByteGrad()``, replaces the momentum::
 
         optimizer = QAdam(model.parameters(), lr=1e-3, warmup_steps=1000)
         model = ddp_compile(model, algorithm=optimizer.algorithm())
 
-    ``warmup_steps`` has to be long enough for v to settle: some multiples of 1 / (1 - b2), or a fifth of the training.
+    ``warmup_steps`` must be large enough for v to settle: several times 1 / (1 - b2), or a fifth of the training.
 
-    - The bias of v is corrected by the number of steps that v has seen, at most ``warmup_steps``. With all steps, as in
-      the original, v would count as settled, and each step would grow until it were 1 / sqrt(1 - b2^warmup_steps) times
-      as large: 3.2 times with 100 steps and b2 = 0.999.
-    - Elements whose gradients were all zero in warm-up have no variance, and stay where they are except for decoupled
-      weight decay: divided by ``eps`` alone, the compression's rounding of zeros would move them without bound. Such
-      are the rows of an embedding that no batch of warm-up contained.
-    - ``weight_decay`` holds in all steps.
+    - The bias of v is corrected by the number of steps that v has seen, at most ``warmup_steps``. If all steps counted,
+      as in the original, each step would grow until it is 1 / sqrt(1 - b2^warmup_steps) times as large: 3.2 times with
+      100 steps and b2 = 0.999.
+    - Elements whose gradients were all zero in warm-up have no variance, such as rows of an embedding that no batch of
+      warm-up contained. They do not move, except by decoupled weight decay: divided by ``eps`` alone, the compression's
+      rounding of zeros would move them without bound.
+    - ``weight_decay`` applies in all steps.
     - ``.grad`` is a gradient in all steps: Note [Gradients that bring the mean momentum] in
       ``runtime/algorithms/q_adam.py``. After warm-up its rounding is that of the momentum divided by 1 - b1, which
-      ``clip_grad_norm_`` includes in the norm. With a GradScaler, the larger its scale, the more the eight bits are the
-      gradient's instead of the momentum's, as with ``ByteGrad()``.
+      ``clip_grad_norm_`` includes in the norm. With a GradScaler, the larger its scale, the more of the eight bits go
+      to the gradient instead of the momentum, as with ``ByteGrad()``.
 
-    It has the state of Adam, and a step needs as much memory as one of ``torch.optim.Adam(foreach=True)``.
+    It has the state of Adam, and a step needs as much memory as a step of ``torch.optim.Adam(foreach=True)``.
     ``state_dict()`` holds everything needed to resume bit for bit, on any number of ranks.
 
     Args:
@@ -62,8 +62,8 @@ class QAdam(Optimizer):
         ValueError: A setting is out of range.
 
     Source: QAdam of Bagua (Gan et al. 2021, arXiv 2107.01499), which is 1-bit Adam (Tang et al. 2021, arXiv 2102.02888)
-    with eight bits; without Bagua's losses: the gradient of the first step after warm-up, weight decay, and the betas
-    of all groups but one.
+    with eight bits; without what Bagua loses: the gradient of the first step after warm-up, weight decay, and the betas
+    of all groups except one.
     """
 
     #: The exchange of its momenta; alive while a model is replicated with `algorithm`.
@@ -108,11 +108,11 @@ class QAdam(Optimizer):
         return self.num_steps < self.warmup_steps
 
     def algorithm(self) -> QAdamAlgorithm:
-        """For ``ddp_compile(model, algorithm=...)``: the model whose parameters this optimizer has, and no others."""
+        """For ``ddp_compile(model, algorithm=...)``. The optimizer must have all parameters of the model."""
         return QAdamAlgorithm(optimizer=self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; not after warm-up, when no variance can be learnt any more.
+        """Like any optimizer's, but not after warm-up, when no variance can be learned.
 
         Raises:
             ValueError: A setting is out of range, or warm-up is over.
@@ -122,14 +122,14 @@ class QAdam(Optimizer):
         if shared["num_steps"] >= shared["warmup_steps"]:
             raise ValueError(
                 f"QAdam.add_param_group() after {shared['num_steps']} steps: warm-up ended with step"
-                f" {shared['warmup_steps']}, and new parameters could not learn their variance any more. Add them"
-                " before, or make a new QAdam of all parameters"
+                f" {shared['warmup_steps']}, so new parameters could no longer learn their variance. Add them earlier,"
+                " or make a new QAdam of all parameters"
             )
         super().add_param_group(param_group)
         self.param_groups[-1].update({name: shared[name] for name in _OF_ALL_GROUPS})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As any optimizer's; all ranks load the same, between two steps.
+        """Like any optimizer's. All ranks load the same state, between two steps.
 
         Raises:
             ValueError: It is another optimizer's.
@@ -137,8 +137,8 @@ class QAdam(Optimizer):
         for number, group in enumerate(state_dict["param_groups"]):
             if missing := [name for name in _OF_ALL_GROUPS if name not in group]:
                 raise ValueError(
-                    f"QAdam.load_state_dict(): group {number} has no {', '.join(missing)}, so it is of another"
-                    " optimizer; load what QAdam.state_dict() has returned"
+                    f"QAdam.load_state_dict(): group {number} has no {', '.join(missing)}, so it is the state of"
+                    " another optimizer; load the result of QAdam.state_dict()"
                 )
         super().load_state_dict(dict(state_dict))
 
@@ -147,13 +147,13 @@ class QAdam(Optimizer):
         """Step once over all parameters that have a gradient.
 
         Args:
-            closure: Computes loss and gradients anew.
+            closure: Computes the loss and the gradients again.
 
         Returns:
             The closure's return value.
 
         Raises:
-            RuntimeError: After warm-up, with several ranks, no model exchanges the momentum; or a parameter got its
+            RuntimeError: After warm-up, with several ranks, no model exchanges the momentum, or a parameter got its
                 first gradient.
         """
         loss = None
@@ -209,11 +209,11 @@ class QAdam(Optimizer):
         return state
 
     def momenta_of(self, parameters: Sequence[Parameter]) -> list[Tensor | None]:
-        """The momentum of each, of its shape and dtype; read only; None before its first gradient."""
+        """The momentum of each parameter, of its shape and dtype. Read only. None before its first gradient."""
         return [self.state[p]["exp_avg"] if self.state.get(p) else None for p in parameters]
 
     def name_of(self, group: int, number: int) -> str:
-        """A parameter for an error: the name that it was given with, or its place."""
+        """A parameter in an error: its name if it has one, or its place."""
         names = self.param_groups[group].get("param_names")
         if names:
             return str(names[number])
@@ -234,14 +234,14 @@ class QAdam(Optimizer):
             return
         if without_state:
             raise RuntimeError(
-                f"{of}: the first gradient after warm-up has come to {shorten_names(without_state)}, which have no"
+                f"{of}: the first gradient of {shorten_names(without_state)} came after warm-up, so there is no"
                 " variance to divide by. Raise warmup_steps until every parameter has been used, or freeze them"
             )
         is_exchanged = self.exchange is not None and self.exchange() is not None
         if not is_exchanged and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
-                f"{this_rank()}: {of}: of {dist.get_world_size()} ranks none exchanges the momentum with the"
-                " others. Train model = ddp_compile(model, algorithm=optimizer.algorithm()), or use torch.optim.Adam"
+                f"{this_rank()}: {of}: none of {dist.get_world_size()} ranks exchanges the momentum with the others."
+                " Train model = ddp_compile(model, algorithm=optimizer.algorithm()), or use torch.optim.Adam"
             )
 
 
@@ -253,11 +253,11 @@ def _refuse_settings(group: Mapping[str, Any], warmup_steps: int) -> None:
             raise ValueError(f"QAdam({name}={group[name]!r}): pass {limit}")
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"QAdam(betas={betas!r}): pass two numbers from 0 on that are smaller than 1")
+        raise ValueError(f"QAdam(betas={betas!r}): pass two numbers from 0 to less than 1")
     if group["warmup_steps"] != warmup_steps:
         raise ValueError(
-            f"QAdam: a group with warmup_steps={group['warmup_steps']!r} beside warmup_steps={warmup_steps}: all groups"
-            " are sent in the same way; pass it to QAdam alone"
+            f"QAdam: a group has warmup_steps={group['warmup_steps']!r}, but QAdam has warmup_steps={warmup_steps}, and"
+            " all groups are sent in the same way; pass it to QAdam alone"
         )
 
 

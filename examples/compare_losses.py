@@ -1,8 +1,8 @@
-"""Draw the losses of several runs of ``train_lm.py`` beside each other.
+"""Draw the losses of several runs of ``train_lm.py`` in one chart.
 
     python examples/compare_losses.py runs/*/losses.json --output losses.png
 
-The training losses are means over windows of steps; a table has each run's held-out loss, and what it is of the first
+The training losses are means over windows of steps. A table has each run's held-out loss, and its ratio to the first
 run's.
 """
 

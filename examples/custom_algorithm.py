@@ -1,4 +1,4 @@
-"""One's own way to reduce: torchrun --standalone --nproc-per-node 2 examples/custom_algorithm.py"""
+"""A custom algorithm: torchrun --standalone --nproc-per-node 2 examples/custom_algorithm.py"""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class TopKAlgorithm(CollectiveChain):
         self.name, self.ratio, self.num_bytes_sent = f"top-k of {ratio}", ratio, 0  # ranks compare names
 
     def attach(self, parameters):
-        super().attach(parameters)  # residuals are those of parameters, since buckets may be packed anew
+        super().attach(parameters)  # residuals belong to parameters, since buckets may be packed again
         self.residuals = [torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for p in parameters]
 
     def reduce(self, bucket):
@@ -36,7 +36,7 @@ class TopKAlgorithm(CollectiveChain):
         yield dist.all_gather(gathered[0], values, group=group, async_op=True)
         yield dist.all_gather(gathered[1], indices, group=group, async_op=True)
         flat.zero_()
-        for values, indices in zip(*gathered, strict=True):  # in one order, for the same bits on every rank
+        for values, indices in zip(*gathered, strict=True):  # in the same order on every rank, for the same bits
             flat.index_add_(0, indices, values)
 
     def state_dict(self):
@@ -44,7 +44,7 @@ class TopKAlgorithm(CollectiveChain):
 
     def load_state_dict(self, state):
         if [r.shape for r in state.get("residuals", ())] != [r.shape for r in self.residuals]:
-            raise ValueError(f"this is no state of the {self.name}, or one of other parameters")
+            raise ValueError(f"this is not a state of the {self.name}, or it belongs to other parameters")
         for residual, kept in zip(self.residuals, state["residuals"], strict=True):
             residual.copy_(kept)
 
@@ -55,7 +55,7 @@ class TopK(AlgorithmConfig):
 
     def __post_init__(self):
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"TopK(ratio={self.ratio!r}): pass a part of the values, more than 0 and at most 1")
+            raise ValueError(f"TopK(ratio={self.ratio!r}): pass a share of the values, more than 0 and at most 1")
 
     def build(self, process_group):
         return TopKAlgorithm(process_group, self.ratio)

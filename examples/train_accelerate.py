@@ -9,9 +9,9 @@ from ddp_compile.integrations.accelerate import use
 
 
 def main() -> None:
-    on_cpu = not torch.cuda.is_available()  # which Accelerate has to be told, or it trains on one process
+    on_cpu = not torch.cuda.is_available()  # Accelerate must be told, or it trains in one process
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16", gradient_accumulation_steps=2)
-    use(accelerator, bucket_cap_mb=1)  # with its import, all there is to change
+    use(accelerator, bucket_cap_mb=1)  # the only change, apart from its import
 
     torch.manual_seed(0)
     inputs = torch.randn(512, 64)

@@ -23,11 +23,11 @@ from ddp_compile.integrations.lightning import DDPCompileStrategy
 
 
 class Classifier(LightningModule):
-    """Tells the arms of a spiral apart.
+    """Classifies points by the arm of a spiral.
 
     Args:
         arms: Number of classes.
-        width: Of the hidden layers.
+        width: Width of the hidden layers.
         lr: Learning rate.
     """
 
@@ -58,7 +58,7 @@ class Classifier(LightningModule):
 
 
 def spirals(points: int, arms: int, seed: int) -> TensorDataset:
-    """Points of shape (points, 2) with some noise, and the arm that each lies on."""
+    """Points of shape (points, 2) with some noise, and the arm of each."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(arms, (points,), generator=generator)
     radius = torch.rand(points, generator=generator)
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--out-dir", type=Path, default=Path("runs/train_lightning"))
-    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
 
     seed_everything(0)

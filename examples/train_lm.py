@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py
 
-Read `Trainer` from top to bottom: apart from one line, ``model = ddp_compile(model)``, it is an ordinary training
-loop. With CUDA each process takes a GPU and talks over NCCL; without, the processes share the CPU and talk over gloo.
+Read `Trainer` from top to bottom: apart from one line, ``model = ddp_compile(model)``, it is an ordinary training loop.
+With CUDA each process uses a GPU and NCCL; otherwise the processes share the CPU and use gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lm.world import World, join_world
 
 
 class Trainer:
-    """One run: everything it needs, and the loop."""
+    """One run: everything that it needs, and the training loop."""
 
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         self.args = args
@@ -42,7 +42,7 @@ class Trainer:
         self.batches = training_batches(windows, sampler, args.batch_size, world.device)
 
         model = make_model(args, world)
-        # Every rank goes on with rank 0's parameters, whatever it started with.
+        # Every rank continues with rank 0's parameters, whatever it started with.
         self.optimizer = make_optimizer(model, args.lr)
         if args.algorithm == "qadam":
             self.optimizer = q_adam_like(self.optimizer, warmup_steps=max(1, args.steps // 5))
@@ -77,7 +77,7 @@ class Trainer:
                 if save or step == first_step or progress.step % args.log_every == 0:
                     log.flush()
                 if step == first_step:
-                    # What travels in which bucket is known once the first step has compiled.
+                    # The buckets are known once the first step has compiled.
                     log.write(self.model.bucket_plan.format_table())
                 if save:
                     self.state.save(Path(str(args.checkpoint).replace("{step}", str(progress.step))), world)
@@ -97,7 +97,7 @@ class Trainer:
                 loss = next_byte_loss(self.model, *next(self.batches)) / self.args.accumulate
                 loss.backward()
             losses.append(loss.detach())
-        # From here on the gradients are the same on every rank: their mean. Unless the algorithm averages parameters.
+        # Unless the algorithm averages parameters, the gradients are now the same on every rank: their mean.
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -105,7 +105,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Measure the held-out loss, averaged over the ranks, and note it in the progress."""
+        """Measure the held-out loss, averaged over the ranks, and record it."""
         args, world = self.args, self.world
         self.model.eval()
         batches = held_out_batches(self.held_out, args.batch_size, args.eval_batches, world.device)
@@ -144,7 +144,7 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 def usable_backend(requested: str, world: World) -> str:
     """The requested backend; if inductor lacks a C++ compiler, prints a line and returns "aot_eager".
 
-    For the CPU inductor writes C++, and uses the compiler that CXX names or the platform's usual one.
+    On the CPU, inductor generates C++, and uses the compiler in CXX or the platform's usual one.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if requested == "inductor" and world.device.type == "cpu" and shutil.which(compiler) is None:
@@ -233,7 +233,7 @@ def add_ddp_compile_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=20,
         metavar="STEPS",
-        help="do not train; time STEPS steps (20) beside torch.compile(DistributedDataParallel(model))",
+        help="do not train; time STEPS steps (20) in turns with torch.compile(DistributedDataParallel(model))",
     )
 
 
@@ -245,7 +245,7 @@ def add_file_arguments(group: argparse._ArgumentGroup) -> None:
         help="file to write, OUT_DIR/checkpoint.pt if not given; {step} in it becomes the step",
     )
     group.add_argument("--checkpoint-every", type=positive_int, default=40, help="steps between checkpoints")
-    group.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    group.add_argument("--resume", type=Path, help="checkpoint to resume from")
     group.add_argument("--log-every", type=positive_int, default=5, help="steps between readings of the loss")
     group.add_argument("--eval-batches", type=positive_int, default=16, help="batches of a rank for the held-out loss")
 

@@ -9,7 +9,7 @@ from ddp_compile.integrations.accelerate import use
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sequences that count up by a step of their own, which a model can learn to go on with."""
+    """Sequences that count up, each by its own step, which a model can learn to continue."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,13 +37,13 @@ def main() -> None:
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
         learning_rate=3e-3,
-        logging_steps=0.2,  # of all steps, as the two below
+        logging_steps=0.2,  # a share of all steps, like the two below
         eval_strategy="steps",
         eval_steps=0.5,
         save_steps=0.5,
         ddp_find_unused_parameters=False,  # Trainer's default is True, which costs a message in each iteration
         report_to="none",
-        use_cpu=not torch.cuda.is_available(),  # which has to be said, or it trains on one process
+        use_cpu=not torch.cuda.is_available(),  # must be set, or it trains in one process
     )
     trainer = Trainer(model, settings, train_dataset=Counting(1024), eval_dataset=Counting(64))
     use(trainer, bucket_cap_mb=1)

@@ -1,4 +1,4 @@
-"""The kernels on single tensors, with their checks: the min-max codec of eight bits a value, and averaging."""
+"""The kernels on single tensors, with their checks: the min-max codec with eight bits a value, and averaging."""
 
 from __future__ import annotations
 

@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 
 ImplementationName = Literal["native", "cuda", "reference"]
 
-#: Dtypes that "native" and "cuda" read and write; other floating dtypes are left to the reference.
+#: Dtypes that "native" and "cuda" read and write. Other floating dtypes are left to the reference.
 KERNEL_DTYPES = tuple(native_library.DTYPE_CODES)
 
 OPS = ("flatten_scale", "unflatten", "minmax_u8_compress", "minmax_u8_decompress", "average_into")
 
 
 class FlattenExecutor(Protocol):
-    """Moves the tensors of one bucket into and out of its flat buffer; made once for a bucket, used every step."""
+    """Moves the tensors of one bucket into and out of its flat buffer. Made once for a bucket, used in every step."""
 
     @property
     def implementation(self) -> str:
-        """Its name, as `choose` returns it."""
+        """Its name, as returned by `choose`."""
 
     def read(self, tensors: Sequence[Tensor], flat: Tensor, written: bool) -> Sequence[int]:
         """Read the tensors' addresses, without writing anything.
@@ -41,8 +41,8 @@ class FlattenExecutor(Protocol):
             Indices of the tensors that `move` will leave to the reference.
 
         Raises:
-            ValueError: The tensors do not fit the plan, or one that `move` will move shares memory with ``flat``
-                outside of its place or, if the tensors are ``written``, with another tensor.
+            ValueError: The tensors do not fit the plan, or a tensor that `move` will move shares memory with ``flat``
+                outside its place or, if the tensors are ``written``, with another tensor.
         """
 
     def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
@@ -80,7 +80,7 @@ _EXECUTORS: dict[str, Callable[[Sequence[Tensor], Tensor, Sequence[int] | None],
 
 
 class OpStatus(NamedTuple):
-    """What runs one op on one kind of device."""
+    """The implementation of one op on one kind of device."""
 
     op: str
     device_type: str
@@ -89,7 +89,7 @@ class OpStatus(NamedTuple):
 
 
 def status() -> list[OpStatus]:
-    """The implementation of each op on the CPU and on the current CUDA device, with the reason; raises nothing."""
+    """The implementation of each op on the CPU and on the current CUDA device, with the reason. Never raises."""
     current = torch.cuda.current_device() if torch.cuda.is_available() else 0
     devices = (torch.device("cpu"), torch.device("cuda", current))
     return [OpStatus(op, device.type, *available(device)) for device in devices for op in OPS]
@@ -99,7 +99,7 @@ def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | No
     """The implementation for tensors of these dtypes.
 
     Raises:
-        ValueError: ``forced`` is no implementation, or not one for this device or these dtypes.
+        ValueError: ``forced`` is not an implementation, or not one for this device or these dtypes.
         KernelUnavailableError: ``forced`` is not available here.
     """
     if forced == "reference":
@@ -117,14 +117,14 @@ def choose(device: torch.device, dtypes: Sequence[torch.dtype], forced: str | No
 def executor_for(
     tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None, forced: str | None
 ) -> FlattenExecutor:
-    """The executor of the chosen implementation; raises the errors of `choose` and of `layout`."""
+    """The executor of the chosen implementation. Raises the errors of `choose` and `layout`."""
     layout.check_flat(flat)
     return _EXECUTORS[choose(flat.device, [flat.dtype], forced)](tensors, flat, offsets)
 
 
 @functools.cache
 def available(device: torch.device) -> tuple[ImplementationName, str]:
-    """The best implementation for a device, and the reason; warns once if kernels should be there and are not."""
+    """The best implementation for a device, and the reason. Warns once if kernels are missing that should be there."""
     try:
         if device.type == "cpu":
             core = native_library.load()
@@ -140,7 +140,7 @@ def available(device: torch.device) -> tuple[ImplementationName, str]:
 
 def _check_forced(device: torch.device, dtypes: Sequence[torch.dtype], forced: str) -> None:
     if forced not in get_args(ImplementationName):
-        raise ValueError(f"implementation={forced!r} is none of {', '.join(get_args(ImplementationName))}")
+        raise ValueError(f"implementation={forced!r} is not one of {', '.join(get_args(ImplementationName))}")
     if device.type != {"native": "cpu", "cuda": "cuda"}[forced]:
         raise ValueError(f"implementation={forced!r} cannot work on {device}; pass implementation=None")
     for dtype in dtypes:

@@ -21,7 +21,8 @@ class FlattenStats(NamedTuple):
     """Statistics of the written values, on the device of the flat buffer, so that the host does not wait.
 
     Args:
-        sum_of_squares: Of the scaled values before they were rounded to the destination's dtype; float64, shape ().
+        sum_of_squares: The sum over the scaled values before they were rounded to the destination's dtype; float64,
+            shape ().
         non_finite: Whether a written value is infinite or NaN; bool, shape ().
     """
 
@@ -30,17 +31,17 @@ class FlattenStats(NamedTuple):
 
 
 class FlattenPlan:
-    """Moves the tensors of one bucket to and from their places in a flat buffer; made once, used every step.
+    """Moves the tensors of one bucket to and from their places in a flat buffer. Made once, used in every step.
 
-    A step reads the tensors' addresses and moves them in one call. Tensors that lie in the memory order of their place
-    and are of a dtype with kernels (float32, bfloat16, float16) are moved by the kernels; others one by one by torch.
+    A step reads the tensors' addresses and moves them in one call. Kernels move tensors that have the memory order of
+    their place and a dtype with kernels (float32, bfloat16, float16). torch moves the others, one by one.
 
     Args:
         tensors: Tensors of any shape on the device of ``flat``. Only shape and strides matter, not the values.
         flat: One-dimensional contiguous buffer of a floating dtype. The plan keeps it alive, the caller owns it. On a
             CUDA device it is written and read on the current stream.
-        offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
-        implementation: "native", "cuda" or "reference", with no other as a fallback; the best available when None.
+        offsets: Where each tensor starts, in elements of ``flat``; None packs them without gaps.
+        implementation: "native", "cuda" or "reference", without a fallback; None for the best one available.
 
     Raises:
         ValueError: Devices differ, ``flat`` is not one-dimensional, contiguous and floating, a tensor does not fit,
@@ -57,7 +58,7 @@ class FlattenPlan:
         implementation: str | None = None,
     ) -> None:
         self.flat = flat
-        # Another tensor on the same storage, to notice if `flat` is given other memory.
+        # Another tensor on the same storage, to notice if `flat` gets other memory.
         self._alias = flat.detach()
         self._lock = threading.Lock()  # around reading addresses and moving
         if flat.numel() and not flat.data_ptr():
@@ -78,23 +79,23 @@ class FlattenPlan:
         *,
         implementation: str | None = None,
     ) -> FlattenPlan:
-        """A plan that outlives the tensors it is made from; arguments and errors as those of the class."""
+        """A plan that outlives the tensors that it is made from. Arguments and errors are those of the class."""
         plan = cls(tensors, flat, offsets, implementation=implementation)
         plan._make_views()
         return plan
 
     @property
     def implementation(self) -> str:
-        """What moves the tensors: "native", "cuda" or "reference"."""
+        """The implementation that moves the tensors: "native", "cuda" or "reference"."""
         return self._executor.implementation
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """One view into ``flat`` for each tensor, of the tensor's shape and, if those leave no gaps, strides."""
+        """One view into ``flat`` for each tensor, of the tensor's shape, and of its strides if these leave no gaps."""
         return self._views if self._views is not None else self._make_views()
 
     def flatten(self, tensors: Sequence[Tensor], scale: float, *, with_stats: bool = False) -> FlattenStats | None:
-        """Write each tensor times ``scale`` to its place; a tensor that lies there already is scaled in place.
+        """Write each tensor times ``scale`` to its place. A tensor that is already there is scaled in place.
 
         Args:
             tensors: One for each view, of its shape, on its device, of any floating dtype.
@@ -103,14 +104,14 @@ class FlattenPlan:
 
         Raises:
             ValueError: A tensor has another shape or device, is not floating, or shares memory with ``flat`` outside
-                of its place; ``flat`` is unchanged then.
+                its place. Then ``flat`` is unchanged.
         """
         return self._move(tuple(tensors), scale, with_stats, to_flat=True)
 
     def unflatten(
         self, tensors: Sequence[Tensor], scale: float = 1.0, *, with_stats: bool = False
     ) -> FlattenStats | None:
-        """Write each tensor's place in the flat buffer, times ``scale``, into the tensor.
+        """Write each tensor's place in the flat buffer, times ``scale``, to the tensor.
 
         Args:
             tensors: As for `flatten`.
@@ -118,7 +119,7 @@ class FlattenPlan:
             with_stats: Whether to return `FlattenStats`.
 
         Raises:
-            ValueError: As `flatten`, or two tensors share memory; no tensor is changed then.
+            ValueError: Like `flatten`, or two tensors share memory. Then no tensor is changed.
         """
         return self._move(tuple(tensors), scale, with_stats, to_flat=False)
 
@@ -144,7 +145,7 @@ class FlattenPlan:
     ) -> tuple[Tensor, Tensor] | None:
         for i in others:
             self._check_other(i, tensors[i])
-        # `read` has checked the pairs of which a kernel moves one.
+        # `read` has checked the pairs in which a kernel moves at least one tensor.
         layout.check_memory(tensors, self.views, self.flat, written=not to_flat, indices=others)
         places, moved = [self.views[i] for i in others], [tensors[i] for i in others]
         sources, destinations = (moved, places) if to_flat else (places, moved)
@@ -169,7 +170,7 @@ class FlattenPlan:
         if self._is_forced:
             raise ValueError(
                 f"implementation={self.implementation!r} cannot move tensor {index} of {tensor.dtype} with strides"
-                f" {tensor.stride()}, in the place of strides {self.views[index].stride()}; pass implementation=None"
+                f" {tensor.stride()}, to a place with strides {self.views[index].stride()}; pass implementation=None"
             )
 
     def _make_views(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """The kernels as functions that torch.compile can trace: operators of the namespace ``ddp_compile``.
 
 They are registered with ``torch.library.Library``, since a call through ``torch.library.custom_op`` costs five times as
-much. The operators have no gradients, and one implementation for every device.
+much. The operators have no gradients, and have one implementation for all devices.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def flatten_scale(
     with_stats: bool = False,
     implementation: str | None = None,
 ) -> FlattenStats | None:
-    """Write ``tensors * scale`` into ``flat``, casting to its dtype.
+    """Write ``tensors * scale`` to ``flat``, cast to its dtype.
 
-    Products are computed in float32 (float64 if a tensor is) and rounded once, to nearest even. A tensor of which some
-    order of the dimensions is contiguous is written in its order in memory, any other one in that of its indices.
+    Products are computed in float32 (float64 if a tensor is) and rounded once, to nearest even. If some order of a
+    tensor's dimensions is contiguous, the tensor is written in memory order, otherwise in index order.
 
     Args:
         tensors: Tensors of any shape and floating dtype on the device of ``flat``.
-        flat: One-dimensional contiguous buffer of a floating dtype. Gaps between the tensors are left alone.
+        flat: One-dimensional contiguous buffer of a floating dtype. Gaps between the tensors are not written.
         scale: Factor for every element.
         offsets: Where each tensor starts, in elements of ``flat``; packed without gaps when None.
-        with_stats: Whether to find the sum of squares and non-finite values on the way.
+        with_stats: Whether to compute the sum of squares and to look for non-finite values in the same pass.
         implementation: "native", "cuda" or "reference"; the best available when None.
 
     Returns:
         With ``with_stats``, `FlattenStats`; else None.
 
     Raises:
-        ValueError: Shapes, devices, dtypes or offsets do not fit, or memory is shared; ``flat`` is unchanged then.
+        ValueError: Shapes, devices, dtypes or offsets do not fit, or memory is shared. Then ``flat`` is unchanged.
         KernelUnavailableError: The implementation is not available here.
     """
     if not with_stats:
@@ -63,7 +63,7 @@ def unflatten(
     with_stats: bool = False,
     implementation: str | None = None,
 ) -> FlattenStats | None:
-    """Write ``flat * scale`` back into the tensors, casting to their dtypes; the inverse of `flatten_scale`.
+    """Write ``flat * scale`` back to the tensors, cast to their dtypes; the inverse of `flatten_scale`.
 
     Arguments, result and errors are those of `flatten_scale`; the tensors must not share memory with each other.
     """
@@ -78,21 +78,21 @@ def minmax_u8_compress(
 ) -> Tensor:
     """Compress values to eight bits each, relative to the smallest and largest value of their chunk.
 
-    The values are cut into ``num_chunks`` chunks of equal length, of which the last ones may be shorter or empty. With
-    step = (max - min) / 255, computed in double, a code is round((value - min) / step), ties to even, within 0..255.
+    The values are cut into ``num_chunks`` chunks of equal length; the last ones may be shorter or empty. With step =
+    (max - min) / 255, computed in double, a code is round((value - min) / step), ties to even, within 0..255.
 
     Args:
         values: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
-        num_chunks: Chunks with a minimum and maximum of their own; one for each rank in an all-to-all.
-        skip_chunk: Number of a chunk that is left out, as a rank's own in an all-to-all; its row is not written.
+        num_chunks: Number of chunks, each with its own minimum and maximum; one for each rank in an all-to-all.
+        skip_chunk: Index of a chunk to leave out, such as a rank's own in an all-to-all. Its row is not written.
         implementation: "native", "cuda" or "reference"; the best available when None.
 
     Returns:
         uint8 tensor of shape (num_chunks, row_bytes): minimum and maximum as float32, a code for each value, zeros up
-        to a multiple of 16 bytes. A chunk that holds a NaN or an infinity has NaN for both, and decompresses to NaN.
+        to a multiple of 16 bytes. A chunk with a NaN or an infinity has NaN for both, and decompresses to NaN.
 
     Raises:
-        ValueError: Another shape or dtype, ``num_chunks`` < 1, or no such ``skip_chunk``.
+        ValueError: Another shape or dtype, ``num_chunks`` < 1, or chunk ``skip_chunk`` does not exist.
         KernelUnavailableError: The implementation is not available here.
 
     Source: MinMaxUInt8 of Bagua (Gan et al. 2021, arXiv 2107.01499), without its epsilon and with codes clamped at
@@ -105,11 +105,11 @@ def minmax_u8_compress(
 def minmax_u8_decompress(
     compressed: Tensor, out: Tensor, *, accumulate: bool = False, implementation: str | None = None
 ) -> None:
-    """Write min + code * (max - min) / 255 for each compressed value into ``out``; equal bytes give equal values.
+    """Write min + code * (max - min) / 255 for each compressed value to ``out``. Equal bytes give equal values.
 
     Args:
-        compressed: What `minmax_u8_compress` returned, or rows of it from several ranks.
-        out: Contiguous tensor of shape (n,), of float32, bfloat16 or float16; it has as many chunks as there are rows.
+        compressed: The result of `minmax_u8_compress`, or rows of it from several ranks.
+        out: Contiguous tensor of shape (n,), of float32, bfloat16 or float16, with as many chunks as there are rows.
         accumulate: Add the values to those of ``out``, in float32, rounded once.
         implementation: "native", "cuda" or "reference"; the best available when None.
 
@@ -125,8 +125,8 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float, *, implem
 
     Args:
         x: Contiguous tensor of shape (n,), of float32, bfloat16 or float16.
-        total: Sum over the ranks of their copies; of the same shape, dtype and device.
-        copy: What this rank had contributed to it; of the same shape, dtype and device.
+        total: Sum of the ranks' copies, of the same shape, dtype and device.
+        copy: This rank's contribution to it, of the same shape, dtype and device.
         count: Number of ranks.
         implementation: "native", "cuda" or "reference"; the best available when None.
 
@@ -162,12 +162,12 @@ def _unflatten(
 
 
 def _as_outputs(stats: FlattenStats | None) -> tuple[Tensor, Tensor] | None:
-    # Two views of one buffer; results of operators must not alias.
+    # Two views of one buffer, but results of operators must not alias.
     return None if stats is None else (stats.sum_of_squares, stats.non_finite.clone())
 
 
 def _fake_move(tensors: Sequence[Tensor], flat: Tensor, with_stats: bool = False) -> tuple[Tensor, Tensor] | None:
-    # If one tensor is on the meta device, real tensors get here too.
+    # If one tensor is on the meta device, real tensors also get here.
     layout.check_flat(flat)
     for i, tensor in enumerate(tensors):
         layout.check_tensor(i, tensor, tensor.shape, flat)

@@ -3,15 +3,15 @@
 A Dynamo graph that is to be cut (``split="forward"`` and ``"auto"``), all in ``forward/``:
 
 - ``unpack_sizes.py``: turns ``x.size()``, a tuple, into SymInts, which may cross a cut.
-- ``functionalize_inplace.py``: turns ``x += y`` into ``x = x + y`` if no other name of the old value is in use.
+- ``functionalize_inplace.py``: turns ``x += y`` into ``x = x + y`` if the old value is in use under no other name.
 - ``unalias_inplace_results.py``: uses the tensor that was written instead of the result of the in-place operation.
 - ``sink_parameter_views.py``: moves views and casts of parameters to their first use.
 - ``split_forward.py``: cuts the graph at bucket boundaries; ``partition_graph.py`` makes the partitions.
 
 AOTAutograd's backward graph, if buckets are launched inside it (``split="backward"`` and ``"auto"``), in ``backward/``:
 
-- ``bucket_backward.py``: tells the reducer after the last gradient of each bucket; ``backward_order.py`` moves nodes
-  so that this comes earlier.
+- ``bucket_backward.py``: calls the reducer after the last gradient of each bucket; ``backward_order.py`` moves nodes to
+  make that earlier.
 - ``keep_sparse_parts.py``: keeps the memory of sparse gradients from being reused before the graph ends.
 
 AOTAutograd's forward graph, with a sharded optimizer:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Declined(NamedTuple):
-    """Something a pass was asked to do and did not."""
+    """Something that a pass should have done but did not do."""
 
     node: str  #: name of the node that it concerns
     reason: str  #: why not, and what happens instead
@@ -60,7 +60,7 @@ Pass = Callable[[fx.GraphModule, PassContext], PassResult]
 
 
 class Observer(Protocol):
-    """Sees the graph before, between and after the passes; must not change it."""
+    """Called with the graph before, between and after the passes. It must not change the graph."""
 
     def before_pipeline(self, gm: fx.GraphModule) -> None: ...
 
@@ -75,10 +75,10 @@ def run_pipeline(
     passes: Sequence[Callable[[fx.GraphModule, ContextT], tuple[fx.GraphModule, int, tuple[Declined, ...]]]],
     observers: Sequence[Observer] = (),
 ) -> PassResult:
-    """Run passes in order, with observers around them; lint and recompile after each that changed something.
+    """Run passes in order, with observers around them. Lint and recompile after each pass that changed something.
 
     Returns:
-        The last graph, the sum of all ``num_changed``, and all that was declined.
+        The last graph, the sum of all ``num_changed``, and everything that was declined.
     """
     for observer in observers:
         observer.before_pipeline(gm)

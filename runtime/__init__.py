@@ -1,1 +1,1 @@
-"""What runs while a replicated module trains: the reducer, its buckets, and what the ranks tell each other."""
+"""The runtime of a replicated module: the reducer, its buckets, and the messages between the ranks."""

@@ -20,7 +20,7 @@ algorithm is not replayable (comm hooks are not), every rank raises. Every rank 
 ``static_graph`` a backward may return views of the flat buffer, and then the launch overwrites this rank's gradients.
 
 Note [Observed gradients]
-A backward may contain collectives of its own in the same process group, a synchronised BatchNorm's for example. They
+A backward may contain collectives of its own in the same process group, a synchronized BatchNorm's for example. They
 pair up only if all ranks launch their buckets at the same places among them. So a fact that only one rank knows must
 not delay a bucket, such as a user's hook on a parameter there. That rank launches the bucket as the others do, but
 leaves ``.grad`` alone and does not move the gradients, since the hook looks at them. It launches the bucket again
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class EarlyLaunch:
-    """Learns which buckets may be launched early, watches them, and launches those again that were too early.
+    """Learns which buckets may be launched early, watches them, and repeats launches that were too early.
 
     Args:
         is_enabled: Whether compiled backwards hand buckets over. Otherwise nothing is learnt and no bucket is early.
@@ -80,7 +80,7 @@ class EarlyLaunch:
         self._hooks = hooks
         self._accumulators = accumulators
         self.is_enabled = is_enabled
-        self._has_learnt = False
+        self._has_learned = False
         self._has_moved = False  # whether a backward has ever returned other tensors than its gradients
         self._ignored: set[tuple[int, ...]] = set()
         self._num_hooks_of_others = torch_internals.num_hooks_of_others()
@@ -88,7 +88,7 @@ class EarlyLaunch:
     @property
     def is_learning(self) -> bool:
         """Whether buckets are watched in this iteration; the same on every rank."""
-        return self.is_enabled and (not self._has_learnt or is_agreement_point(self._set.iteration.number))
+        return self.is_enabled and (not self._has_learned or is_agreement_point(self._set.iteration.number))
 
     @property
     def has_message(self) -> bool:
@@ -110,7 +110,7 @@ class EarlyLaunch:
             moves: Whether the backward can return other tensors than it has computed.
 
         Returns:
-            What becomes of the bucket. Call `follow` unless it waits.
+            What happens to the bucket. Call `follow` unless it waits.
         """
         num_hooks = torch_internals.num_hooks_of_others()
         if num_hooks != self._num_hooks_of_others:
@@ -122,7 +122,7 @@ class EarlyLaunch:
         is_barred = bucket is not None and (bucket.was_launched_too_early or bucket.iteration.computed is not None)
         if is_barred or not (is_allowed or self.is_learning):
             return EarlyDecision.WAIT
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes show in no version
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # there, changes do not change versions
             return EarlyDecision.WAIT
         if not self._accumulators.are_going_to_run(param_indices):
             return EarlyDecision.WAIT
@@ -150,7 +150,7 @@ class EarlyLaunch:
             moved: What the backward has computed, if it returns other tensors; gone after the launch.
         """
         if decision is not EarlyDecision.WATCH:
-            bucket.claim(bucket.gradients())  # while ``.grad`` says which views are gradients
+            bucket.claim(bucket.gradients())  # while ``.grad`` still shows which views are gradients
         has_new_hooks = self._set.iteration.has_new_hooks
         compares_values = moved is None and (decision is not EarlyDecision.LAUNCH or has_new_hooks)
         computed = ComputedBucket(bucket, gradients, decision, compares_values, moved)
@@ -163,7 +163,7 @@ class EarlyLaunch:
         if moved is not None:
             self._has_moved = True
             bucket.release_flattened()
-        computed.watch()  # the launch may have written them: it fills views, and scales a sparse gradient
+        computed.watch()  # after the launch, which may write them: it fills views, and scales a sparse gradient
         self._hooks.batch(bucket, notify_of_last=False)
 
     # AccumulateGrad stores its gradients.
@@ -179,7 +179,7 @@ class EarlyLaunch:
         return computed.is_launched
 
     def hand_over_incomplete(self) -> None:
-        """A backward has ended, and another one may bring what is missing: hand over the buckets that were launched."""
+        """A backward has ended, and another one may bring the missing gradients: hand over the launched buckets."""
         self._compare()
         for bucket in self._set.buckets:
             computed = bucket.iteration.computed
@@ -195,13 +195,13 @@ class EarlyLaunch:
     # The iteration ends.
 
     def message(self) -> bytearray:
-        """After the last launch: what this rank tells the others. `finish` takes what all ranks have told.
+        """After the last launch, this rank's message to the others. `finish` takes the messages of all ranks.
 
         Returns:
             A flag for each parameter that got another contribution after its bucket had been launched; one for each
             bucket that cannot be launched again; one for each that does not have one contributor.
         """
-        is_shadow = self._set.iteration.is_shadow  # which has nothing to say
+        is_shadow = self._set.iteration.is_shadow  # a shadow has nothing to say
         replayable = self._queue.algorithm.traits.replayable
         self._compare()
         late, cannot, has_more = bytearray(len(self._set.parameters)), bytearray(), bytearray()
@@ -217,7 +217,7 @@ class EarlyLaunch:
         return late + cannot + has_more
 
     def finish(self, said: Sequence[int]) -> None:
-        """Learn from this iteration, and launch again what was launched too early.
+        """Learn from this iteration, and repeat launches that were too early.
 
         Args:
             said: The flags of `message` over all ranks: 1 if any rank has set it.
@@ -242,7 +242,7 @@ class EarlyLaunch:
         for bucket in too_early:
             log.warning(
                 "%s: %s was launched inside the backward before all its gradients were there, because on some rank %s"
-                " got more than one gradient. It is launched again, and is not launched early any more",
+                " got more than one gradient. It is launched again, and will no longer be launched early",
                 this_rank(),
                 bucket.describe(),
                 ", ".join(names),
@@ -266,10 +266,10 @@ class EarlyLaunch:
                 computed.read(itertools.islice(are_equal, len(comparisons)))
 
     def _learn(self, agreed: Sequence[Bucket]) -> None:
-        """From now on launch these buckets early, which had one contributor on every rank."""
+        """From now on, launch these buckets early, since they had one contributor on every rank."""
         for bucket in agreed:
             bucket.allow_early_launch()
-        if agreed or not self._has_learnt:
+        if agreed or not self._has_learned:
             log.info(
                 "%s: %d of %d buckets may be launched inside the compiled backward, %d of them since iteration %d",
                 this_rank(),
@@ -278,11 +278,11 @@ class EarlyLaunch:
                 len(agreed),
                 self._set.iteration.number,
             )
-        self._has_learnt = True
+        self._has_learned = True
 
 
 def _own_gradients(bucket: Bucket) -> list[Tensor]:
-    """This rank's gradients of a bucket that has been launched in this iteration, complete now."""
+    """This rank's complete gradients of a bucket that has been launched in this iteration."""
     if bucket.iteration.own is not None:
         return bucket.iteration.own
     assert bucket.iteration.computed is not None
@@ -290,7 +290,7 @@ def _own_gradients(bucket: Bucket) -> list[Tensor]:
 
 
 def _holds_its_own(bucket: Bucket) -> bool:
-    """Whether `_own_gradients` are at hand."""
+    """Whether this rank still has `_own_gradients`."""
     computed = bucket.iteration.computed
     if computed is not None and computed.is_lost:
         return False

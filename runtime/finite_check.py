@@ -1,4 +1,4 @@
-"""Gradients that are infinite or NaN: found on the rank that computed them, and an error on every rank.
+"""Infinite and NaN gradients are found on the rank that computed them, and are an error on every rank.
 
 Note [Gradients that are not finite]
 A reduction spreads one rank's NaN to all ranks, and hides which rank it came from. So with
@@ -8,9 +8,9 @@ another device the host would have to wait for that answer, bucket by bucket. So
 there, and stays there.
 
 When all buckets of the iteration have been waited for, the host reads the flags once, and the ranks exchange one byte:
-whether any of them has found something. They do not check the reduced buckets instead: that would read all gradients a
-second time, and after a comm hook or a reduction to shards the ranks need not see the same values. Only if a rank has
-found something do all ranks exchange names.
+whether any of them has found something. The reduced buckets are not checked instead: that would read all gradients a
+second time, and after a comm hook or a reduction to shards the ranks need not see the same values. The ranks exchange
+names only if one of them has found something.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FiniteCheck:
     def found_here(self) -> str:
         """The buckets and gradients of this rank that were not finite, in words; empty if all were.
 
-        The buckets must have been waited for: the current stream then comes after those that computed the flags.
+        The buckets must have been waited for, so that the current stream comes after those that computed the flags.
         """
         if not self._queue.sends:
             for bucket in self._set.buckets:

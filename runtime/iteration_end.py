@@ -1,4 +1,4 @@
-"""The end of an iteration: what the ranks tell each other, what is waited for, and what is checked."""
+"""The end of an iteration: the message between the ranks, the waits and the checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddp_compile.runtime.launch_queue import LaunchQueue
 
 
 class IterationEnd:
-    """Sends the message of each iteration, hears those of the other ranks, and waits for the buckets.
+    """Sends the message of each iteration, receives those of the other ranks, and waits for the buckets.
 
     Args:
         on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
@@ -49,21 +49,21 @@ class IterationEnd:
         self._message = IterationMessage(bucket_set.process_group, device, may_speak, monitor.model_number)
 
     def all_are_launched(self) -> None:
-        """After the last launch: tell the other ranks what was used here, unless there will be more to say.
+        """After the last launch, tell the other ranks what was used here, unless there will be more to send.
 
-        Several modules may reach the end of the backward in another order on each rank, so it would be too late there.
+        The end of the backward would be too late: several modules may reach it in different orders on different ranks.
         """
         if self._policy.has_message and not self._early.has_message:
             self.tell_the_others()
 
     def await_also(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Let the end of the next iteration wait for these as well."""
+        """Make the end of the next iteration wait for these as well."""
         done = [future for future in self._futures if future.done()]
-        torch.futures.wait_all(done)  # for their errors: a forward need not have a backward
+        torch.futures.wait_all(done)  # for their errors, since a forward need not have a backward
         self._futures = [future for future in self._futures if not future.done()] + list(futures)
 
     def tell_the_others(self) -> None:
-        """Tell the other ranks what there is to say, unless they have been told. Other collectives may follow."""
+        """Send the message to the other ranks, unless it has been sent. Other collectives may follow."""
         self._queue.drain()
         if self._message.is_under_way:
             return
@@ -74,12 +74,12 @@ class IterationEnd:
             self._message.send(parts)
 
     def finish(self) -> None:
-        """Hear the other ranks, wait for the buckets, and hand their gradients over.
+        """Receive the other ranks' messages, wait for the buckets, and hand over their gradients.
 
         Raises:
             ReductionError: A reduction, or the message, failed or timed out.
             GradientArrivalError: A bucket was launched too early and cannot be launched again, or a parameter was used
-                whose bucket was left out.
+                although its bucket was left out.
             RanksDifferError: The ranks have found that they are out of step.
             NonFiniteGradientError: With ``check_finite_gradients``, a gradient of some rank was infinite or NaN. All
                 else is done, except for ``on_reduced``.
@@ -119,7 +119,7 @@ class IterationEnd:
             self._early.finish(heard[-1])
 
     def _refuse_non_finite(self) -> None:
-        """With ``check_finite_gradients``, raise on every rank if a gradient of any was infinite or NaN."""
+        """With ``check_finite_gradients``, raise on every rank if a gradient of any rank was infinite or NaN."""
         if self._finite_check is None or not self._finite_check.has_message:
             return
         found = self._finite_check.found_here()
@@ -130,7 +130,7 @@ class IterationEnd:
                 raise self._finite_check.error(found)
 
     def _heard(self) -> list[bytes]:
-        """Wait for the message that is under way; returns what all ranks have said in it."""
+        """Wait for the message that is under way; returns the flags of all ranks."""
         with self._told_if_it_fails():
             heard = self._message.wait()
         if self._message.has_met_another:
@@ -140,7 +140,7 @@ class IterationEnd:
 
     @contextmanager
     def _told_if_it_fails(self) -> Iterator[None]:
-        """Around messages between the ranks: report a failure, and raise it as a ReductionError."""
+        """A context for messages between the ranks, which reports a failure and raises it as a ReductionError."""
         try:
             yield
         except DDPCompileError:

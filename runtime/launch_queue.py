@@ -1,4 +1,4 @@
-"""From the last gradient of a bucket to its result: flattened, launched in plan order, waited for, handed over."""
+"""From the last gradient of a bucket to its result: flatten, launch in plan order, wait, hand over."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ddp_compile.runtime.desync.monitor import DesyncMonitor
 class LaunchQueue:
     """Launches the buckets of one module, and waits for them.
 
-    Every rank launches the same buckets in the same order, in whatever order they become ready: only its place in the
-    sequence pairs a collective with its counterparts on the other ranks.
+    Every rank launches the same buckets in the same order, in whatever order they become ready, since collectives of
+    different ranks pair up by order alone.
 
     Args:
         algorithm: Reduces a bucket; may be replaced between two iterations.
@@ -76,7 +76,7 @@ class LaunchQueue:
 
     @property
     def _last_bucket(self) -> Bucket | None:
-        """The one that is launched last."""
+        """The bucket that is launched last."""
         return next((bucket for bucket in reversed(self._set.buckets) if not bucket.iteration.is_skipped), None)
 
     @property
@@ -95,31 +95,31 @@ class LaunchQueue:
     # A bucket becomes ready.
 
     def leave_out_unused(self) -> None:
-        """When an iteration begins: pass over the buckets that no rank uses."""
+        """When an iteration begins, pass over the buckets that no rank uses."""
         for bucket in self._set.buckets:
             if bucket.is_pending and self._policy.leaves_out(bucket):
                 bucket.skip()
 
     def complete(self, bucket: Bucket) -> None:
-        """A bucket is ready with what its parameters hold, and zeros for those that hold nothing."""
-        # A bucket that may be launched early may have been launched too early on another rank.
+        """Make a bucket ready with the ``.grad`` of its parameters, and with zeros for parameters that have none."""
+        # If a bucket may be launched early, another rank may have launched it too early.
         keeps_own = bucket.may_launch_early and self.algorithm.traits.replayable
         gradients = bucket.contributions(self.sends, self._undefined.verify, keeps_own)
         self._make_ready(bucket, gradients)
         del gradients  # the number of references tells whether users hold one
         if self.sends and any(b.is_pending for b in self.not_launched):
-            # The rest of the backward can use the memory. At its end all buckets do this.
+            # This frees memory for the rest of the backward. At its end all buckets do this.
             bucket.point_gradients_at_views(bucket.iteration.unused)
 
     def complete_with(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """A bucket is ready with gradients that its parameters do not hold yet."""
+        """Make a bucket ready with gradients that its parameters do not hold yet."""
         bucket.mark_used(bucket.param_indices)
         for index in bucket.param_indices:
             self._policy.note(index)
         self._make_ready(bucket, gradients)
 
     def do_without(self, absent: Iterable[int]) -> None:
-        """Stop waiting for these parameters, which contribute what they hold, or zeros."""
+        """Stop waiting for these parameters. They contribute their ``.grad``, or zeros."""
         awaited = [
             (index, bucket)
             for index, bucket in ((index, self._set.of_parameter[index]) for index in sorted(absent))
@@ -137,7 +137,7 @@ class LaunchQueue:
         if absent is not None:
             self.do_without(absent)
             for bucket in self._set.buckets:
-                if bucket.is_pending:  # what came to it was not counted
+                if bucket.is_pending:  # its arrivals were not counted
                     self.complete(bucket)
             return True
         if after_forward:
@@ -146,10 +146,11 @@ class LaunchQueue:
         return True
 
     def _complete_with_means(self) -> None:
-        """Complete the iteration of a backward without a forward before it, of a regulariser for example.
+        """Complete the iteration of a backward without a forward before it, for example of a regularizer.
 
-        Parameters that it did not reach hold the mean of the iteration before, and the mean of means is the mean. A
-        bucket with a parameter that holds none is passed over: its gradients are reduced in the next iteration.
+        Parameters that it did not reach hold the mean of the previous iteration, which is the same on all ranks, so
+        another mean does not change it. A bucket with a parameter that holds none is passed over, and its gradients are
+        reduced in the next iteration.
         """
         for bucket in self.not_launched:
             if bucket.is_pending and all(gradient is not None for gradient in bucket.gradients()):
@@ -160,7 +161,7 @@ class LaunchQueue:
             self._launch_ready()
 
     def _make_ready(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Flatten a bucket, and launch what is ready then."""
+        """Flatten a bucket, and launch the buckets that are ready then."""
         if not self.sends:
             bucket.keep_local()
             self._launch_ready()
@@ -168,11 +169,11 @@ class LaunchQueue:
         with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_ready"):
             bucket.flatten(gradients, self._scale)
         self._launch_ready()
-        if bucket.is_ready:  # an earlier bucket is not; when it is, it launches this one, maybe on another stream
+        if bucket.is_ready:  # an earlier bucket is not; it will launch this one, perhaps on another stream
             bucket.note_flattened()
 
     def launch_shadows(self) -> None:
-        """Launch every bucket with zeros: this rank has no input left, and the others train on."""
+        """Launch every bucket with zeros, since this rank has no input left but the others continue to train."""
         self._set.iteration.is_shadow = True
         self.leave_out_unused()
         for bucket in self._set.buckets:
@@ -181,11 +182,11 @@ class LaunchQueue:
         self._launch_ready()
 
     def launch_again(self, bucket: Bucket, gradients: Sequence[Tensor]) -> None:
-        """Reduce a bucket a second time in this iteration; every rank does so, in the same order.
+        """Reduce a bucket a second time in this iteration. Every rank does so, in the same order.
 
         Args:
-            bucket: It has been waited for. The algorithm is replayable.
-            gradients: Sent in place of those of the first launch; a shadow sends zeros.
+            bucket: A bucket that has been waited for, with a replayable algorithm.
+            gradients: Sent instead of those of the first launch. A shadow sends zeros.
         """
         if self._set.iteration.is_shadow:
             bucket.flatten_zeros()
@@ -221,7 +222,7 @@ class LaunchQueue:
                 if not callable(getattr(work, "wait", None)):
                     raise error_messages.nothing_to_wait_for(self.algorithm.name, bucket.describe(), work)
                 bucket.reduction_begins(work)
-        except ReductionError as error:  # of an algorithm, which may wait for the bucket before
+        except ReductionError as error:  # the algorithm's, which may wait for the previous bucket
             raise self._monitor.report_failure(error) from error.__cause__
         except RuntimeError as error:
             failure = error_messages.reduction_failed(bucket.describe(), error)
@@ -253,10 +254,10 @@ class LaunchQueue:
                 raise self._monitor.report_failure(failure, f", bucket {bucket.spec.index}") from error
 
     def finish(self, untouched: Set[int]) -> None:
-        """Wait for what has been launched, and let every ``.grad`` be the reduced gradient.
+        """Wait for the launched buckets, and make every ``.grad`` the reduced gradient.
 
         Args:
-            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` stays what it was.
+            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` does not change.
 
         Raises:
             ReductionError: A reduction failed or timed out.

@@ -15,9 +15,9 @@ class State(Enum):
     ARMED = auto()  #: it starts an iteration
     LOCAL = auto()  #: it stays on this rank
     REDUCING = auto()  #: it belongs to the iteration that has started
-    LAUNCHED = auto()  #: none may come: the backward has ended, and `finalize_manually` has not been called yet
-    INCOMPLETE = auto()  #: a backward has ended before all gradients had arrived; another one may bring them
-    FAILED = auto()  #: a backward has raised in mid-iteration: this rank may be out of step with the others
+    LAUNCHED = auto()  #: it is an error: the backward has ended, and `finalize_manually` has not been called yet
+    INCOMPLETE = auto()  #: a backward ended before all gradients had arrived; another one may bring them
+    FAILED = auto()  #: a backward raised in the middle of an iteration; this rank may be out of step with the others
 
 
 class Event(Enum):
@@ -26,10 +26,10 @@ class Event(Enum):
     FORWARD = auto()  #: a forward whose backward is to be reduced begins
     LOCAL_FORWARD = auto()  #: a forward inside ``no_sync`` begins
     GRADIENT = auto()  #: a gradient comes, or a whole bucket
-    LEFT_OUT = auto()  #: a backward has ended, and gradients are missing
+    LEFT_OUT = auto()  #: a backward has ended, but gradients are missing
     ALL_LAUNCHED = auto()  #: a backward has ended, and `finalize_manually` will wait for its reductions
     FINALIZE = auto()  #: it waits for them now
-    ITERATION_ENDS = auto()  #: every bucket has been handed over, or the iteration is given up
+    ITERATION_ENDS = auto()  #: every bucket has been handed over, or the iteration is abandoned
 
 
 class Phase(NamedTuple):
@@ -50,7 +50,7 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
         (local, Event.FORWARD): expecting,
         (local, Event.LOCAL_FORWARD): local,
         (expecting, Event.FORWARD): expecting,
-        # It does not call off the backward of the synchronised forward before it.
+        # The backward of the synchronized forward before it is still expected.
         (expecting, Event.LOCAL_FORWARD): expecting,
     }
     for before in (armed, expecting):
@@ -63,14 +63,14 @@ def _table() -> dict[tuple[Phase, Event], Phase]:
             (launched, Event.FINALIZE): reducing,
             # AccumulateGrad has written to a buffer that is being reduced.
             (launched, Event.GRADIENT): failed,
-            # The last backward has raised, and the iteration was not replaced.
+            # The last backward raised, and the iteration was not replaced.
             (reducing, Event.FORWARD): failed,
             (reducing, Event.LOCAL_FORWARD): failed,
             (failed, Event.FORWARD): failed,
             (failed, Event.LOCAL_FORWARD): failed,
             (failed, Event.GRADIENT): failed,
         }
-    # Only a backward after a forward waits for what it leaves out.
+    # Only a backward after a forward waits for gradients that it leaves out.
     reducing, incomplete = expecting._replace(state=State.REDUCING), expecting._replace(state=State.INCOMPLETE)
     table |= {
         (reducing, Event.LEFT_OUT): incomplete,
@@ -89,7 +89,7 @@ TABLE = _table()
 class Lifecycle:
     """The state of one reducer.
 
-    One assignment replaces the phase, so that Ctrl-C finds the old phase or the new one.
+    One assignment replaces the phase, so that after Ctrl-C it is either the old or the new one.
     """
 
     def __init__(self) -> None:
@@ -104,13 +104,13 @@ class Lifecycle:
 def nothing_to_finalize(is_manual: bool, state: State) -> RuntimeError:
     """The error of ``finalize_backward()`` if nothing waits for it."""
     if not is_manual:
-        why = "backwards end by themselves; set model.require_manual_backward_finalization = True before the forward"
+        why = "backwards finalize by default; set model.require_manual_backward_finalization = True before the forward"
     elif torch_internals.current_graph_task_id() != -1:
         why = "the backward has not returned, and more gradients may come; call it after the backward"
     elif state is State.INCOMPLETE:
         why = "gradients are missing; another backward has to bring them, or the next forward names them"
     elif state in (State.REDUCING, State.FAILED):
-        why = "the last backward, or its finalization, has raised; the next forward says how to go on"
+        why = "the last backward, or its finalization, has raised; the next forward says how to continue"
     else:
-        why = "no backward that is reduced has come since the last call; call it once after each, outside of no_sync"
+        why = "no reduced backward has come since the last call; call it once after each, outside no_sync"
     return RuntimeError(f"{this_rank()}: finalize_backward() was called, but {why}")

@@ -1,6 +1,6 @@
-"""The reducer: counts gradients as they arrive, launches complete buckets in plan order, hands the means over.
+"""The reducer: counts gradients as they arrive, launches complete buckets in plan order, and hands over the means.
 
-docs/reducer.md shows a gradient's way through it.
+docs/reducer.md shows how a gradient passes through it.
 
 Note [Correctness belongs to the reducer]
 The reducer counts arrivals and trusts no graph split. Whatever is compiled, broken, eager or skipped, a bucket is
@@ -47,12 +47,12 @@ class Reducer:
 
     Args:
         parameters: The parameters to reduce, in registration order, as ``builder.gradients`` lists them.
-        builder: The module's plan; sealed at the first synchronised backward, before anything is launched.
+        builder: The module's plan; sealed at the first synchronized backward, before anything is launched.
         launches_in_backward: Launch buckets inside compiled backwards that compute them; the same on every rank.
         on_reduced: Called when every ``.grad`` of an iteration is final, before the backward returns.
         on_plan_sealed: Called once, on every rank, with the plan that all ranks have agreed on.
 
-    Source: the life of a backward (prepare, mark ready, launch in order, finalise in an engine callback) is that of
+    Source: the life of a backward (prepare, mark ready, launch in order, finalize in an engine callback) is that of
     ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
 
@@ -110,14 +110,14 @@ class Reducer:
         return self._queue.algorithm
 
     def agree_on_algorithm(self, algorithm: CommAlgorithm, always: bool = False) -> None:
-        """Before `set_algorithm`: find out whether all ranks are about to do so; nothing is changed.
+        """Before `set_algorithm`, check that all ranks are about to call it. This changes nothing.
 
         Args:
             always: Compare before the first backward too, which otherwise compares by itself.
 
         Raises:
             RuntimeError: A backward has not been completed.
-            RanksDifferError: After the first backward, another rank does otherwise.
+            RanksDifferError: After the first backward, another rank does something else.
         """
         if not self.is_between_steps:
             raise error_messages.algorithm_in_backward(algorithm.name)
@@ -125,7 +125,7 @@ class Reducer:
             self._monitor.agree_on_algorithm(algorithm.name)
 
     def set_algorithm(self, algorithm: CommAlgorithm) -> None:
-        """Use another algorithm from the next backward on; nothing of the one before is under way."""
+        """Use another algorithm from the next backward on. Nothing of the previous one may be under way."""
         self._queue.algorithm = algorithm
         self._set.lay_out_as(algorithm.traits.layout, algorithm.sharding.owners)
 
@@ -135,7 +135,7 @@ class Reducer:
         return self.algorithm.sharding.gathers_parameters
 
     def await_parameters(self, param_indices: Sequence[int]) -> None:
-        """Compiled code is about to read these parameters: return when they are complete."""
+        """Return when these parameters, which compiled code is about to read, are complete."""
         self.algorithm.sharding.await_parameters(param_indices)
 
     # A forward.
@@ -145,14 +145,14 @@ class Reducer:
         streams.refuse_capture(self.parameters[0].device, what)
 
     def prepare_for_backward(self, synchronize: bool) -> None:
-        """Say before a forward whether a backward that follows it is to be reduced.
+        """Before a forward, set whether a backward that follows it is reduced.
 
         Args:
             synchronize: False inside ``no_sync``: gradients accumulate locally.
 
         Raises:
-            MissingGradientError: The backward before left parameters without a gradient.
-            ReductionError: The backward before raised after its reduction had started.
+            MissingGradientError: The previous backward left parameters without a gradient.
+            ReductionError: The previous backward raised after its reduction had started.
         """
         self._refuse_unfinalized()
         if self._lifecycle.phase.state is State.INCOMPLETE:
@@ -172,11 +172,11 @@ class Reducer:
             raise self._monitor.report_failure(error) from error.__cause__
 
     def search_unused_parameters(self, outputs: Any) -> None:
-        """After a synchronised forward, find the parameters that no backward from its outputs can reach."""
+        """After a synchronized forward, find the parameters that no backward from its outputs can reach."""
         self._policy.search(outputs, weakref.WeakMethod(self._outputs_are_reached))
 
     def await_at_the_end(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Let the end of the next iteration wait for futures, of a buffer comm hook for example."""
+        """Make the end of the next iteration wait for futures, for example of a buffer comm hook."""
         self._end.await_also(futures)
 
     def _refuse_unfinalized(self) -> None:
@@ -192,34 +192,34 @@ class Reducer:
         raise error_messages.missing_gradients(missing, len(self.parameters), self._set.config.static_graph)
 
     def _watch_hooked_parameters(self) -> None:
-        """Learn for certain whether a gradient is undefined where a user's hook may take gradients away."""
+        """Watch for undefined gradients of parameters with users' hooks, which may remove gradients."""
         for index in self._hooks.with_hooks_of_others():
             self._undefined.watch(index)
 
     # Inside ``Join``; see `ddp_compile.features.uneven_inputs`.
 
     def refuse_second_forward(self) -> None:
-        """Raise a ReplicationError if the backward of a synchronised forward has not come."""
+        """Raise a ReplicationError if the backward of a synchronized forward has not come."""
         self._refuse_unfinalized()
         if self._lifecycle.phase == Phase(State.ARMED, True):
             raise error_messages.second_forward_in_join()
 
     def enter_join(self, divisor: int) -> None:
-        """Divide by this from now on, and compare no fingerprints, since the ranks intend to do different things."""
+        """From now on divide by this, and compare no fingerprints, since the ranks do different things on purpose."""
         self._queue.divisor = divisor
         self._monitor.is_paused = True
 
     def leave_join(self) -> None:
-        """All ranks train again."""
+        """Undo this: all ranks train again."""
         self._queue.divisor = self._queue.world_size
         self._monitor.is_paused = False
 
     def shadow_backward(self) -> None:
-        """Take part with zeros in the backward of the other ranks; after `prepare_for_backward`.
+        """Join the other ranks' backward with zeros, after `prepare_for_backward`.
 
         Raises:
             ReductionError: A reduction failed or timed out.
-            ReplicationError: With a static graph, this rank has not learnt which gradients come.
+            ReplicationError: With a static graph, this rank has not learned which gradients come.
         """
         self._policy.refuse_shadow()
         self._start_iteration()
@@ -232,7 +232,7 @@ class Reducer:
         """A parameter's gradient has been accumulated into ``.grad``.
 
         Raises:
-            GradientArrivalError: It arrived before in the same iteration, was taken for unused, or was taken away.
+            GradientArrivalError: It arrived before in the same iteration, was taken for unused, or was removed.
         """
         self.hooks_have_run()
         self._hooks.flush(index)
@@ -251,14 +251,14 @@ class Reducer:
             self._arrive(index)
 
     def _note(self, index: int) -> bool:
-        """Note what a parameter holds on arrival; returns whether its gradient is undefined."""
+        """Record what a parameter holds on arrival; returns whether its gradient is undefined."""
         is_undefined = self._undefined.arrive(index)
         if not is_undefined:
             self._policy.note(index)
         return is_undefined
 
     def _arrive(self, index: int) -> None:
-        """Count a gradient; the last one of a bucket completes it, when all other hooks have run."""
+        """Count a gradient. The last one of a bucket completes the bucket after all other hooks have run."""
         is_undefined = self._note(index)
         self._set.note_arrival(index)
         bucket = self._set.of_parameter[index]
@@ -273,17 +273,17 @@ class Reducer:
             self._set.iteration.with_running_hooks.append(bucket)
 
     def hooks_have_run(self) -> None:
-        """All hooks on the parameter that arrived last have run: the buckets that it completes are ready."""
+        """All hooks on the parameter that arrived last have run, so the buckets that it completes are ready."""
         buckets = self._set.iteration.with_running_hooks
         while buckets:
             self._queue.complete(buckets.pop(0))
 
     def _enter_backward(self, arriving: tuple[int, ...]) -> None:
-        """A backward has brought the gradients of these parameters; the first time, get ready for the rest."""
+        """A backward has brought the gradients of these parameters. The first time, prepare for the rest."""
         before = self._lifecycle.phase.state
         if before is not State.REDUCING:
             self._start_iteration(arriving)
-            self._watch_hooked_parameters()  # once more: hooks may be new
+            self._watch_hooked_parameters()  # again, since there may be new hooks
             self._queue.leave_out_unused()
         if self._call_back_when_pass_ends(self.finalize_backward):
             learns = self._set.notes_arrivals or (self._early.is_learning and self._queue.sends)
@@ -294,11 +294,11 @@ class Reducer:
             self._queue.do_without(self._policy.absent_from_the_start(arriving))
 
     def _start_iteration(self, arriving: tuple[int, ...] = ()) -> None:
-        """Enter an iteration, or enter it again: a first gradient is there, or zeros in its place."""
+        """Enter an iteration, or enter it again, with a first gradient or with zeros in its place."""
         self.refuse_capture("a backward of a replicated module")
         self.algorithm.sharding.backward_begins()
         before = self._lifecycle.phase.state
-        # First of all: an exception from now on, even Ctrl-C in the middle of the agreement, must not pass unseen.
+        # First, so that any later exception, even Ctrl-C during the agreement, is noticed.
         if self._lifecycle.on(Event.GRADIENT) is State.FAILED:
             if before is State.LAUNCHED:
                 raise error_messages.not_finalized(f"a gradient of {self._set.names[arriving[0]]}")
@@ -309,7 +309,7 @@ class Reducer:
             self._on_plan_sealed(self._set.seal(self.algorithm.name))
 
     def _call_back_when_pass_ends(self, callback: Callable[[], None]) -> bool:
-        """Once for each pass, have it call back when it ends; returns whether this is the first time in this pass.
+        """Once for each pass, queue a callback for its end; returns whether this is the first call in this pass.
 
         A backward is one pass, and one more for each reentrant checkpoint.
         """
@@ -321,19 +321,19 @@ class Reducer:
         return True
 
     def _outputs_are_reached(self) -> None:
-        """The first iteration of a static graph ends with this pass, even if all gradients come in passes inside it."""
+        """End the first iteration of a static graph with this pass, even if all gradients come in passes inside it."""
         self._call_back_when_pass_ends(self.finalize_backward)
 
     # A compiled backward has computed a whole bucket; called by the operators of `ddp_compile.graph_ops`.
 
     def mark_bucket_ready(self, param_indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Launch a bucket if that is safe; otherwise its parameters' hooks do.
+        """Launch a bucket if that is safe. Otherwise its parameters' hooks will.
 
         AccumulateGrad has not seen the gradients yet, and others may follow: Note [Launched before AccumulateGrad].
 
         Args:
             param_indices: The bucket's parameters in its order.
-            gradients: Their gradients, which the backward goes on to return; they are only read.
+            gradients: Their gradients, which the backward will return. They are only read.
         """
         bucket, decision = self._decide(tuple(param_indices), moves=False)
         if bucket is not None:
@@ -347,7 +347,7 @@ class Reducer:
             gradients: Their gradients, not used after this.
 
         Returns:
-            What the backward is to return: views into the flat buffer if the bucket is launched now, copies otherwise.
+            What the backward returns: views into the flat buffer if the bucket is launched now, copies otherwise.
         """
         bucket, decision = self._decide(tuple(param_indices), moves=True)
         if bucket is not None and decision is EarlyDecision.LAUNCH:
@@ -366,7 +366,7 @@ class Reducer:
         self._early.ignore(buckets)
 
     def _decide(self, param_indices: tuple[int, ...], moves: bool) -> tuple[Bucket | None, EarlyDecision]:
-        """What becomes of a computed bucket: None if it waits, else the backward has begun."""
+        """What happens to a computed bucket. None if it waits; otherwise the backward has begun."""
         wait, phase = (None, EarlyDecision.WAIT), self._lifecycle.phase
         is_alone = not self.buckets and not phase.after_forward  # see `BackwardsAlone`
         if self._is_removed or not self._queue.sends or is_alone or phase.state in (State.LOCAL, State.FAILED):
@@ -379,8 +379,8 @@ class Reducer:
             return wait
         self._enter_backward(param_indices)
         bucket = self._set.of_param_indices.get(param_indices)
-        # It may have been launched without what a forward's outputs did not lead to. Compiled code expects aligned
-        # results; a comm hook leaves no room between the places.
+        # The bucket may have been launched without parameters that no output led to. Compiled code expects aligned
+        # results, but with a comm hook the places have no padding.
         if bucket is None or not bucket.is_pending or (moves and not bucket.is_aligned):
             return wait
         return bucket, decision
@@ -388,9 +388,10 @@ class Reducer:
     # The backward ends.
 
     def finalize_backward(self) -> None:
-        """Wait for every bucket and hand its gradients over; runs when a backward pass has ended.
+        """Wait for every bucket and hand over its gradients. Runs when a backward pass has ended.
 
-        A reentrant checkpoint ends passes inside the backward, which is over only when every bucket has been launched.
+        With a reentrant checkpoint, passes end inside the backward, which is over only when every bucket has been
+        launched.
 
         Raises:
             ReductionError: A reduction failed or timed out.
@@ -404,7 +405,7 @@ class Reducer:
         self.hooks_have_run()
         if not self._queue.all_launched:
             if torch_internals.is_inside_backward() and not self._policy.is_last_pass():
-                return  # the passes to come queue callbacks of their own
+                return  # later passes queue their own callbacks
             if not self._queue.complete_without_the_missing(self._lifecycle.phase.after_forward):
                 # Another backward may bring the rest, but users must not see a gradient that is still being reduced.
                 self._queue.wait()
@@ -422,7 +423,7 @@ class Reducer:
         """End a backward that came before any call of the module; see `BackwardsAlone`."""
         if torch_internals.is_inside_backward():
             return
-        if self._lifecycle.phase.state is State.LOCAL:  # a hook has called the module inside no_sync
+        if self._lifecycle.phase.state is State.LOCAL:  # a hook called the module inside no_sync
             self._alone.forget()
         elif self._alone.backward_ends():
             self._start_iteration()
@@ -439,7 +440,7 @@ class Reducer:
         self.finalizes_manually = required
 
     def finalize_manually(self) -> None:
-        """Wait for the reductions of the backward that has ended, and hand the gradients over.
+        """Wait for the reductions of the backward that has ended, and hand over the gradients.
 
         Raises:
             RuntimeError: No reduction waits for this call.
@@ -448,15 +449,15 @@ class Reducer:
         state = self._lifecycle.phase.state
         if state is not State.LAUNCHED:
             raise nothing_to_finalize(self.finalizes_manually, state)
-        self._lifecycle.on(Event.FINALIZE)  # first: what raises from now on must not pass unseen
+        self._lifecycle.on(Event.FINALIZE)  # first, so that any later exception is noticed
         self._finish_iteration()
 
     def _finish_iteration(self) -> None:
-        """Every bucket is launched: wait for them, and hand their gradients over."""
+        """Wait for the buckets, which are all launched, and hand over their gradients."""
         try:
             self._end.finish()
         except (GradientArrivalError, NonFiniteGradientError):
-            self._begin_iteration()  # the next one can be trained
+            self._begin_iteration()  # so that training can continue
             raise
         self._begin_iteration()
 
@@ -464,14 +465,14 @@ class Reducer:
         self._set.begin_iteration()
         self._monitor.iteration_ends(self._set.iteration.number)
         self._hooks.notify_of_each()
-        self._lifecycle.on(Event.ITERATION_ENDS)  # last: what Ctrl-C leaves half done is not begun anew
+        self._lifecycle.on(Event.ITERATION_ENDS)  # last, so that a cut-short end is not taken for complete
 
     def remove_hooks(self) -> None:
-        """Stop listening to the parameters, and drop the gradients of an iteration that an exception has cut short.
+        """Remove all hooks, and drop the gradients of an iteration that an exception cut short.
 
-        Some of those are means and some this rank's own, and a reduction that is under way may still write to them.
+        Some of them are means and some are this rank's own, and a reduction under way may still write to them.
         """
         self._hooks.remove()
-        self._is_removed = True  # a backward that is still to come has the operators in it
+        self._is_removed = True  # a later backward may still contain the operators
         if self._lifecycle.phase.state in (State.REDUCING, State.LAUNCHED, State.FAILED):
             drop_gradients(self.parameters)

@@ -61,10 +61,10 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         type=_words,
         default=list(QUICK),
         metavar="NAME,...",
-        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, and beside them {', '.join(ALGORITHMS)}, or your own"
+        help=f"'all', or some of {', '.join(IMPLEMENTATIONS)}, and also {', '.join(ALGORITHMS)}, or your own"
         " module:function, which takes the model and a Case and returns an Implementation (see"
-        " ddp_compile/bench/implementations.py)"
-        f" (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always measured)",
+        f" ddp_compile/bench/implementations.py) (default: {','.join(QUICK)}; {LOCAL} and {COMMUNICATION} are always"
+        " measured)",
     )
     parser.add_argument("--algorithms", action="store_true", help=f"ddp_compile-auto, {', '.join(ALGORITHMS)} as well")
     parser.add_argument(
@@ -89,16 +89,16 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
         type=_rates,
         default=[Rate.parse("1gbit"), Rate.parse("none")],
         metavar="RATE,...",
-        help="rates such as 1gbit, or none for an unshaped link; real ones between CPU ranks (needs root and iproute2),"
-        " simulated ones on one CUDA device; simulated:1gbit for one CPU rank on a link that only takes time (default:"
-        " 1gbit,none)",
+        help="rates such as 1gbit, or none for an unshaped link; real ones between CPU ranks (needs root and"
+        " iproute2), simulated ones on one CUDA device; simulated:1gbit for one CPU rank on a link that takes time but"
+        " no computation (default: 1gbit,none)",
     )
     parser.add_argument("--ranks", type=_positive, help="number of ranks (default: 2; 1 on CUDA)")
     parser.add_argument(
         "--simulated-ranks",
         type=_positive,
         default=8,
-        help="ranks that a simulated link pretends (default: %(default)s)",
+        help="ranks that a simulated link pretends to have (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument(
@@ -115,7 +115,7 @@ def _add_surroundings(parser: argparse.ArgumentParser) -> None:
 
 
 def command_line(arguments: argparse.Namespace) -> str:
-    """The command line for these arguments, with the defaults spelled out, since they may change."""
+    """The command line for these arguments, with the defaults written out, since they may change."""
     words = ["python", "-m", "ddp_compile", "bench"]
     for name, value in vars(arguments).items():
         if name == "command" or value is None or value is False:
@@ -157,7 +157,7 @@ def _measure_and_report(
 
     from ddp_compile.bench.report import format_tables, provenance, write_files
 
-    where = provenance(arguments.device)  # before measuring, since sources may be edited meanwhile
+    where = provenance(arguments.device)  # before measuring, since sources may be edited during the run
     with ExitStack() as stack:
         link, world_settings = _link_and_world(arguments, workload, stack)
         world = stack.enter_context(RankWorld(world_settings))
@@ -261,13 +261,13 @@ def _link_and_world(
     ranks = arguments.ranks or 2
     cores = len(os.sched_getaffinity(0))
     if ranks > cores:
-        print(f"{ranks} ranks share {cores} cores: figures say little about overlap", file=sys.stderr)
+        print(f"{ranks} ranks share {cores} cores, so the figures say little about overlap", file=sys.stderr)
     reason = unavailable_reason()
     if reason is not None:
         print(f"no real links ({reason}); the ranks talk over loopback, unshaped", file=sys.stderr)
         return FixedLink("loopback"), WorldSettings(world_size=ranks, workload=workload)
     for name in remove_stale():
-        print(f"deleted {name}, which a killed run had left", file=sys.stderr)
+        print(f"deleted {name}, left over from a killed run", file=sys.stderr)
     namespaces = stack.enter_context(NamespacedLink(ranks))
     return ShapedLink(namespaces, arguments.link), WorldSettings(world_size=ranks, workload=workload, link=namespaces)
 
@@ -282,7 +282,7 @@ def _link_of_one_device(arguments: argparse.Namespace, workload: WorkloadSetting
     if ranks > 1:
         raise ValueError(f"--ranks {ranks} --link {rates[0]}: a simulated link has one real rank; pass --link none")
     if len(rates) < len(arguments.link):
-        print("a simulated link has a rate: 'none' is left out; measure it with --link none", file=sys.stderr)
+        print("a simulated link has a rate, so 'none' is left out; measure it with --link none", file=sys.stderr)
     return _simulated_link(rates, arguments, workload)
 
 
@@ -295,8 +295,8 @@ def _simulated_link_on_the_cpu(arguments: argparse.Namespace, workload: Workload
         raise ValueError("--link has simulated rates and others; a run has links of one kind, so measure them apart")
     if (arguments.ranks or 1) > 1:
         raise ValueError(
-            f"--ranks {arguments.ranks} --link simulated:...: a simulated link has one real rank; say with"
-            " --simulated-ranks how many it pretends"
+            f"--ranks {arguments.ranks} --link simulated:...: a simulated link has one real rank; set the number of"
+            " pretended ranks with --simulated-ranks"
         )
     return _simulated_link(arguments.link, arguments, workload)
 

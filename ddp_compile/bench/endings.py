@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ddp_compile.bench.link import INTERRUPTS
 
-#: Errors of the machine, with advice. Any other OSError is a bug, for which the traceback is shown.
+#: Errors of the machine, with advice. Any other OSError is a bug, and its traceback is shown.
 _REFUSALS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose folders that you may write to"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose other folders"),
@@ -48,7 +48,7 @@ def ending_of(error: BaseException, directory: Path) -> Ending | None:
 
 
 def _complaints(error: BaseException | None) -> list[str]:
-    """Errors beside an interrupt: notes of the cleanup, and earlier exceptions."""
+    """Errors that came with an interrupt: notes of the cleanup, and earlier exceptions."""
     if error is None:
         return []
     own = [*filter(None, [str(error)]), *getattr(error, "__notes__", ())]
@@ -56,7 +56,7 @@ def _complaints(error: BaseException | None) -> list[str]:
 
 
 def check_folders(directory: Path) -> None:
-    """Find out, before measuring and without creating anything, whether results can be written.
+    """Check, before measuring and without creating anything, that results can be written.
 
     Raises:
         ValueError: The folder for the results cannot be made or written to, or there is none for temporary files.
@@ -74,7 +74,7 @@ def check_folders(directory: Path) -> None:
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """Let the first signal that asks the process to end raise KeyboardInterrupt, and ignore those that follow.
+    """Make the first signal that asks the process to end raise KeyboardInterrupt, and ignore later ones.
 
     Later signals would interrupt the cleanup. Signals that were ignored before, with ``nohup`` for example, still are.
     """

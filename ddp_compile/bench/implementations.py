@@ -57,10 +57,10 @@ def _local(model: nn.Module, case: Case) -> Implementation:
 
 
 def _data_parallel(model: nn.Module, case: Case) -> DistributedDataParallel:
-    """DistributedDataParallel with the settings that cost it least.
+    """DistributedDataParallel with the settings that make it fastest.
 
-    A capacity given by ``bucket_cap_mb`` holds for the first bucket as well; only the default has a first bucket of
-    1 MiB, without which the reducer's buckets would differ from the splitter's, and be launched later.
+    A capacity given by ``bucket_cap_mb`` holds for the first bucket too. Only the default has a first bucket of 1 MiB,
+    without which the reducer's buckets would differ from the splitter's and be launched later.
     """
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     parameters = inspect.signature(DistributedDataParallel).parameters
@@ -118,7 +118,7 @@ def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementatio
 
 
 def _qadam(model: nn.Module, case: Case) -> Implementation:
-    """QAdam, whose warm-up ends before timing begins; ignores ``--optimizer``."""
+    """QAdam, whose warm-up ends before timing begins. Ignores ``--optimizer``."""
     optimizer = QAdam(model.parameters(), lr=1e-4, warmup_steps=2)
     ours = _ddp_compile(model, case, algorithm=optimizer.algorithm())
     return replace(ours, prepare_optimizer=lambda _: optimizer)
@@ -131,7 +131,7 @@ def _sharded(model: nn.Module, case: Case) -> Implementation:
 
 #: Computation without any communication: one of the bounds.
 LOCAL = "local"
-#: Communication without any computation: the other one. Not trained, so it has no entry below.
+#: Communication without any computation: the other bound. It does not train, so it has no entry below.
 COMMUNICATION = "communication"
 
 PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {

@@ -38,8 +38,8 @@ _LARGEST_PACKET_BYTES = 70_000
 _TIMER_LATENESS_US = 100
 _LEAST_QUEUE_BYTES = 8 * 1024 * 1024  # and 10 ms at least
 _MTU_BYTES = 1500
-# Whatever the machine's default is: with BBR, which probes and paces itself, each way reached 74 to 95 % of the rate
-# from run to run when both were busy. Cubic, the kernel's own default, reached 93 to 96 %.
+# Set explicitly, whatever the machine's default is. With BBR, which probes and paces itself, each direction reached 74
+# to 95 % of the rate from run to run when both were busy. Cubic, the kernel's own default, reached 93 to 96 %.
 _CONGESTION_CONTROL = "cubic"
 _NAME = re.compile(r"ddpbench-(?P<pid>\d+)-\d+-(hub|rank\d+)")
 _SUBNET = "10.77.0"
@@ -97,18 +97,18 @@ def unavailable_reason() -> str | None:
 
 
 class NamespacedLink:
-    """A network namespace for each rank, 1 to 254 of them, all on one bridge, which has a namespace of its own.
+    """A network namespace for each of 1 to 254 ranks, all on one bridge, which has its own namespace.
 
-    Each rank has one address, on `interface`, and a loopback; nothing appears among the machine's own interfaces. Only
-    what a rank sends is shaped: several ranks that send to one at the same time can exceed its rate.
+    Each rank has one address, on `interface`, and a loopback. Nothing appears among the machine's own interfaces. Only
+    sending is shaped, so several ranks that send to one at the same time can exceed its rate.
 
-    Leaving the context takes the network from processes that still use it. Signals that arrive while namespaces are
+    Leaving the context removes the network from processes that still use it. Signals that arrive while namespaces are
     made or deleted wait until that is done. In between, SIGTERM and SIGHUP end the process without cleaning up unless
     the caller turns them into an exception; `remove_stale` deletes the namespaces of killed processes.
 
     Raises:
         ValueError: The world size, or the rank given to a method, is outside its limits.
-        LinkError: From any method: the command that failed and what it said.
+        LinkError: From any method: the command that failed and its output.
     """
 
     interface: str = "bench0"
@@ -122,7 +122,7 @@ class NamespacedLink:
 
     def __enter__(self) -> NamespacedLink:
         if self._prefix is not None:
-            raise LinkError("this link is entered already; make a second NamespacedLink")
+            raise LinkError("this link has been entered already; make a second NamespacedLink")
         try:
             with signals_held():
                 self._make()
@@ -135,7 +135,7 @@ class NamespacedLink:
         self._delete(error)
 
     def address(self, rank: int) -> str:
-        """The rank's IPv4 address; the same in every link, for no two links can reach each other."""
+        """The rank's IPv4 address. It is the same in every link, since links cannot reach each other."""
         self._check_rank(rank)
         return f"{_SUBNET}.{rank + 1}"
 
@@ -144,7 +144,7 @@ class NamespacedLink:
         return ["ip", "netns", "exec", self._namespace(rank)]
 
     def shape(self, rate: Rate) -> None:
-        """Let every rank send at this rate from now on, also on connections that are open."""
+        """Make every rank send at this rate from now on, on open connections too."""
         discipline = ["noqueue"]
         if rate.bits_per_second is not None:
             bytes_per_second = rate.bits_per_second // 8
@@ -173,8 +173,8 @@ class NamespacedLink:
 
     def _make(self) -> None:
         self._owner_pid, self._prefix = os.getpid(), _unused_prefix()
-        # For an interrupt that strikes between two statements, as on the way into __exit__, where nothing catches it.
-        # Twice, because the next one, if it waits when the first call begins, ends that before its first statement.
+        # For an interrupt between two statements, as on the way into __exit__, where nothing catches it. Twice, because
+        # another interrupt that is pending when the first call begins ends that call before its first statement.
         for _ in range(2):
             atexit.register(self._delete)
         hub, mtu = f"{self._prefix}hub", str(_MTU_BYTES)
@@ -184,7 +184,7 @@ class NamespacedLink:
         for rank in range(self._world_size):
             namespace, address, port = self._namespace(rank), self.address(rank), f"port{rank}"
             _make_namespace(namespace)
-            # Made in place, so that no name appears among the machine's own interfaces, not even for a moment.
+            # Made in place, so that no name ever appears among the machine's own interfaces.
             peer = ["peer", "name", self.interface, "mtu", mtu, "netns", namespace]
             _run("ip", "-n", hub, "link", "add", "name", port, "mtu", mtu, "type", "veth", *peer)
             _run("ip", "-n", hub, "link", "set", "dev", port, "master", "bridge0", "up")
@@ -195,7 +195,7 @@ class NamespacedLink:
             _run("ip", "-n", namespace, "route", "replace", *route, "congctl", _CONGESTION_CONTROL)
 
     def _delete(self, error: BaseException | None = None) -> None:
-        # A forked child inherits this object, and its exit must not take the link from its parent.
+        # A forked child inherits this object, but its exit must not delete the parent's link.
         if self._prefix is None or os.getpid() != self._owner_pid:
             return
         try:
@@ -208,13 +208,14 @@ class NamespacedLink:
                 raise
             error.add_note(f"and the link was not deleted: {failure}")
         except BaseException:
-            # An interrupt: held until now, or, with everything still there, from just before signals were held.
+            # An interrupt that was held until now, or that came just before signals were held, with everything still
+            # there.
             self._delete(error)
             raise
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether the process runs. A zombie does not."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -259,11 +260,11 @@ def _delete_namespaces(names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Let signals that end the process, or raise in it, take effect only at the end of the block.
+    """Make signals that end the process, or raise in it, take effect only at the end of the block.
 
-    Blocking them would not do: another thread takes the signal then, and its handler still runs in the main thread.
+    Blocking them is not enough: another thread then takes the signal, and the handler still runs in the main thread.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()  # the only one that is ever interrupted
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only the main thread is ever interrupted
     received: list[int] = []
     try:
         with contextlib.ExitStack() as restore:
@@ -284,8 +285,8 @@ def _run(*command: str) -> str:
     shown = shlex.join(command)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        # Ctrl-C goes to the terminal's whole process group, and the command has to outlive it: in a session of its own
-        # and, for the moment before it has one, with the signal mask that it inherits.
+        # Ctrl-C goes to the terminal's whole process group, but the command must survive it. So it runs in its own
+        # session and, until it has one, with the inherited signal mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:

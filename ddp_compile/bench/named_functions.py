@@ -11,7 +11,7 @@ from ddp_compile.errors import with_article
 
 
 def load_function(setting: str, name: str, known: Iterable[str]) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules of the working directory are found as well.
+    """The function that ``module:function`` names. Modules in the working directory are found too.
 
     Raises:
         ValueError: ``name`` has no colon, or there is no such module or function.

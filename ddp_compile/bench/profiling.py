@@ -76,12 +76,12 @@ def profile_step(training: Training, parameters: Sequence[Parameter]) -> Profile
 
 
 def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
-    """The most bytes that were live at once in a step.
+    """The most bytes that were live at the same time in a step.
 
-    On a CPU the profiler's allocator events say how much more or less there is than at one moment of the step, between
-    backward and optimizer, and a census of all tensors says how much there is then. (Counting events from the beginning
-    of the process goes wrong: gloo's threads free buffers, and the profiler does not see them do so.) On CUDA the
-    allocator keeps the figure itself.
+    On a CPU, a census of all tensors tells how much memory is live at one moment of the step, between backward and
+    optimizer. The profiler's allocator events tell how much more or less there is at other times. (Counting events from
+    the start of the process would be wrong: the profiler does not see that gloo's threads free buffers.) On CUDA the
+    allocator keeps this figure.
     """
     if training.clock.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -112,11 +112,11 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
 def live_bytes(parameters: Sequence[Parameter]) -> int:
     """Bytes of the storages of all tensors that Python knows, and of the parameters' gradients.
 
-    Storages may overlap: a gradient's is in its bucket's flat buffer. Subclasses do not count: a sharded optimizer's
-    placeholders of gradients have no memory.
+    Storages may overlap: a gradient's storage is in its bucket's flat buffer. Subclasses do not count, since a sharded
+    optimizer's placeholders for gradients have no memory.
     """
     gradients = [parameter.grad for parameter in parameters]
-    # Not one tuple of both: it would be among the objects that it is made of, and keep all of them alive.
+    # Not one tuple of both: it would be among the objects that it contains, and keep all of them alive.
     found = [thing for thing in chain(gradients, gc.get_objects()) if type(thing) in (torch.Tensor, Parameter)]
     storages = set()
     for tensor in found:
@@ -150,7 +150,7 @@ def _ready_times(training: Training, parameters: Sequence[Parameter]) -> list[tu
         marks.append((training.clock.now(), parameter.numel() * parameter.element_size()))
 
     hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
-    training.step()  # some implementations compile once more for the hooks
+    training.step()  # some implementations compile again because of the hooks
     marks.clear()
     step = training.step()
     training.clock.settle()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def commit() -> str:
-    """Commit of the source tree, with a plus sign if its sources have been changed; "unknown" outside of one."""
+    """Commit of the source tree, with a plus sign if its sources have been changed; "unknown" outside one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown"
@@ -20,7 +20,7 @@ def commit() -> str:
         sources = ("ddp_compile", "passes", "runtime", "kernels")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", *sources) else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # no git, or one that does not trust the folder's owner
+        return "unknown"  # no git, or git does not trust the folder's owner
 
 
 def processor() -> str:

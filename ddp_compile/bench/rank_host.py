@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle
 
-#: How long a process that has hung up may take to end by itself.
+#: How long a process may take to end after its connection is closed.
 _JOIN_S = 10.0
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     if core != "any":
         os.sched_setaffinity(0, {int(core)})
 
-    # Imported here, once for all cases, and after the affinity has been set: torch counts its threads by it.
+    # Imported here, once for all cases, and after the affinity is set, from which torch takes its number of threads.
     import torch
 
     from ddp_compile.bench import torch_switches

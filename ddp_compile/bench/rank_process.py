@@ -3,9 +3,8 @@
 Note [A process for each case and rank]
 Torch's ways to train switch global settings (the Python reducer changes what Dynamo inlines for the rest of the
 process), share compile caches in memory and leak into each other's memory figures. So each case has a process for each
-rank; while one case has its turn, the processes of the others sleep on a pipe. They are forked from a
-process that has imported torch, since importing takes seconds, and live in their rank's network namespace and on its
-core.
+rank. While it is one case's turn, the processes of the others sleep on a pipe. They are forked from a process that has
+imported torch, since importing takes seconds, and run in their rank's network namespace and on its core.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class RankCase:
         return loss.item() / dist.get_world_size()
 
     def peak_bytes(self) -> int:
-        """The most bytes that were live at once in a step; see `peak_live_bytes`."""
+        """The most bytes that were live at the same time in a step; see `peak_live_bytes`."""
         assert isinstance(self.target, Training)
         return peak_live_bytes(self.target, self.parameters)
 
@@ -129,7 +128,7 @@ def serve(context: RankContext, connection: Connection, connection_of_host: Conn
     Args:
         context: Which case on which rank.
         connection: Calls come from here, answers go there.
-        connection_of_host: Came along with the fork; kept open, it would hide the host's death.
+        connection_of_host: Inherited by the fork. If it stayed open, it would hide the host's death.
     """
     connection_of_host.close()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = context.cache_dir

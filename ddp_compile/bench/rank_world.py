@@ -26,14 +26,14 @@ from ddp_compile.bench.settings import Case, RankContext, WorkloadSettings
 START_TIMEOUT_S = 120.0
 #: max-autotune of a large model takes minutes on one core.
 ANSWER_TIMEOUT_S = 1200.0
-#: How long the other ranks may take to fail as well, once one has.
+#: How long the other ranks may take to fail after the first one.
 FAILURE_GRACE_S = 5.0
-#: How long processes that were killed may go on writing into the run's temporary folder.
+#: How long killed processes may still write to the run's temporary folder.
 DELETION_GRACE_S = 3.0
 
 
 class CaseFailedError(Exception):
-    """A case raised on some rank; the run goes on without it.
+    """A case raised on some rank. The run continues without it.
 
     Args:
         summary: One line.
@@ -47,7 +47,7 @@ class CaseFailedError(Exception):
 
 
 class RankDiedError(Exception):
-    """A rank's process ended, so that the run cannot go on."""
+    """A rank's process ended, so the run cannot continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class RankWorld:
         self._close(error)
 
     def start_case(self, case: Case, *, reuse_caches_of: RunningCase | None = None) -> RunningCase:
-        """Fork the case's process on every rank and let them find each other.
+        """Fork the case's process on every rank, and connect them.
 
         Args:
             case: What to run.
@@ -134,7 +134,7 @@ class RankWorld:
         return self._ask_host(rank, ("join", pid))
 
     def log_tail(self, rank: int) -> str:
-        """The end of what the rank's processes wrote to their standard error."""
+        """The end of the standard error of the rank's processes."""
         return self._log_path(rank).read_text(errors="replace")[-4000:]
 
     def _start(self) -> None:
@@ -178,7 +178,7 @@ class RankWorld:
         cores = sorted(os.sched_getaffinity(0))
         on_cpu = self.settings.workload.device == "cpu"
         core = str(cores[rank % len(cores)]) if on_cpu else "any"
-        # Tells people and tests which run a process belongs to.
+        # Shows people and tests which run a process belongs to.
         environment = {**os.environ, "DDP_COMPILE_BENCH_PID": str(os.getpid())}
         if on_cpu:
             # One core for each rank, so one thread; a pool of compile workers would outlive its case.
@@ -193,7 +193,7 @@ class RankWorld:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Only the directing process gets a Ctrl-C of the terminal, and ends the others in order.
+                # Only the directing process gets the terminal's Ctrl-C, and ends the others in order.
                 start_new_session=True,
             )
         self._hosts.append(_Host(process, ours))

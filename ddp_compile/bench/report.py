@@ -25,7 +25,7 @@ from ddp_compile.bench.run import RunResult
 RUN_COLUMNS = ["model", "parameters", "world_size"]
 PROVENANCE_COLUMNS = ["commit", "date", "ddp_compile", "torch", "python", "device", "machine"]
 
-#: What the terminal shows: heading, column, format.
+#: The terminal's table: heading, column, format.
 _TABLE = (
     ("implementation", "implementation", ""),
     ("mode", "mode", ""),
@@ -87,7 +87,7 @@ def write_files(
         rows: The summary.
         result: All figures.
         run: Values of `RUN_COLUMNS`.
-        provenance: Values of `PROVENANCE_COLUMNS`, and more to note for all files.
+        provenance: Values of `PROVENANCE_COLUMNS`, and more that holds for all files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "provenance.json").write_text(json.dumps({**run, **provenance}, indent=1) + "\n")

@@ -20,12 +20,12 @@ class CaseResult:
         case: The case.
         cold: First steps with empty compile caches, of the slowest rank; None if they failed.
         warm: First steps of new processes with the caches of ``cold``.
-        peak_bytes: Most bytes live at once, on the rank with most.
+        peak_bytes: The most bytes that were live at the same time, on the rank with the most.
         rounds: For each link, for each round, the steps of the case's turn.
         sent_bytes: For each link, bytes that rank 0's interface sent for one step.
         profiles: For each link, a profiled step of rank 0.
         loss: Mean over the ranks of the last step's loss.
-        error: One line; None while nothing has failed.
+        error: One line; None if nothing has failed.
         traceback: Of the rank that failed first.
     """
 
@@ -53,9 +53,9 @@ class SummaryRow:
     """One link and case; times in milliseconds unless the name says otherwise, None if not measured.
 
     ``bound_ms`` is the ideal overlap of this run's own compute alone and communication alone, see `ideal_step_s`;
-    ``exposed_ms`` is the step beyond compute alone. ``ratio_to_best_peer`` is the median over rounds of the ratio to
-    the fastest peer on that link, ``ratio_low`` and ``ratio_high`` its 95 % interval. Compile seconds are
-    what the first steps took beyond as many steady ones.
+    ``exposed_ms`` is the step's time beyond compute alone. ``ratio_to_best_peer`` is the median over rounds of the
+    ratio to the fastest peer on that link, ``ratio_low`` and ``ratio_high`` its 95 % interval. Compile seconds are the
+    time of the first steps beyond that of as many steady ones.
     """
 
     link: str
@@ -96,10 +96,10 @@ SUMMARY_COLUMNS = [f.name for f in fields(SummaryRow)]
 def ideal_step_s(local: CaseResult, communication: CaseResult, link: str, on_cpu: bool = True) -> float:
     """Length of a step that hides as much communication as can be hidden, in seconds.
 
-    Communication can lie beneath the backward that is followed by an optimizer step, but a core that computes has no
-    time for the communication's own processor work: max(forward + max(backward, communication) + optimizer, compute +
-    CPU seconds of the communication). With several micro-batches only the last backward counts for the former. On a
-    device that computes beside the processor the second term does not apply.
+    Communication can overlap with the backward that is followed by an optimizer step, but its processor work takes time
+    from a core that computes: max(forward + max(backward, communication) + optimizer, compute + CPU seconds of the
+    communication). With several micro-batches only the last backward counts in the first term. If an accelerator
+    computes, the second term does not apply.
     """
     compute = local.median(link)
     backward = local.median(link, "backward_s") / local.case.no_sync_every
@@ -117,9 +117,9 @@ def median_ratio(rounds: Sequence[list[StepRecord]], others: Sequence[list[StepR
 
 
 def median_and_interval(values: Iterable[float]) -> tuple[float, float, float]:
-    """The median, and a 95 % interval for the median of what the values are drawn from.
+    """The median, and a 95 % interval for the median of the values' distribution.
 
-    The interval lies between order statistics, whatever the distribution: each value lies above the true median with
+    The interval is between order statistics, whatever the distribution: each value is above the true median with
     probability one half. With fewer than six values it is the whole range, which covers less than 95 %.
     """
     ordered = sorted(values)
@@ -150,7 +150,7 @@ def summarize(
     rows = []
     for link in links:
         most = max((len(result.rounds.get(link, [])) for result in results), default=0)
-        # A case that failed has fewer rounds, and is not compared.
+        # A failed case has fewer rounds, and is not compared.
         measured = [result for result in results if most and len(result.rounds.get(link, [])) == most]
         for result in results:
             best = _best_peer(result, measured, link, peers)
@@ -227,7 +227,7 @@ def _row(
             "bound_ms": 1000 * ideal_s,
             "ratio_to_bound": result.median(link) / ideal_s,
         }
-        if case.implementation not in EAGER:  # its computation is not that of the compiled one
+        if case.implementation not in EAGER:  # its computation differs from the compiled one
             figures["exposed_ms"] = 1000 * (result.median(link) - local.median(link))
     figures |= _figures_of_the_case(result, link)
     # A failure after the last round, in a profile or a warm start, leaves the timings valid.
@@ -249,7 +249,7 @@ def _figures_of_the_case(result: CaseResult, link: str) -> dict[str, Any]:
 
 
 def _compile_s(prepared: Prepared | None) -> float | None:
-    """What the first steps took beyond as many steady ones, of which the shortest of them is one."""
+    """The time of the first steps beyond that of as many steady ones; the shortest of them counts as steady."""
     if prepared is None or prepared.num_graphs == 0:
         return None
     return sum(prepared.warmup_s) - len(prepared.warmup_s) * min(prepared.warmup_s)

@@ -16,7 +16,7 @@ from ddp_compile.bench.settings import Case, Prepared, StepRecord
 #: Steps at the start of a turn that are not timed.
 NUM_WARM_STEPS = 1
 MESSAGE_BYTES = tuple(2**exponent for exponent in range(11, 26, 2))
-#: A size is repeated for about this long, and at least and at most this often.
+#: A size is repeated for about this long, with a lower and an upper bound on how often.
 MESSAGE_S = 0.4
 MESSAGE_REPEATS = (5, 200)
 

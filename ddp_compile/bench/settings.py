@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSettings:
-    """Which model is trained, and on what.
+    """Which model is trained, and on which device.
 
     Args:
         model: A name of `ddp_compile.bench.workloads.WORKLOADS`, or a user's ``module:function``.
@@ -55,8 +55,8 @@ class RankContext:
         workload: The model and its settings.
         rank: This rank.
         world_size: Number of ranks.
-        store_path: File through which the ranks of this case find each other.
-        interface: Network interface for gloo; its own choice when None.
+        store_path: File over which the ranks of this case connect.
+        interface: Network interface for gloo; None lets gloo choose.
         cache_dir: Compile caches of this rank and case.
         simulated_bits_per_second: Rate of a simulated link; the real process group is used when None.
         simulated_world_size: Number of ranks that the simulated link has.

@@ -2,13 +2,14 @@
 
 Note [What is simulated]
 The other ranks hold the same tensors as this one, so a sum is a product with the world size. A transfer occupies the
-link for ``alpha + bytes sent / beta``, one at a time, in launch order, of all groups of the process: an all-reduce of b
-bytes sends ``2 (n - 1) / n * b``, the ring's; a reduce-scatter of them, an all-gather to them and an all-to-all send
-half of that; a message to one rank sends itself, and one from a rank arrives while others are sent. Except in sums,
-the other ranks' data leaves the tensor unchanged. Broadcasts, all-gathers of lists and barriers take no time.
+link for ``alpha + bytes sent / beta``. Transfers of all groups of the process run one at a time, in launch order. An
+all-reduce of b bytes sends ``2 (n - 1) / n * b``, as a ring does. A reduce-scatter of b bytes, an all-gather to b bytes
+and an all-to-all send half of that. A message to a rank sends its own size; a message from a rank arrives while others
+are sent. Except in sums, the other ranks' data leaves the tensor unchanged. Broadcasts, all-gathers of lists and
+barriers take no time.
 
-A real collective slows the computation down: NCCL's kernels use multiprocessors and memory bandwidth, and gloo copies
-on cores. Here it does not, so hidden communication costs less than in reality.
+A real collective slows down the computation: NCCL's kernels use multiprocessors and memory bandwidth, and gloo's copies
+use cores. A simulated one does not, so hidden communication costs less than in reality.
 """
 
 from __future__ import annotations
@@ -29,13 +30,24 @@ from ddp_compile.bench.simulated_transfers import CudaLink, HostLink, Transfer
 
 _BACKEND = "simulated"
 
-# Every collective that a process group of torch 2.11 to 2.15 has, but for those below.
-# fmt: off
+# Every collective of a process group in torch 2.11 to 2.15, except for those below. fmt: off
 _REFUSED = (
-    "_end_coalescing", "_start_coalescing", "all_gather_single_coalesced", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "gather", "monitored_barrier",
-    "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
-    "scatter", "split_group",
+    "_end_coalescing",
+    "_start_coalescing",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "gather",
+    "monitored_barrier",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "split_group",
 )
 # fmt: on
 
@@ -69,7 +81,7 @@ class LinkModel:
         return self.alpha_s + 2 * self._to_others(num_bytes) / self.bytes_per_second
 
     def shards_s(self, num_bytes: int) -> float:
-        """Seconds of a reduce-scatter, all-gather or all-to-all of this many bytes, those of all shards together."""
+        """Seconds of a reduce-scatter, all-gather or all-to-all of this many bytes, all shards together."""
         return self.alpha_s + self._to_others(num_bytes) / self.bytes_per_second
 
     def message_s(self, num_bytes: int) -> float:
@@ -98,7 +110,7 @@ def init_simulated_process_group(model: LinkModel, device: torch.device) -> None
 
     Args:
         model: The link.
-        device: Of the tensors that will be reduced, CPU or CUDA. A CUDA device is timed first, for some 0.3 s.
+        device: The device of the tensors to reduce, CPU or CUDA. A CUDA device is timed first, for about 0.3 s.
 
     Raises:
         ValueError: Another device, or there is a default group already.
@@ -116,7 +128,7 @@ def init_simulated_process_group(model: LinkModel, device: torch.device) -> None
 
 
 def set_link_model(model: LinkModel) -> None:
-    """Change the link of the default group for the transfers that are launched from here on.
+    """Change the default group's link for transfers that are launched from now on.
 
     Raises:
         ValueError: Another world size, or the default group is not simulated.
@@ -125,12 +137,12 @@ def set_link_model(model: LinkModel) -> None:
     if not isinstance(group, SimulatedProcessGroup):
         raise ValueError(f"the default process group {group} is not simulated; call init_simulated_process_group first")
     if model.world_size != group.size():
-        raise ValueError(f"world_size={model.world_size} must stay {group.size()}; initialise another process group")
+        raise ValueError(f"world_size={model.world_size} must stay {group.size()}; initialize another process group")
     group.line.model = model
 
 
 class _Line:
-    """The link, and how fast it is now; all groups of the process send over one."""
+    """The link and its present rate. All groups of the process share one."""
 
     def __init__(self, model: LinkModel, device: torch.device) -> None:
         self.model = model
@@ -153,7 +165,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     """Rank 0 of simulated ranks. Do not make one yourself: call `init_simulated_process_group`."""
 
     def __init__(self, line: _Line, owns_line: bool) -> None:
-        # torch's stub has only the three-argument constructor, which makes a group that does not call into Python.
+        # torch's stub has only the three-argument constructor, whose groups do not call into Python.
         super().__init__(0, line.model.world_size)  # type: ignore[call-arg]
         self.line = line
         self._owns_line = owns_line
@@ -255,7 +267,7 @@ def _refuse(name: str, *_args: Any, **_kwargs: Any) -> Any:
 
 
 for _name in _REFUSED:
-    # The base class would look for a backend and report that there is none for the device.
+    # The base class would look for a backend, and report that the device has none.
     setattr(SimulatedProcessGroup, _name, partial(_refuse, _name))
 
 
@@ -293,7 +305,7 @@ def _factor_of(op: Any, world_size: int) -> int:
 
 
 class _SimulatedWork(dist.Work):
-    """A collective under way; its future says when it is over, on the host or on a stream."""
+    """A collective under way. Its future is done when the collective is over, on the host or on a stream."""
 
     def __init__(self, future: Future[list[Tensor]]) -> None:
         super().__init__()

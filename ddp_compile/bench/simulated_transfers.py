@@ -1,9 +1,9 @@
 """Transfers on a simulated link, which take time on the host or on a stream of a CUDA device.
 
 Note [Spinning on a GPU]
-A transfer on a CUDA device is one warp of one multiprocessor that spins on a side stream, far less than the blocks of
-NCCL, one for each of its channels. The spin counts cycles of the GPU's clock, which the GPU lowers when it gets hot or
-draws too much power; then transfers take longer than modelled, for all implementations alike.
+A transfer on a CUDA device is one warp of one multiprocessor that spins on a side stream. That is far less than NCCL,
+which uses a block for each of its channels. The spin counts cycles of the GPU's clock. If the GPU gets hot or draws too
+much power, it lowers the clock, and transfers take longer than modeled, for all implementations alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 _CALIBRATION_CYCLES = 50_000_000  # about 25 ms at 2 GHz
-# An idle GPU takes its time to raise its clock (345 MHz to 1980 MHz on an H200), so the first rounds do not count.
+# An idle GPU raises its clock slowly (345 MHz to 1980 MHz on an H200), so the first rounds do not count.
 _LEAST_CALIBRATIONS, _MOST_CALIBRATIONS = 8, 40
 _CALIBRATION_TOLERANCE = 0.02
 
@@ -39,7 +39,7 @@ class Transfer(NamedTuple):
     source: Tensor | None = None
 
     def apply(self) -> None:
-        """Write the result in place. As with collectives, autograd does not see it: ``data`` has a version counter."""
+        """Write the result in place, unseen by autograd, as with collectives: ``data`` has its own version counter."""
         if self.source is not None:
             self.tensors[0].data.copy_(self.source)
         for tensor in self.tensors:
@@ -51,8 +51,8 @@ class HostLink:
     """Transfers on the host's clock, completed in turn by one thread that sleeps in between.
 
     The thread writes the result at the deadline, just before it completes the future. So code that forgets to wait does
-    not see the result, and after ``wait`` has returned no write is still to come. The write adds to the modelled time,
-    but delays no later deadline.
+    not see the result, and no write comes after ``wait`` has returned. The write adds to the modeled time, but does not
+    delay later deadlines.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class HostLink:
 class CudaLink:
     """Transfers on a side stream of one CUDA device; see Note [Spinning on a GPU].
 
-    The side stream writes the tensors, after the caller's current stream has. High priority lets the spin's one block
-    go ahead of blocks of the computation that still wait for a multiprocessor.
+    The side stream writes the tensors after the caller's current stream. Its high priority lets the spin's block start
+    before blocks of the computation that still wait for a multiprocessor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class CudaLink:
             for tensor in transfer.tensors if transfer.source is None else [*transfer.tensors, transfer.source]:
                 # If it is freed early, its memory is not reused before the side stream is done with it.
                 tensor.record_stream(self._stream)
-            # Records an event on the current stream, this one, for which waits for the future wait.
+            # Records an event on the current stream, this one; waits for the future wait for this event.
             future.set_result(transfer.tensors)
         return future
 

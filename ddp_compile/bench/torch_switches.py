@@ -1,4 +1,4 @@
-"""Private settings of torch that its own ways to train need; tried with torch 2.13.
+"""Private settings of torch that its own ways to train need. Tested with torch 2.13.
 
 Each case has its own processes, so these settings do not reach other cases.
 """
@@ -19,7 +19,7 @@ _MIB = 2**20
 
 
 def import_compilers() -> None:
-    """Import what the first compilation would otherwise import."""
+    """Import what the first compilation imports."""
     import torch._inductor.compile_fx  # noqa: F401
 
 
@@ -29,7 +29,7 @@ def leave_graphs_whole() -> None:
 
 
 def use_python_reducer() -> None:
-    """Let modules made from now on by DistributedDataParallel reduce in Python, where compiled autograd sees them."""
+    """Make DistributedDataParallel modules reduce in Python from now on, so that compiled autograd sees it."""
     torch._dynamo.config.optimize_ddp = "python_reducer"
 
 
@@ -48,7 +48,7 @@ def _mib_of_bucket(cap_mib: float, _index: int) -> float:
 
 
 def overlapped_all_reduces(bucket_cap_mb: float, mode: str, device: str) -> dict[str, Any]:
-    """Inductor options that bucket functional all-reduces and schedule them beneath computation.
+    """Inductor options that bucket functional all-reduces and overlap them with computation.
 
     Args:
         bucket_cap_mb: Bucket capacity in MiB, of every bucket: inductor asks for it once.

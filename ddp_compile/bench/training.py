@@ -19,7 +19,7 @@ NUM_BATCHES = 8
 
 
 class Clock:
-    """Readings that can be taken without stopping a device: events in its stream, or the host's time on a CPU."""
+    """Clock readings that do not stop a device: events in its stream, or the host's time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -133,9 +133,9 @@ class Communication:
 
 
 def timed_steps(target: Steppable, num_warm: int, num_steps: int) -> list[StepRecord]:
-    """Run steps back to back, as training does, and time the last ``num_steps`` of them.
+    """Run steps without pauses, as training does, and time the last ``num_steps`` of them.
 
-    The first ones refill the processor's caches after another case's turn; the ranks start them together.
+    The first steps refill the processor's caches after another case's turn. The ranks start them together.
     """
     dist.barrier()
     marks = [target.step() for _ in range(num_warm + num_steps)]
@@ -161,7 +161,7 @@ def _record(clock: Clock, step: Marks, end_before: Any) -> StepRecord:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW, fused, which takes the smallest share of the measured time.
+    """SGD or AdamW; fused, so that it takes the smallest share of the measured time.
 
     Raises:
         ValueError: Another name.

@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Language model with a head of its own; input of shape (batch, length), output (batch, length, vocabulary)."""
+    """Language model with a separate head; input of shape (batch, length), output (batch, length, vocabulary)."""
 
     def __init__(self, depth: int, width: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Residual(nn.Module):
 
 
 class CNN(nn.Module):
-    """A residual network in the manner of ResNet: four stages, each of twice the channels of the one before."""
+    """A residual network like ResNet: four stages, each with twice the channels of the one before."""
 
     def __init__(self, depth: int, width: int) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ class TrainingBackend:
         parameter_of = self._find_parameters(gm, example_inputs)
         order = grad_ready_order(gm, parameter_of)
         has_backward = any(requires_grad(node) for node in gm.graph.output_node().all_input_nodes)
-        if not order or not has_backward:  # not if the graph was made under no_grad
+        if not order or not has_backward:  # no backward if the graph was made under no_grad
             log.info("%s: not split: no reduced parameter gets a gradient in it", name)
             self.reports.append(GraphReport(ordinal, 0, 1, ()))
             return await_before(self.compiler.compile(gm, example_inputs, name), parameter_of.values(), self.reducer)
@@ -118,9 +118,7 @@ class TrainingBackend:
         result = run_pipeline(gm, ctx, passes, [GraphDump(name, table)])
         num_partitions = max(1, len(partition_names(result.gm)))
         if num_partitions == 1 < len(buckets) and launches_in_backward:
-            log.info(
-                "%s: left whole, since not every bucket could be launched early if it were cut in the forward", name
-            )
+            log.info("%s: left whole, since cutting it in the forward would not launch every bucket early", name)
             return self._compile_whole(result.gm, example_inputs, name, parameter_of, buckets, table, result.declined)
         log.info("%s: %s, %s", name, number_of(len(buckets), "bucket"), number_of(num_partitions, "partition"))
         self.reports.append(GraphReport(ordinal, len(buckets), num_partitions, result.declined))
@@ -179,7 +177,7 @@ class TrainingBackend:
         return watch_parameters(compiled, example_inputs, parameter_of_input, param_indices, ctx.reducer)
 
     def _waiter(self, ctx: AotContext, table: str) -> Callable[[fx.GraphModule], None] | None:
-        """What inserts waits for parameters into a forward; None if the graph waits before it runs."""
+        """The edit that inserts waits for parameters into a forward; None if the graph waits before it runs."""
         if not (gathers_parameters(self.reducer) and self.compiler.can_edit_forwards()):
             return None
         forward_ctx = replace(ctx, graph_name=f"{ctx.graph_name} forward")
@@ -206,7 +204,7 @@ class TrainingBackend:
         return shorten_names(names) or "no parameters"
 
     def _find_parameters(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
-        """Node names of the reduced parameters. Dynamo hands the parameters themselves over as example inputs."""
+        """Node names of the reduced parameters. Dynamo passes the parameters themselves as example inputs."""
         attributes = gm.graph.find_nodes(op="get_attr")
         values = [
             *zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True),
@@ -218,7 +216,7 @@ class TrainingBackend:
 
 def _loses_gradients(name: str) -> CompilationError:
     return CompilationError(
-        f"{this_rank()}: {name} has a collective of torch.distributed.nn in it, and torch {torch.__version__} computes"
+        f"{this_rank()}: {name} contains a collective of torch.distributed.nn, but torch {torch.__version__} computes"
         " zeros for gradients that pass through one in compiled code; decorate the function that calls it with"
         " torch.compiler.disable, or install torch 2.12 or newer"
     )
@@ -242,7 +240,7 @@ def _cache_key(ctx: AotContext, waits_inside: bool) -> str:
 
 
 def _parts_are_equal(name: str, example_inputs: Sequence[Any]) -> bool:
-    """Whether the ranks hold equally large parts of every DTensor input, so that all cut the graph at the same places.
+    """Whether the ranks hold equal-sized parts of every DTensor input, so that all cut the graph at the same places.
 
     Buckets follow the sizes of the parts. If the cuts differed, the ranks would run the collectives that redistribute
     gradients after a partition's backward in different orders.
@@ -289,7 +287,7 @@ class EvaluationBackend:
 
 
 class RegionBackend(EvaluationBackend):
-    """Compiles training graphs that several modules share: as they are, so that nothing in them is of one module."""
+    """Compiles training graphs that several modules share, unchanged, so that they contain nothing of one module."""
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if torch_internals.loses_gradients_of_collectives(gm):

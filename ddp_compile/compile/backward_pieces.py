@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def compile_whole_or_in_pieces(
     compile_backward: CompileBackward, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str
 ) -> Callable[..., Any]:
-    """Compile a backward with our operators in it; if that fails, compile the pieces between them.
+    """Compile a backward with our operators in it. If that fails, compile the pieces between them.
 
     Raises the compiler's exception if it is one for a piece, for a graph without our operators, or a request to Dynamo;
     or if memory ran out.
@@ -34,9 +34,13 @@ def compile_whole_or_in_pieces(
         cuts = _cuts_around_operators(untouched)
         if not cuts or must_be_raised(error):
             raise
-        # As text: a log that kept the error would keep the frames of the backward pass that waits for this.
+        # As text, since a log that kept the error would keep the frames of the backward pass that waits for this.
         said = str(error)
-        log.warning("%s: not compiled with operators for buckets in it, so in pieces between them: %s", name, said)
+        log.warning(
+            "%s: did not compile with the operators for buckets in it, so it is compiled in pieces between them: %s",
+            name,
+            said,
+        )
         return _compile_pieces(compile_backward, partition_graph(untouched, cuts), example_inputs)
 
 

@@ -1,4 +1,4 @@
-"""The inner compiler; graphs that it cannot compile run eagerly."""
+"""The inner compiler. Graphs that it cannot compile run eagerly."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class CompileFailure(NamedTuple):
 class GraphCompiler:
     """The inner compiler of one module. A graph that it cannot compile runs eagerly, with a warning.
 
-    One rank may fail where others succeed, for want of a C++ compiler or of disk space. Run eagerly, the graph gives
-    the same gradients, later. An exception would leave the other ranks waiting for this one's buckets.
+    One rank may fail while others succeed, because it lacks a C++ compiler or disk space. If it runs the graph eagerly,
+    the gradients are the same, only later. An exception would leave the other ranks waiting for this rank's buckets.
 
     Args:
         fullgraph: Whether to raise the compiler's error instead of running eagerly.
@@ -48,16 +48,16 @@ class GraphCompiler:
         return torch_internals.editing_backend(self.inner) is not None
 
     def can_edit_forwards(self) -> bool:
-        """Whether an edit may change the forward graph as well."""
+        """Whether an edit may change the forward graph too."""
         return torch_internals.edits_forwards(self.inner)
 
     def compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], name: str, edit: GraphEdit | None = None
     ) -> Callable[..., Any]:
-        """Compile one graph; if that fails, let it run eagerly.
+        """Compile one graph. If that fails, it runs eagerly.
 
-        Inductor compiles a backward in the first backward pass; if that fails, the backward graph runs eagerly from
-        that same pass on. Any other backend that compiles its backward so late raises there.
+        Inductor compiles a backward in the first backward pass. If that fails, the backward graph runs eagerly from
+        that pass on. Any other backend that compiles its backward that late raises there.
 
         Args:
             gm: The graph; the compiler may change it.
@@ -66,7 +66,7 @@ class GraphCompiler:
 
         Returns:
             A function with the arguments and results of the graph. Its backward raises `CompilationError` if inductor
-            fails at it and it cannot run eagerly either.
+            fails to compile it and it cannot run eagerly either.
 
         Raises:
             Exception: The compiler's, if ``fullgraph`` is set, if it asks Dynamo to trace again or to skip the frame,
@@ -109,22 +109,22 @@ class GraphCompiler:
 
 
 _WAYS_OUT = (
-    '. Gradients stay right, only slower. TORCH_LOGS="+ddp_compile" shows the whole error, fullgraph=True raises it,'
+    '. Gradients stay correct, only slower. TORCH_LOGS="+ddp_compile" shows the whole error, fullgraph=True raises it,'
     ' and backend="aot_eager" compiles nothing'
 )
 
 
 def _no_random_numbers_again(name: str, error: Exception) -> CompilationError:
     return CompilationError(
-        f"{this_rank()}: the backward of {name} did not compile, and cannot run eagerly either: it draws the random"
-        " numbers of the forward again, for a dropout inside of a checkpoint, and only compiled code draws the same."
-        f' {_in_one_line(error)}. Mend what the compiler complains of; or pass backend="aot_eager", or set'
+        f"{this_rank()}: the backward of {name} did not compile, and cannot run eagerly either: it has to repeat the"
+        " forward's random numbers, for a dropout inside a checkpoint, and only compiled code can do that."
+        f' {_in_one_line(error)}. Fix what the compiler reports; or pass backend="aot_eager", or set'
         " torch._inductor.config.fallback_random = True before the first forward"
     )
 
 
 def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graphs, with the same tensors; compilers rewrite the graphs that they are given."""
+    """A copy of the graphs, with the same tensors, since compilers rewrite their graphs."""
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for name, child in copied.named_children():
         if isinstance(child, fx.GraphModule):
@@ -133,7 +133,7 @@ def _copy_graphs(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def must_be_raised(error: Exception) -> bool:
-    """Whether an error of the compiler must not be answered by another attempt."""
+    """Whether a compiler's error rules out another attempt."""
     return torch_internals.is_request_to_dynamo(error) or _ran_out_of_memory(error)
 
 

@@ -19,8 +19,8 @@ def compile_partitions(
 ) -> Callable[..., Any]:
     """Compile each partition of a split forward graph.
 
-    No partition is run: the values that cross are described by fake tensors with the sizes and strides that Dynamo
-    recorded. Inductor keeps the strides of outputs, so they hold for compiled code as well.
+    No partition is run. Fake tensors with the sizes and strides that Dynamo recorded describe the values that cross.
+    Inductor keeps the strides of outputs, so they also hold for compiled code.
 
     Args:
         stitched: The result of `partition_graph`. Its partitions are replaced by the compiled functions.

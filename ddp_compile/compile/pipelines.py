@@ -44,13 +44,13 @@ _BESIDE_THE_PASSES = (
 
 @functools.cache
 def pipelines_version() -> str:
-    """A digest that changes with any source that compiled code depends on; part of the keys of compile caches."""
+    """A digest that changes with each source that compiled code depends on. Keys of compile caches contain it."""
     names = [found.name for found in pkgutil.walk_packages(passes.__path__, f"{passes.__name__}.")]
     return digest_of_sources([*names, *_BESIDE_THE_PASSES])
 
 
 def digest_of_sources(modules: Sequence[str]) -> str:
-    """Sixteen hex digits of the files of modules, given by full names in any order.
+    """Sixteen hex digits for the files of modules, given by full names in any order.
 
     If a module is installed without its source, its compiled file counts.
     """

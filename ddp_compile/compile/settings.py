@@ -34,8 +34,8 @@ class CompileSettings:
             raise ValueError(f"backend={backend!r} is not known; pass a function or one of {known}")
         if options and options.get("keep_output_stride") is False:
             raise ValueError(
-                "options={'keep_output_stride': False} cannot be used: what crosses from one part of a graph to the"
-                " next is described by the strides that inductor keeps; drop it"
+                "options={'keep_output_stride': False} cannot be used: values that cross between parts of a graph are"
+                " described by strides that inductor has to keep; drop it"
             )
         if isinstance(backend, str) and mode is not None and mode not in torch_internals.known_modes():
             raise ValueError(f"mode={mode!r} is not known; pass one of {', '.join(torch_internals.known_modes())}")

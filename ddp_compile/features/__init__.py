@@ -1,1 +1,1 @@
-"""What can be added to plain data parallelism, one file each."""
+"""Features beyond plain data parallelism, one file each."""

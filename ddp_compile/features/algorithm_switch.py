@@ -41,9 +41,9 @@ def set_comm_algorithm(
     differ = group.size() > 1 and not before.sends_gradients
     if differ and algorithm.sends_gradients and optimizers is None:
         raise ReplicationError(
-            f"{this_rank()}: under the {before.name} the ranks' optimizers have come to different states, by which the"
-            f" ranks would not stay alike under the {algorithm.name}; pass all optimizers, so that their states are"
-            " averaged: set_comm_algorithm(algorithm, optimizers=[optimizer])"
+            f"{this_rank()}: under the {before.name} the ranks' optimizers have reached different states, so the ranks"
+            f" would drift apart under the {algorithm.name}; pass all optimizers, so that their states are averaged:"
+            " set_comm_algorithm(algorithm, optimizers=[optimizer])"
         )
     reducer.agree_on_algorithm(algorithm, always=True)
     if differ and optimizers is not None:
@@ -53,7 +53,7 @@ def set_comm_algorithm(
         if differ and optimizers:
             _average_optimizer_states(optimizers, group)
         algorithm.attach(parameters)
-    except Exception:  # raised on every rank, for example if nodes are not known
+    except Exception:  # raised on every rank, for example if a rank does not know its node
         before.attach(parameters)
         raise
     reducer.set_algorithm(algorithm)

@@ -1,8 +1,8 @@
-"""Which features exclude each other: the one table of all such pairs, and the error.
+"""The table of features that exclude each other, and the error for them.
 
-A feature is something that a user switches on. What parameters are (sparse, DTensors, of some dtype) is no feature: an
-algorithm's traits and `CommAlgorithm.objection` say what it takes. docs/feature_compatibility.md is written from this
-table, and tests/multiproc/test_feature_pairs.py tries every pair.
+A feature is something that a user switches on. Properties of parameters (sparse, DTensor, dtype) are not features: an
+algorithm's traits and `CommAlgorithm.objection` say which parameters it takes. docs/feature_compatibility.md is
+generated from this table, and tests/multiproc/test_feature_pairs.py tries every pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm
 
 
 class Feature(Enum):
-    """What can be switched on. The value is its name in the docs."""
+    """A feature. Its value is its name in the docs."""
 
     SPLIT = '`split=` other than `"auto"`'
     REGIONS = "`regions=`"
@@ -55,7 +55,7 @@ class Feature(Enum):
 
 
 class Exclusion(NamedTuple):
-    """A feature, those that exclude it for the same reason, the reason, and the way out."""
+    """A feature, others that it excludes for one reason, the reason, and the way out."""
 
     feature: Feature
     others: tuple[Feature, ...]
@@ -72,7 +72,7 @@ EXCLUSIONS = (
         "Drop split, or regions"),
     Exclusion(
         Feature.MODE, (Feature.OPTIONS,),
-        "a mode stands for options of its own",
+        "a mode is a set of options",
         "Pass one of them"),
     Exclusion(
         Feature.PROCESS_GROUP, (Feature.DEVICE_MESH,),
@@ -81,11 +81,11 @@ EXCLUSIONS = (
     Exclusion(
         Feature.ASYNC, (Feature.FIND_UNUSED, Feature.STATIC_GRAPH, Feature.SKIP_UNUSED, Feature.FULLY_SHARD,
                         Feature.DELAYED, Feature.BUFFERS),
-        "with such an algorithm no rank waits for another in a step, and this would make them wait",
+        "with such an algorithm no rank waits for another in a step, but this would make them wait",
         "Leave it out, or pass another algorithm"),
     Exclusion(
         Feature.CHECK_FINITE, (Feature.AVERAGES, Feature.FULLY_SHARD, Feature.DELAYED),
-        "gradients are checked in the buckets, and here some are reduced elsewhere, or not at all",
+        "gradients are checked in the buckets, but here some are reduced elsewhere, or not at all",
         "Leave check_finite_gradients out, and pass error_if_nonfinite=True to clip_grad_norm_ instead"),
     Exclusion(
         Feature.COMM_HOOK, (Feature.ALGORITHM, Feature.COMM_HOOK),
@@ -94,7 +94,7 @@ EXCLUSIONS = (
     Exclusion(
         Feature.SHARDED_OPTIMIZER, (Feature.ALGORITHM, Feature.COMM_HOOK, Feature.DELAYED, Feature.FULLY_SHARD,
                                     Feature.STEPS_IN_BACKWARD),
-        "a sharded optimizer reduces all gradients to shards by itself, and is the first to step",
+        "a sharded optimizer itself reduces all gradients to shards, and must be the first to step",
         "Leave out one or the other"),
     Exclusion(
         Feature.SHARDED_OPTIMIZER, (Feature.SHARDED_OPTIMIZER,),
@@ -106,24 +106,26 @@ EXCLUSIONS = (
         "Step them after the backward, or do not delay them"),
     Exclusion(
         Feature.JOIN, (Feature.AVERAGES, Feature.NO_SHADOWS, Feature.SHARDED_OPTIMIZER),
-        "a rank that has no input left contributes zeros as gradients, and has no parameters or shards to contribute",
-        "Train on as many batches on every rank, or with GradientAllReduce() and an optimizer that is not sharded"),
+        "a rank that has no input left contributes zeros as gradients, but has no parameters or shards to contribute",
+        "Give every rank the same number of batches, or train with GradientAllReduce() and an optimizer that is not"
+        " sharded"),
     Exclusion(
         Feature.JOIN, (Feature.DELAYED,),
         "a rank that has no input left cannot know when those gradients come",
-        "Train on as many batches on every rank, or drop delay_all_reduce_named_params"),
+        "Give every rank the same number of batches, or drop delay_all_reduce_named_params"),
     Exclusion(
         Feature.JOIN, (Feature.FULLY_SHARD,),
-        "a rank that has no input left takes no part in the collectives of FSDP2",
-        "Give every rank as many batches"),
+        "a rank that has no input left does not join the collectives of FSDP2",
+        "Give every rank the same number of batches"),
     Exclusion(
         Feature.JOIN, (Feature.JOIN,),
-        "a rank that has no input left could shadow one of the two only",
+        "a rank that has no input left could shadow only one of the two",
         "Write one torch.distributed.algorithms.Join([first, second]) around both"),
     Exclusion(
         Feature.ACCELERATE, (Feature.AVERAGES, Feature.KEEPS_STATE),
-        "each rank has parameters or states of its own, and a checkpoint of Accelerate or Trainer holds those of one",
-        "Drop algorithm=, or call ddp_compile(model, algorithm=...) in a training loop of your own"),
+        "each rank has its own parameters or states, but a checkpoint of Accelerate or Trainer holds those of one"
+        " rank",
+        "Drop algorithm=, or call ddp_compile(model, algorithm=...) in your own training loop"),
     Exclusion(
         Feature.LIGHTNING, (Feature.SHARDED_OPTIMIZER,),
         "Lightning clips, logs and saves whole gradients and states",
@@ -143,7 +145,7 @@ def in_force(state: Replica, algorithm: CommAlgorithm) -> dict[Feature, str]:
     """The features that a replicated module has, or is to have with this algorithm, each as an error names it."""
     config, delayed = state.config, list(state.config.delayed.named)
     found = {feature: f"{name}=True" for feature, name in _FLAGS.items() if getattr(config, name)}
-    if state.buffers.synchronised():
+    if state.buffers.synchronized():
         found[Feature.BUFFERS] = "broadcast_buffers=True"
     if delayed:
         found[Feature.DELAYED] = f"delay_all_reduce_named_params ({shorten_names(delayed)})"
@@ -185,7 +187,7 @@ def refuse_if_excluded(feature: Feature, said: str, present: Mapping[Feature, st
 
 
 def refuse_pairs(features: Mapping[Feature, str]) -> None:
-    """Refuse features that exclude each other, as `refuse_if_excluded` does."""
+    """Refuse present features that exclude each other, like `refuse_if_excluded`."""
     for exclusion in EXCLUSIONS:
         if exclusion.feature in features:
             others = [other for other in exclusion.others if other in features and other is not exclusion.feature]

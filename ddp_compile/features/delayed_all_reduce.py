@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged together after that of another parameter has come."""
+"""Parameters whose gradients are averaged together after another parameter's gradient has come."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def delayed_parameters(
     named = list(named or ())  # may be a generator
     if (not named) != (trigger is None):
         raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the gradients of the first are"
-            " averaged when that of the second has come; pass both, or none"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the gradients of the first"
+            " are averaged when the gradient of the second has come; pass both, or neither"
         )
     if not named or trigger is None:
         return DelayedParameters()
@@ -55,24 +55,24 @@ def delayed_parameters(
 class DelayedAllReduce:
     """Averages the gradients of some parameters at the end of each backward that brings the trigger's gradient.
 
-    Their own gradients may have come in several backwards before. ``no_sync`` and other settings of the module make no
-    difference. A gradient that a rank does not have counts as zeros.
+    Their own gradients may have come in several earlier backwards. ``no_sync`` and other settings of the module make no
+    difference. If a rank lacks a gradient, it contributes zeros.
 
     Source: ``_delayed_all_reduce_hook`` of torch 2.13, nn/parallel/distributed.py, which nobody waits for.
 
     Note [Last of all]
     The all-reduce comes at the end of the backward, since compiled code may bring the trigger's gradient before the
-    others. It also comes after the ends of all reducers: one rank may meet the trigger's gradient before the first one
-    that is reduced, and another rank after it, but all ranks have to send the same things in the same order. So the
-    hook queues a callback that only queues the all-reduce, after everything that the backward has queued. The end of a
-    reentrant checkpoint, which is a backward inside the backward, is too early: later gradients would be left out.
+    others. It also comes after the ends of all reducers: the trigger's gradient may arrive before the first reduced
+    gradient on one rank and after it on another, but all ranks must send in the same order. So the hook queues a
+    callback that in turn queues the all-reduce, after everything that the backward has queued. The end of a reentrant
+    checkpoint, which is a backward inside the backward, is too early: later gradients would be left out.
     """
 
     def __init__(self, parameters: DelayedParameters, process_group: dist.ProcessGroup) -> None:
         self._parameters = dict(parameters.named)
         self._process_group = process_group
         self._handle: RemovableHandle | None = None
-        # A parameter holds its hooks in C++, where gc sees no cycle.
+        # A parameter holds its hooks in C++, where gc cannot see a cycle.
         this = weakref.ref(self)
 
         def has_come(_parameter: Tensor) -> None:
@@ -103,7 +103,7 @@ class DelayedAllReduce:
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse:  # of a functional embedding, maybe on this rank alone
+            elif parameter.grad.is_sparse:  # of a functional embedding, perhaps on this rank alone
                 parameter.grad = parameter.grad.to_dense()
             alike.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
         for gradients in alike.values():

@@ -1,7 +1,7 @@
 """Optimizer steps inside ``backward()``: torch's ``_apply_optimizer_in_backward``, and ``_register_fused_optim``.
 
 DistributedDataParallel steps bucket by bucket while the backward runs. Here all steps come after the last bucket has
-been reduced, still before ``backward()`` returns: the rest of a compiled backward may need the old parameters.
+been reduced, but before ``backward()`` returns, since the rest of a compiled backward may need the old parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OptimizersInBackward:
         return bool(self._functional or with_steps(self._parameters))
 
     def adopt(self) -> None:
-        """Before the first backward: take over from the hooks that ``_apply_optimizer_in_backward`` has set."""
+        """Before the first backward, take over from the hooks that ``_apply_optimizer_in_backward`` has set."""
         self._stepped = [self._parameters[name] for name in with_steps(self._parameters)]
         if self._stepped:
             from torch.distributed import optim  # takes a second

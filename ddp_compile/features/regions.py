@@ -1,11 +1,11 @@
-"""Regional compilation: blocks that repeat are compiled by themselves, once for all that are alike.
+"""Regional compilation: blocks that repeat are compiled separately, once for all blocks of a class.
 
 Note [What the code of a region may know]
 Dynamo stores compiled code on the code object of the function that it traced, and makes parameters inputs of the graph.
-So all instances of a class that are called through one function share one graph, unless a guard tells them apart. Such
-a graph must not name a parameter or a bucket. Regions are therefore compiled without cuts and without our operators.
-Their gradients reach the reducer through the hooks of their parameters, which run as soon as the region's backward has.
-That is early enough because buckets begin and end where regions do (`pack`).
+So all instances of a class that are called through one function share one graph, unless a guard distinguishes them.
+Such a graph must not name a parameter or a bucket. So regions are compiled without cuts and without our operators.
+Their gradients reach the reducer through the hooks of their parameters, which run right after the region's backward.
+That is early enough, since buckets begin and end at region boundaries (`pack`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, nn.Module]:
-    """Find the submodules to compile by themselves; by name, in registration order.
+    """Find the submodules to compile as regions, by name, in registration order.
 
     Args:
         classes: Classes of modules, each instance of which is a region. Or ``"auto"``, which finds modules that repeat:
@@ -55,33 +55,33 @@ def find_regions(module: nn.Module, classes: RegionClasses | None) -> dict[str, 
         regions = _first_names(_repeated(module, "", nested=False))
         if not regions:
             raise ValueError(
-                f"{this_rank()}: regions='auto' finds no block that repeats in a ModuleList, Sequential or ModuleDict"
-                f" of {type(module).__name__}; name the classes of its blocks, regions=[Block], or drop regions"
+                f"{this_rank()}: regions='auto' finds no repeated block in a ModuleList, Sequential or ModuleDict of"
+                f" {type(module).__name__}; name the classes of its blocks, regions=[Block], or drop regions"
             )
     else:
         regions = _first_names(_instances(module, "", classes))
         for cls in classes:
             if not any(isinstance(submodule, cls) for name, submodule in module.named_modules() if name):
                 raise ValueError(
-                    f"{this_rank()}: regions names {cls.__name__}, and no submodule of {type(module).__name__} is one;"
+                    f"{this_rank()}: regions names {cls.__name__}, but no submodule of {type(module).__name__} is one;"
                     " name classes of its submodules, pass regions='auto', or drop regions"
                 )
     for name, region in regions.items():
         if torch_internals.compiled_call_of(region) is not None:
             raise ValueError(
-                f"{this_rank()}: regions={_said(classes)} would compile {name}, which is compiled already, by"
-                " module.compile(); drop one of the two"
+                f"{this_rank()}: regions={_said(classes)} would compile {name}, which module.compile() compiles"
+                " already; drop one of the two"
             )
     return regions
 
 
 def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Find the submodules to compile by themselves if Dynamo leaves the code that calls them to Python.
+    """Find the submodules to compile separately if Dynamo leaves the code that calls them to Python.
 
     Returns:
         Two mappings from name to submodule: those that share compiled code with others of their class, and those that
-        do not. Blocks that repeat share it, as `find_regions` finds them with "auto", and so do those inside blocks.
-        The others are modules with submodules whose forward is torch's own, such as ``nn.Sequential``: Dynamo starts at
+        do not. Blocks that repeat share code, as with "auto" in `find_regions`, and so do blocks inside them. The
+        others are modules with submodules whose forward is torch's own, such as ``nn.Sequential``: Dynamo starts at
         frames of the user's code, but never at torch's. Inside blocks these share code too. Submodules on which
         ``compile()`` was called are left out.
     """
@@ -97,8 +97,8 @@ def find_inner(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Mo
 def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module]) -> dict[int, int]:
     """For each parameter that is in a region, the ordinal of that region.
 
-    A parameter that several regions share, or a region and the rest, has the name under which it was registered first,
-    which the backward reaches last.
+    If several regions, or a region and the rest, share a parameter, its first name counts, which the backward reaches
+    last.
 
     Args:
         names: Names of the parameters by their indices.
@@ -115,7 +115,7 @@ def region_of_parameters(names: Sequence[str], regions: Mapping[str, nn.Module])
 
 
 class CompiledRegions:
-    """The regions of one module; each calls the code compiled for its class.
+    """The regions of one module. Each calls the code compiled for its class.
 
     Args:
         state: Knows in which forward they are called; not kept alive.
@@ -148,7 +148,7 @@ class CompiledRegions:
         return sum(backend.num_graphs for backends in self._backends.values() for backend in backends)
 
     def compile(self, regions: Mapping[str, nn.Module]) -> None:
-        """Make these modules regions as well; no region may be of their classes yet."""
+        """Make these modules regions too. No region may be of their classes yet."""
         self._regions.update(regions)
         for cls, count in Counter(map(type, regions.values())).items():
             backends = self._backends[cls] = (
@@ -158,7 +158,7 @@ class CompiledRegions:
             self._replace_calls([region for region in regions.values() if type(region) is cls], backends, count)
 
     def compile_alone(self, modules: Iterable[nn.Module], training: Backend, evaluation: Backend) -> None:
-        """Compile each of these modules by itself, with the backends of the whole module; they share no code."""
+        """Compile each of these modules separately, with the backends of the whole module. They share no code."""
         for module in modules:
             self._alone.append(module)
             self._replace_calls([module], (training, evaluation), None)
@@ -178,7 +178,7 @@ class CompiledRegions:
         return lines
 
     def remove(self) -> None:
-        """Let the regions call themselves again."""
+        """Restore the regions' own calls."""
         for region in [*self._regions.values(), *self._alone]:
             torch_internals.set_compiled_call(region, None)
 
@@ -204,13 +204,14 @@ class _CompiledCalls:
         num_modules: int | None,
     ) -> None:
         self._state = state
-        # nn.Module's own call: a ``__call__`` of the class, such as one that checkpoints, stays around the region.
+        # nn.Module's own call, so that a ``__call__`` of the class, such as one that checkpoints, stays around the
+        # region.
         self.eager = torch_internals.traced_call_of(nn.Module)
         self.training, self.evaluation = (settings.compile(self.eager, backend, num_modules) for backend in backends)
         weakref.finalize(self, torch_internals.forget_compiled, self.eager)
 
     def choose(self, region: nn.Module) -> Callable[..., Any]:
-        """What a call of a region runs now."""
+        """The code that a call of a region runs now."""
         state = self._state()
         if state is None:
             return self.eager
@@ -236,7 +237,7 @@ def _call_of(reference: weakref.ref[nn.Module], calls: _CompiledCalls) -> Callab
 def _repeated(module: nn.Module, prefix: str, nested: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks that repeat; if ``nested``, those inside other blocks too."""
     is_container = isinstance(module, _CONTAINERS)
-    # Counts a child once for each name.
+    # A child counts once for each of its names.
     counts = Counter(type(child) for child in module._modules.values()) if is_container else Counter()
     for name, child in module.named_children():
         is_repeated = _is_block(child) and counts[type(child)] > 1
@@ -268,7 +269,7 @@ def _instances(module: nn.Module, prefix: str, classes: Sequence[type[nn.Module]
 
 
 def _first_names(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Each module once, by the first of its names."""
+    """Each module once, by its first name."""
     names: dict[nn.Module, str] = {}
     for name, module in found:
         names.setdefault(module, name)

@@ -1,4 +1,4 @@
-"""What features know of a replicated module."""
+"""The interface of a replicated module for features."""
 
 from __future__ import annotations
 

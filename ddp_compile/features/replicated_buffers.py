@@ -1,4 +1,4 @@
-"""Buffers of a replicated module: broadcast from rank 0, or whatever a user's hook does with them."""
+"""Buffers of a replicated module: broadcast from rank 0, or handled by a user's hook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_compile.errors import ReductionError, this_rank
 from ddp_compile.runtime.comm.collectives import broadcast_all
 from ddp_compile.runtime.desync.monitor import DesyncMonitor
 
-#: Gets its state and the buffers by name; may return futures, which the end of the backward waits for.
+#: Called with its state and the buffers by name. It may return futures, which the end of the backward waits for.
 BufferHook = Callable[[Any, Mapping[str, Tensor]], "list[torch.futures.Future[Any]] | None"]
 
 
@@ -42,7 +42,7 @@ class ReplicatedBuffers:
         process_group: dist.ProcessGroup,
         monitor: DesyncMonitor,
     ) -> None:
-        # Places instead of tensors: a module may replace the tensor of a buffer.
+        # Modules and names instead of tensors, since a module may replace the tensor of a buffer.
         self._places = {
             fqn: (owner, name)
             for prefix, owner in module.named_modules()
@@ -59,12 +59,12 @@ class ReplicatedBuffers:
         present = {fqn: owner._buffers.get(name) for fqn, (owner, name) in self._places.items()}
         return {fqn: buffer for fqn, buffer in present.items() if buffer is not None}
 
-    def synchronised(self) -> list[Tensor]:
-        """The buffers that are kept equal; none if that is turned off."""
+    def synchronized(self) -> list[Tensor]:
+        """The buffers that are kept equal; none if that is off."""
         return list(self.tensors().values()) if self._is_on else []
 
     def register_hook(self, state: object, hook: Any, location: Any) -> None:
-        """Let a hook take the place of the broadcast; see ``ReplicatedModule._register_buffer_comm_hook``."""
+        """Replace the broadcast by a hook; see ``ReplicatedModule._register_buffer_comm_hook``."""
         if not callable(hook):
             raise TypeError(f"the buffer comm hook {hook!r} is not callable; pass hook(state, buffers by name)")
         name = location.name if isinstance(location, Enum) else str(location)
@@ -76,13 +76,13 @@ class ReplicatedBuffers:
         """Make buffers equal before a forward whose backward is to be reduced; returns futures for its end to wait for.
 
         Args:
-            kind: What kind of forward, for the statuses of the ranks.
+            kind: The kind of forward, for the statuses of the ranks.
             source: The rank in the group whose buffers are broadcast.
 
         Raises:
             ReductionError: Another rank did not come.
         """
-        buffers = self.synchronised()
+        buffers = self.synchronized()
         if not buffers or (self._hook is not None and self._hook.is_after_forward):
             return []
         self._monitor.buffers_are_broadcast(kind)
@@ -99,8 +99,8 @@ class ReplicatedBuffers:
         return []
 
     def after_forward(self) -> list[torch.futures.Future[Any]]:
-        """Call a hook that is to be called after the forward; returns futures as `before_forward`."""
-        if self._hook is None or not self._hook.is_after_forward or not self.synchronised():
+        """Call a hook whose place is after the forward; returns futures like `before_forward`."""
+        if self._hook is None or not self._hook.is_after_forward or not self.synchronized():
             return []
         return self._call(self._hook)
 

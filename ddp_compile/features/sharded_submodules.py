@@ -1,4 +1,4 @@
-"""Submodules that ``fully_shard`` has sharded: averages what FSDP2 does not."""
+"""Submodules that ``fully_shard`` has sharded: averages the gradients that FSDP2 does not."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def names_sharded(module: nn.Module) -> frozenset[str]:
 class ShardedSubmodules:
     """Averages gradients over replicas after FSDP2 has averaged and scattered them over its own ranks.
 
-    If FSDP2 shards over all ranks that are averaged over, nothing is left to do. If it shards over some of them, each
-    part lies on several ranks, its replicas. FSDP2 writes ``.grad`` past AccumulateGrad, so the reducer never hears of
+    If FSDP2 shards over all ranks to average over, nothing is left to do. If it shards over some of them, several
+    ranks, the replicas, hold each part. FSDP2 writes ``.grad`` without AccumulateGrad, so the reducer does not see
     these parameters. But in the backward it calls a hook with the reduced gradients of each submodule in turn, in an
-    order that the graph gives. The all-reduces of the hooks have process groups of their own, since their places
-    between the launches of buckets are not certain.
+    order that the graph determines. The all-reduces of the hooks use their own process groups, since their order
+    relative to the launches of buckets is not certain.
 
     Note [Order of sharded submodules]
-    If another replica left a submodule out, each all-reduce after that would add up gradients of two submodules. So the
-    ranks compare each hook of their first backward, and keep that order: a hook in another place is an error before
+    If another replica left out a submodule, each later all-reduce would add up gradients of two submodules. So the
+    ranks compare each hook of their first backward, and keep that order. A hook in another position is an error before
     anything is sent.
 
     Args:
@@ -80,12 +80,12 @@ class ShardedSubmodules:
         self._process_group = process_group
         self._device = device
         self._rank = dist.get_rank()
-        self._replicas: dict[str, dist.ProcessGroup] = {}  # by submodule; from `attach` on
+        self._replicas: dict[str, dist.ProcessGroup] = {}  # by submodule, from `attach` on
         self._order: list[str] | None = None
         self._called: list[str] = []
 
     def describe(self) -> list[str]:
-        """Lines that have to be the same on every rank."""
+        """Lines that must be the same on every rank."""
         lines = []
         for submodule in self._submodules:
             size = len(torch_internals.ranks_of_fully_shard(submodule.module))
@@ -95,13 +95,13 @@ class ShardedSubmodules:
         return lines
 
     def attach(self, broadcast: bool) -> None:
-        """Make the process groups, broadcast parameters between replicas, and set FSDP2's hook; on all ranks at once.
+        """Make the process groups, broadcast parameters between replicas, and set FSDP2's hook, on all ranks together.
 
         Args:
-            broadcast: Whether replicas take the parameters of the first of them.
+            broadcast: Whether replicas take the parameters of the first replica.
 
         Raises:
-            ReplicationError: The ranks of FSDP2 do not divide those to average over, or it has a hook already.
+            ReplicationError: FSDP2's ranks do not divide the ranks to average over, or FSDP2 already has a hook.
         """
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for submodule in self._submodules:
@@ -120,7 +120,7 @@ class ShardedSubmodules:
             submodule.module.set_all_reduce_hook(functools.partial(self._average, submodule.name))
 
     def detach(self) -> None:
-        """Let FSDP2 reduce over its own ranks alone again."""
+        """Make FSDP2 reduce over its own ranks alone again."""
         for submodule in self._submodules:
             if submodule.name in self._replicas:
                 torch_internals.remove_all_reduce_hook(submodule.module)
@@ -128,8 +128,8 @@ class ShardedSubmodules:
     def _refuse_hook(self, submodule: ShardedSubmodule) -> None:
         if torch_internals.all_reduce_hook_of_fully_shard(submodule.module) is not None:
             raise ReplicationError(
-                f"{this_rank()}: submodule {submodule.name} has an all-reduce hook already (set_all_reduce_hook),"
-                f" which ddp_compile would replace; leave it out, or {_WAY_OUT}"
+                f"{this_rank()}: submodule {submodule.name} already has an all-reduce hook (set_all_reduce_hook), which"
+                f" ddp_compile would replace; leave it out, or {_WAY_OUT}"
             )
 
     def _replicas_of(self, name: str, ranks_of_each: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -143,16 +143,15 @@ class ShardedSubmodules:
         if sorted(rank for part in parts for rank in part) != sorted(averaged) or len(set(map(len, parts))) > 1:
             raise ReplicationError(
                 f"{this_rank()}: submodule {name} is sharded by fully_shard over ranks"
-                f" {' and '.join(format_ranks(part) for part in parts)}, and ddp_compile averages over ranks"
-                f" {format_ranks(averaged)}. It has to average over all ranks that FSDP2 does, and these have to be"
-                " parts of one size: pass no device_mesh and no process_group, or one of all of them; or "
-                f"{_WAY_OUT}"
+                f" {' and '.join(format_ranks(part) for part in parts)}, but ddp_compile averages over ranks"
+                f" {format_ranks(averaged)}. It must average over all ranks of FSDP2, in parts of one size: pass no"
+                f" device_mesh and no process_group, or one of all of them; or {_WAY_OUT}"
             )
         place = next(part.index(self._rank) for part in parts if self._rank in part)
         return tuple(part[place] for part in parts)
 
     def _average(self, name: str, reduced: Tensor) -> None:
-        """FSDP2's hook: gets the gradients of a submodule, shape (n,), which FSDP2 scales and unpacks afterwards."""
+        """FSDP2's hook: called with a submodule's gradients, shape (n,), which FSDP2 scales and unpacks afterward."""
         if not self._called:
             torch_internals.queue_backward_callback(self._nearly_ended)
         self._called.append(name)
@@ -188,15 +187,15 @@ class ShardedSubmodules:
             ranks = format_ranks(different)
             first = dist.get_global_rank(group, 0)
             raise RanksDifferError(
-                f"{this_rank()}: in the first backward, the submodules of fully_shard are reduced in another order"
-                f" on rank {ranks} than on rank {first}; here it is {', '.join(self._called)}. Every replica has to"
-                f" use the same ones in the same order; or {_WAY_OUT}"
+                f"{this_rank()}: in the first backward, the submodules of fully_shard are reduced in another order on"
+                f" rank {ranks} than on rank {first}; here it is {', '.join(self._called)}. Every replica must use the"
+                f" same submodules in the same order; or {_WAY_OUT}"
             )
 
     def _order_changed(self) -> ReductionError:
         return ReductionError(
-            f"{this_rank()}: the submodules of fully_shard were reduced in the order {', '.join(self._called)}"
-            f" since the last backward that ended well, and {', '.join(self._order or ())} in the first one. Another"
-            " replica may have done otherwise, so nothing more is averaged: start again from a checkpoint, and use the"
-            f" same ones in every backward; or {_WAY_OUT}"
+            f"{this_rank()}: the submodules of fully_shard were reduced in the order {', '.join(self._called)} since"
+            f" the last backward that ended without an error, but {', '.join(self._order or ())} in the first one."
+            " Another replica may have used another order, so nothing more is averaged: start again from a checkpoint,"
+            f" and use the same submodules in every backward; or {_WAY_OUT}"
         )

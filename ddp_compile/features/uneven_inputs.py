@@ -1,13 +1,12 @@
 """Ranks with fewer batches than others: the module as a ``torch.distributed.algorithms.Joinable``.
 
 Note [Shadows]
-Inside ``Join``, a rank that has no input left shadows the others: it takes part in all that an iteration of theirs
-sends, and contributes zeros. When a forward begins, the ranks exchange one message with a flag for each rank, which is
-set if the rank still trains and its next backward is to be reduced. So every rank knows whether anything follows, how
-many ranks still train, and whose buffers to broadcast. The hosts wait for each other there, but for no device:
-Note [Words on the host]. One forward makes one iteration; a second forward before the backward of the first is an
-error, since shadows could not know of it. The ranks compare no fingerprints meanwhile, as they do different things by
-intention.
+Inside ``Join``, a rank that has no input left shadows the others: it joins all collectives of their iterations, and
+contributes zeros. When a forward begins, the ranks exchange one message with a flag for each rank. A flag is set if the
+rank still trains and its next backward is to be reduced. So every rank knows whether anything follows, how many ranks
+still train, and whose buffers to broadcast. The hosts wait for each other there, but for no device: Note [Words on the
+host]. One forward makes one iteration. A second forward before the backward of the first is an error, since shadows
+could not know of it. Meanwhile the ranks compare no fingerprints, since they do different things on purpose.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ class UnevenInputs:
         self._state = state
         self._divides_by_initial_world_size = True
         self._message: IterationMessage | None = None
-        self._notified: Any = None  # keeps what ``Join`` is told alive until the next time
+        self._notified: Any = None  # keeps the work for ``Join`` alive until the next time
 
     def configure(self, config: Any) -> None:
-        """A ``Join`` begins or has ended; undo what another one has left."""
+        """A ``Join`` begins or has ended: undo what another one has left behind."""
         self.config = config
         self._state.reducer.leave_join()
 
     def hook(self, divide_by_initial_world_size: bool) -> JoinHook:
-        """What ``Join`` calls on a rank that has no input left."""
+        """The hook that ``Join`` calls on a rank that has no input left."""
         self._divides_by_initial_world_size = divide_by_initial_world_size
         return _Hook(self)
 
     def forward_begins(self, module: nn.Module, synchronizes: bool) -> int:
-        """A forward with gradients begins on this rank; inside ``Join``, tell the ranks that have no input left.
+        """Before a forward with gradients on this rank: inside ``Join``, notify the ranks that have no input left.
 
         Args:
             synchronizes: Whether the backward is to be reduced.
@@ -71,16 +70,16 @@ class UnevenInputs:
         return training[-1] if training else 0
 
     def shadow_iteration(self) -> None:
-        """Take part in one iteration of the ranks that still train."""
+        """Join one iteration of the ranks that still train."""
         training = self._ranks_that_train(False)
-        if training:  # else they accumulate
+        if training:  # otherwise they accumulate
             self._enter(training)
             self._state.reducer.prepare_for_backward(synchronize=True)
             self._state.shadow_buffers(training[-1])
             self._state.reducer.shadow_backward()
 
     def end(self, is_last_joiner: bool) -> None:
-        """No rank has input left: every rank takes the parameters of one that has trained longest."""
+        """When no rank has input left, give every rank the parameters of one that trained longest."""
         group = self._state.process_group
         last = torch.tensor([group.rank() if is_last_joiner else -1], device=self._state.device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
@@ -90,7 +89,7 @@ class UnevenInputs:
     def _ranks_that_train(self, synchronizes: bool) -> list[int]:
         """The ranks in the group whose next backward is to be reduced, ascending."""
         group = self._state.process_group
-        if self._message is None:  # made on all ranks together
+        if self._message is None:  # constructed on all ranks together
             self._message = IterationMessage(group, self._state.device, is_needed=True)
         flags = bytearray(group.size())
         flags[group.rank()] = synchronizes
@@ -99,7 +98,7 @@ class UnevenInputs:
         return [rank for rank, trains in enumerate(heard) if trains]
 
     def _enter(self, training: list[int]) -> None:
-        if training:  # else nothing is reduced
+        if training:  # otherwise nothing is reduced
             size = self._state.process_group.size()
             self._state.reducer.enter_join(size if self._divides_by_initial_world_size else len(training))
 
@@ -118,7 +117,7 @@ class _Hook(JoinHook):
 class JoinOne(Join):
     """A ``Join`` of one module; a second one inside it is refused.
 
-    The training ranks would wait for shadows in both, and a shadow is in one of them at a time.
+    The training ranks would wait for shadows in both, but a shadow is in only one of them at a time.
     """
 
     def __init__(self, module: Any, inputs: UnevenInputs, *arguments: Any, **keywords: Any) -> None:
@@ -140,4 +139,4 @@ class JoinOne(Join):
         finally:
             if self._enable:
                 _inside.pop()
-                self._inputs.configure(torch_internals.disabled_join_config())  # ``Join`` leaves it as it is
+                self._inputs.configure(torch_internals.disabled_join_config())  # ``Join`` does not reset it

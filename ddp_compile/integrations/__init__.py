@@ -1,4 +1,4 @@
-"""Training frameworks that would construct DistributedDataParallel by themselves: one module for each.
+"""Training frameworks that construct DistributedDataParallel themselves, one module for each.
 
-None is imported with ``ddp_compile``; each imports its framework.
+Importing ``ddp_compile`` imports none of them, since each imports its framework.
 """

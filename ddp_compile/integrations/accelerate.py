@@ -1,9 +1,9 @@
 """Hugging Face Accelerate and Trainer: ``accelerator.prepare`` replicates with ``ddp_compile``.
 
 Note [A class of the accelerator's own]
-Accelerate has no extension point where `Accelerator.prepare_model` constructs DistributedDataParallel. So one
-accelerator gets a class derived from its own, which overrides the few methods that ask for a DistributedDataParallel.
-All others ask for methods that a replicated module has (``no_sync``), or take any module.
+`Accelerator.prepare_model` constructs DistributedDataParallel, and Accelerate has no extension point there. So the
+accelerator gets a class derived from its own, which overrides the few methods that require a DistributedDataParallel.
+All others use methods that a replicated module has (``no_sync``), or take any module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CREATES = "create_accelerator_and_postprocess"  # Trainer's method that makes i
 
 
 def use(accelerator: UsedT, **arguments: Any) -> UsedT:
-    """Let ``accelerator.prepare`` replicate models with ``ddp_compile`` instead of DistributedDataParallel.
+    """Make ``accelerator.prepare`` replicate models with ``ddp_compile`` instead of DistributedDataParallel.
 
     Call it before anything is prepared::
 
@@ -49,25 +49,27 @@ def use(accelerator: UsedT, **arguments: Any) -> UsedT:
     `Accelerator.unwrap_model` returns it as it is, still replicated.
 
     Args:
-        accelerator: An accelerator of several processes, on CPUs or GPUs, started by ``accelerate launch`` or torchrun.
-            Or a Trainer, for its accelerator and those that it makes for the trials of a hyperparameter search.
-        arguments: Those of `ddp_compile` without ``process_group`` and ``device_mesh``. If the accelerator was given a
-            DistributedDataParallelKwargs, or Trainer has made one, its settings and its comm hook are used as well.
+        accelerator: An accelerator with several processes, on CPUs or GPUs, started by ``accelerate launch`` or
+            torchrun. Or a Trainer, for its accelerator and those that it makes for the trials of a hyperparameter
+            search.
+        arguments: The arguments of `ddp_compile`, except ``process_group`` and ``device_mesh``. If the accelerator was
+            given a DistributedDataParallelKwargs, or Trainer made one, its settings and its comm hook are used too.
 
     Returns:
         ``accelerator`` itself.
 
     Raises:
         TypeError: Neither an Accelerator nor a Trainer, or an argument that cannot be given here.
-        ReplicationError: The accelerator trains in another way, has one process, compiles by itself, or has prepared
-            models already; or Accelerate is too old. When a model is prepared: it was replicated before, an argument
-            contradicts DistributedDataParallelKwargs, or the ranks have states that no checkpoint of Accelerate holds.
+        ReplicationError: The accelerator trains in another way, has one process, compiles itself, or has already
+            prepared models; or Accelerate is too old. Raised when a model is prepared: it was replicated before, an
+            argument contradicts DistributedDataParallelKwargs, or the ranks have states that no checkpoint of
+            Accelerate holds.
     """
     for name in ("process_group", "device_mesh"):
         if arguments.get(name) is not None:
             raise TypeError(
-                f"use() does not take {name}: Accelerate hands out data for all its processes, over which gradients are"
-                f" averaged; drop {name}"
+                f"use() does not take {name}: Accelerate distributes data over all its processes, and gradients are"
+                f" averaged over the same processes; drop {name}"
             )
     if isinstance(accelerator, accelerate.Accelerator):
         _use_accelerator(accelerator, arguments)
@@ -109,30 +111,31 @@ def _objection(accelerator: accelerate.Accelerator) -> str:
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
         return (
-            "the accelerator has one process (DistributedType.NO), over which there is nothing to average; start the"
-            " script with accelerate launch or torchrun --nproc-per-node 2, on CPUs with torchrun and"
-            " Accelerator(cpu=True), for Trainer TrainingArguments(use_cpu=True); or leave use() out"
+            "the accelerator has one process (DistributedType.NO), so there is nothing to average; start the script"
+            " with accelerate launch or torchrun --nproc-per-node 2, on CPUs with torchrun and Accelerator(cpu=True),"
+            " for Trainer TrainingArguments(use_cpu=True); or leave out use()"
         )
     if kind not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         return (
-            f"the accelerator has distributed_type={kind.value}, which shards or reduces by itself; leave its plugin,"
-            " or its setting in accelerate config, out, or leave use() out"
+            f"the accelerator has distributed_type={kind.value}, which shards or reduces itself; leave out its plugin,"
+            " or its setting in accelerate config, or leave out use()"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         return (
-            "the accelerator has a parallelism_config, which lays out its ranks by itself; leave it out, or use() out"
+            "the accelerator has a parallelism_config, which lays out its ranks itself; leave out parallelism_config,"
+            " or use()"
         )
     if accelerator.mixed_precision == "fp8":
-        return "mixed_precision='fp8' converts layers by a library of its own; use 'bf16', or leave use() out"
+        return "mixed_precision='fp8' converts layers with its own library; use 'bf16', or leave out use()"
     backend = accelerator.state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
         return (
-            f"the accelerator compiles by itself (dynamo_backend={backend.value}; torch_compile=True of"
-            " TrainingArguments sets it), and so does ddp_compile; drop it, and give backend= and mode= to use()"
+            f"the accelerator compiles itself (dynamo_backend={backend.value}; torch_compile=True of TrainingArguments"
+            " sets it), and so does ddp_compile; drop it, and pass backend= and mode= to use()"
         )
     if accelerator._models:
         names = ", ".join(type(model).__name__ for model in accelerator._models)
-        return f"the accelerator has prepared {names} already; call use() before accelerator.prepare()"
+        return f"the accelerator has already prepared {names}; call use() before accelerator.prepare()"
     return ""
 
 
@@ -146,9 +149,9 @@ class _ReplicatesModels:
         if isinstance(model, ReplicatedModule) and not getattr(model, "_is_accelerate_prepared", False):
             raise ReplicationError(
                 f"{this_rank()}: ddp_compile has replicated this {type(model).__name__} before accelerator.prepare();"
-                " leave that call out, and give its arguments to use()"
+                " leave out that call, and pass its arguments to use()"
             )
-        # Moves it to its device and into autocast. In evaluation mode Accelerate puts no wrapper around it.
+        # Moves it to its device and into autocast. In evaluation mode Accelerate does not wrap it.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
         # Trainer prepares its model in each train() and evaluate().
         is_done = isinstance(model, ReplicatedModule)
@@ -162,15 +165,15 @@ class _ReplicatesModels:
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """As Accelerate's, which would call the model's own method ``no_sync``, if it has one."""
+        """Like Accelerate's, which would call the model's own method ``no_sync`` if there is one."""
         if isinstance(model, ReplicatedModule):
             return no_sync(model)
         return super().no_sync(model)  # type: ignore[misc]
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """As Accelerate's: reduce the next backward although its forward ran inside ``no_sync``."""
-        if isinstance(model, ReplicatedModule):  # not if nothing in it is trained
+        """Like Accelerate's: reduce the next backward although its forward ran inside ``no_sync``."""
+        if isinstance(model, ReplicatedModule):  # it is not replicated if nothing in it is trained
             state_of(model).reducer.prepare_for_backward(True)
         yield
 
@@ -182,7 +185,8 @@ def _with_handler(arguments: Mapping[str, Any], handler: Any) -> dict[str, Any]:
         if arguments[name] != of_handler[name]:
             raise ReplicationError(
                 f"{this_rank()}: use() was given {name}={arguments[name]!r} and DistributedDataParallelKwargs"
-                f" {name}={of_handler[name]!r}; give it once (Trainer makes these of ddp_{name} in TrainingArguments)"
+                f" {name}={of_handler[name]!r}; pass it once (Trainer takes the latter from ddp_{name} in"
+                " TrainingArguments)"
             )
     return {**of_handler, **arguments}
 

@@ -26,14 +26,14 @@ from ddp_compile.features.compatibility import Feature
 from ddp_compile.functions import is_replicated, no_sync, unwrap
 from ddp_compile.module.mixin import state_of
 
-#: The oldest Lightning that this has been tested with.
+#: The oldest Lightning that was tested.
 OLDEST = "2.5"
 
 
 class _Steps(nn.Module):
-    """Replicated instead of the LightningModule: a call of it is a step of the LightningModule.
+    """The module that is replicated instead of the LightningModule: calling it runs a step of the LightningModule.
 
-    The LightningModule itself is not replicated, so that ``self(batch)`` inside a step is part of the step.
+    The LightningModule itself is not replicated, so ``self(batch)`` inside a step is part of the step.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -51,21 +51,21 @@ class _Steps(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Nothing to do: ``train()`` also sets the mode of the LightningModule."""
+        """Does nothing, since ``train()`` also sets the mode of the LightningModule."""
 
 
 class DDPCompileStrategy(DDPStrategy):
     """Trains a LightningModule with `ddp_compile.ddp_compile` instead of DistributedDataParallel.
 
-    ``training_step`` is compiled, and while fitting ``validation_step`` too. With manual optimization the steps run
+    ``training_step`` is compiled, and so is ``validation_step`` while fitting. With manual optimization the steps run
     eagerly, and the gradients of ``manual_backward`` are averaged.
 
     Args:
-        **settings: Those of ``DDPStrategy``, such as ``process_group_backend`` and ``ddp_comm_hook``, but with the
-            arguments of `ddp_compile.ddp_compile` instead of those of DistributedDataParallel.
+        **settings: The settings of ``DDPStrategy``, such as ``process_group_backend`` and ``ddp_comm_hook``, but with
+            the arguments of `ddp_compile.ddp_compile` instead of those of DistributedDataParallel.
 
     Raises:
-        TypeError: An argument that is not taken.
+        TypeError: An unknown argument.
         ReplicationError: This Lightning is too old.
     """
 
@@ -75,8 +75,8 @@ class DDPCompileStrategy(DDPStrategy):
     def __init__(self, **settings: Any) -> None:
         if _release(lightning.__version__) < _release(OLDEST):
             raise ReplicationError(
-                f"DDPCompileStrategy needs Lightning {OLDEST} or newer, and this is {lightning.__version__}; run"
-                f" pip install 'lightning>={OLDEST}'"
+                f"DDPCompileStrategy needs Lightning {OLDEST} or newer, but this is {lightning.__version__}; run pip"
+                f" install 'lightning>={OLDEST}'"
             )
         super().__init__(**settings)
         self._untraced = ExitStack()
@@ -87,13 +87,13 @@ class DDPCompileStrategy(DDPStrategy):
         """Replicate the LightningModule.
 
         Raises:
-            ReplicationError: It cannot be replicated, or is replicated or compiled already.
+            ReplicationError: It cannot be replicated, or is already replicated or compiled.
         """
         module = self.model
         if not isinstance(module, LightningModule):
             raise ReplicationError(
-                f"{this_rank()}: the strategy was given {with_article(type(module).__name__)} in place of the"
-                " LightningModule, perhaps by a precision plugin that converts modules; leave that plugin out, or use"
+                f"{this_rank()}: the strategy was given {with_article(type(module).__name__)} instead of the"
+                " LightningModule, perhaps by a precision plugin that converts modules; leave out that plugin, or use"
                 ' strategy="ddp"'
             )
         self._refuse(module)
@@ -119,17 +119,17 @@ class DDPCompileStrategy(DDPStrategy):
         for name, submodule in module.named_modules():
             if is_replicated(submodule):
                 raise ReplicationError(
-                    f"{this_rank()}: {name or 'the LightningModule'} is replicated already; leave"
-                    " ddp_compile(...) out, DDPCompileStrategy calls it with the arguments that it is given"
+                    f"{this_rank()}: {name or 'the LightningModule'} is already replicated; leave out ddp_compile(...),"
+                    " since DDPCompileStrategy calls it with its own arguments"
                 )
         if parts := [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]:
             raise ReplicationError(
-                f"{this_rank()}: {shorten_names(parts)} are DTensors, of which a checkpoint of this strategy"
-                " would hold rank 0's part alone; use Lightning's ModelParallelStrategy or FSDPStrategy"
+                f"{this_rank()}: {shorten_names(parts)} are DTensors, but a checkpoint of this strategy would hold only"
+                " rank 0's part of them; use Lightning's ModelParallelStrategy or FSDPStrategy"
             )
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ReplicationError(
-                f"{this_rank()}: the Trainer was given torch.compile(module); give it the module itself, and"
+                f"{this_rank()}: the Trainer was given torch.compile(module); pass it the module itself, and the"
                 " arguments of torch.compile to DDPCompileStrategy(mode=..., dynamic=...)"
             )
 
@@ -149,24 +149,24 @@ class DDPCompileStrategy(DDPStrategy):
         if isinstance(model, _Steps):
             if step != "training_step" or module.automatic_optimization:
                 return model(step, *args, **kwargs)
-            # Any number of backwards come inside it.
+            # Any number of backwards may come inside it.
             state_of(model).broadcast_buffers("training step")
         return getattr(module, step)(*args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """Let all ranks validate with rank 0's buffers, which a checkpoint holds, as with ``strategy="ddp"``."""
+        """Give all ranks rank 0's buffers, which a checkpoint holds, for validation, as with ``strategy="ddp"``."""
         if isinstance(self.model, _Steps):
             state_of(self.model).broadcast_buffers("validation")
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """With manual optimization: get ready for a backward, since the module was not called for it."""
+        """With manual optimization, prepare for a backward, since the module was not called for it."""
         assert self.lightning_module is not None
         if isinstance(self.model, _Steps) and not self.lightning_module.automatic_optimization:
             state_of(self.model).prepare_for_backward_of(self.model, closure_loss)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, in all micro-batches of a step but the last."""
+        """Accumulate gradients locally in all micro-batches of a step except the last."""
         if isinstance(self.model, _Steps):
             with no_sync(self.model):
                 yield
@@ -174,7 +174,7 @@ class DDPCompileStrategy(DDPStrategy):
             yield
 
     def teardown(self) -> None:
-        """Make the LightningModule plain again."""
+        """Unwrap the LightningModule."""
         self._untraced.close()
         model = self.model
         try:
@@ -186,7 +186,7 @@ class DDPCompileStrategy(DDPStrategy):
 
 
 def _python_methods(module: LightningModule) -> Iterator[tuple[nn.Module, str]]:
-    """Methods that Dynamo must not trace: they count calls, and it would compile the step again for each count."""
+    """Methods that Dynamo must not trace: they count calls, so it would compile the step again for each count."""
     for name in ("log", "log_dict", "optimizers", "lr_schedulers"):
         yield module, name
     for submodule in module.modules():
@@ -209,7 +209,7 @@ def _untraced(owner: nn.Module, name: str) -> Iterator[None]:
 
 
 class _Untraced:
-    """A method that Dynamo calls without tracing it; copies and pickles of its owner have the plain method."""
+    """A method that Dynamo calls without tracing it. Copies and pickles of its owner have the plain method."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self._owner = owner

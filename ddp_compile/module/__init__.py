@@ -1,1 +1,1 @@
-"""What a module gains when it is replicated, what it carries, and what it is checked for."""
+"""Replicated modules: the methods that they gain, the state that they carry, and the checks before."""

@@ -1,4 +1,4 @@
-"""What a replicated module says of itself: ``model.explain()``, and warnings once its plan is sealed."""
+"""``model.explain()``, and the warnings after the plan is sealed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _format_report(report: GraphReport) -> str:
 def _format_eager(plan: BucketPlan, region_of: Mapping[int, int]) -> list[str]:
     eager = [bucket for bucket in plan.buckets if bucket.frame is None]
     in_no_graph = [bucket for bucket in eager if not any(g.index in region_of for g in bucket.gradients)]
-    if len(eager) == len(plan.buckets) or not in_no_graph:  # if nothing is compiled yet, the table says all
+    if len(eager) == len(plan.buckets) or not in_no_graph:  # if nothing is compiled yet, the table says everything
         return []
     are, them, they = ("is", "it", "it is") if len(in_no_graph) == 1 else ("are", "them", "they are")
     return [
@@ -49,8 +49,8 @@ def _format_eager(plan: BucketPlan, region_of: Mapping[int, int]) -> list[str]:
 def not_called() -> str:
     return (
         f"{this_rank()}: the module itself has not been called for training: gradients came through one of its"
-        " submodules or methods, or through module.forward. These are not compiled, and buffers are not"
-        " broadcast before them; call the module: model(x)"
+        " submodules or methods, or through module.forward. These are not compiled, and no buffers are broadcast"
+        " before them; call the module: model(x)"
     )
 
 
@@ -78,8 +78,8 @@ def all_at_once(plan: BucketPlan, cap_bytes: int, reports: Sequence[GraphReport]
     reasons = "; ".join(declined) or "one node of the graph makes them all ready"
     if not reports:
         reasons = (
-            "graphs made in evaluation mode are not cut; put the model into training mode, and only the layers that"
-            " must not be in it into evaluation mode"
+            "graphs made in evaluation mode are not cut; put the model into training mode, and only layers that need"
+            " evaluation mode into that"
         )
     return (
         f"{this_rank()}: {plan.num_bytes / 2**20:.1f} MiB of gradients become ready all at once, so their communication"

@@ -32,11 +32,11 @@ class ReplicatedModule(nn.Module):
     """The methods that ``ddp_compile`` adds to a module's class. Do not construct it: call ``ddp_compile(module)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # ``type(model)(...)`` and slices of an nn.Sequential are of the user's class.
+        # ``type(model)(...)`` and slices of an nn.Sequential give the user's class.
         return original_class(cls)(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Hide the class made here from a user's ``__init_subclass__``, a registry for example."""
+        """Hide the class made here from a user's ``__init_subclass__``, for example a registry."""
 
     def __repr__(self) -> str:
         return f"{state_of(self).describe()}: {super().__repr__()}"
@@ -63,18 +63,19 @@ class ReplicatedModule(nn.Module):
         """Train on uneven inputs: a rank that has no batch left contributes zeros until the others have none.
 
         Inside, every forward with gradients needs its backward before the next forward. At the end every rank has the
-        parameters and buffers of one that has trained longest. With other Joinables, such as a ZeroRedundancyOptimizer,
+        parameters and buffers of a rank that trained longest. With other Joinables, such as a ZeroRedundancyOptimizer,
         use ``torch.distributed.algorithms.Join([model, optimizer])``.
 
         Args:
-            divide_by_initial_world_size: Divide by the number of all ranks; False: of those that still train.
+            divide_by_initial_world_size: Divide by the number of all ranks. False divides by the number of ranks that
+                still train.
             enable: False turns the context off.
             throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has no batch left.
 
         Raises:
             ReplicationError: A feature of the module excludes it (docs/feature_compatibility.md), or this is inside the
-                `join` of another module; inside, a second forward before a backward, or with ``static_graph`` a rank
-                without any batch.
+                `join` of another module. Inside the context, if a second forward comes before a backward, or with
+                ``static_graph`` if a rank has no batch at all.
         """
         return JoinOne(
             self,
@@ -85,14 +86,14 @@ class ReplicatedModule(nn.Module):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What ``torch.distributed.algorithms.Join`` calls on a rank that has no input left.
+        """The hook that ``torch.distributed.algorithms.Join`` calls on a rank that has no input left.
 
         Args:
             kwargs: ``divide_by_initial_world_size``, as in `join`; arguments of other Joinables are ignored.
         """
         state = state_of(self)
         present = in_force(state, state.reducer.algorithm)
-        present.pop(Feature.JOIN, None)  # left by a context that was constructed and not entered
+        present.pop(Feature.JOIN, None)  # left by a context that was constructed but not entered
         refuse_if_excluded(Feature.JOIN, "Join", present)
         return state.uneven_inputs.hook(kwargs.get("divide_by_initial_world_size", True))
 
@@ -128,12 +129,12 @@ class ReplicatedModule(nn.Module):
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether each reduced backward has to be followed by a call of `finalize_backward`.
+        """Whether `finalize_backward` must be called after each reduced backward.
 
         False unless set, as in DistributedDataParallel of torch 2.15; set it between two steps. Code between the
-        backward and `finalize_backward` overlaps with the last reductions: an optimizer step over other parameters, for
-        example. It must not touch or use the gradients: an optimizer step over them takes this rank's own, without an
-        error.
+        backward and `finalize_backward` overlaps with the last reductions, for example an optimizer step over other
+        parameters. It must neither change nor use the gradients: an optimizer step over them uses this rank's own,
+        without an error.
         """
         return state_of(self).reducer.finalizes_manually
 
@@ -143,16 +144,16 @@ class ReplicatedModule(nn.Module):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` is to be called after the backward; never in a hook inside it."""
+        """Whether `finalize_backward` must be called after the backward; never in a hook inside it."""
         return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
-        """Wait for the reductions of the backward that has returned; afterwards each ``.grad`` is the mean.
+        """Wait for the reductions of the backward that has returned. Afterward each ``.grad`` is the mean.
 
-        If `require_manual_backward_finalization` is set, call it once after each backward that is reduced.
+        If `require_manual_backward_finalization` is set, call it once after each reduced backward.
 
         Raises:
-            RuntimeError: It is not set, or no such backward has come or returned.
+            RuntimeError: It is not set, or no reduced backward has returned.
             ReductionError: A reduction failed or timed out.
             GradientArrivalError: A gradient came too late to be in the mean.
         """
@@ -162,20 +163,20 @@ class ReplicatedModule(nn.Module):
         """Let ``hook`` reduce the buckets instead of the all-reduce, as with DistributedDataParallel.
 
         The hook may be one of ``torch.distributed.algorithms.ddp_comm_hooks`` or `ddp_compile.comm_hooks`, or your own.
-        Register the same one on every rank, at any time but inside a backward. After the first backward, this waits for
-        the other ranks to register it too.
+        Register the same hook on every rank, at any time except inside a backward. After the first backward, this waits
+        until the other ranks register it too.
 
         Args:
             state: Passed to the hook with every bucket; for most hooks a process group, None for the default group.
             hook: ``hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]``. It is called with each
-                bucket in plan order, outside ``no_sync`` only, at world size 1 too. ``bucket.buffer()`` is the sum of
-                this rank's gradients, not yet divided, of shape (n,) and the gradients' dtype; for an embedding with
-                ``sparse=True``, its sparse gradient. The future holds the reduced gradients: the
-                buffer itself or another floating tensor of its shape. Or a ``torch.distributed.BuiltinCommHookType``,
-                which reduces over the module's own process group unless ``state`` is another.
+                bucket in plan order, only outside ``no_sync``, at world size 1 too. ``bucket.buffer()`` holds this
+                rank's gradients, not divided, of shape (n,) and the gradients' dtype; for an embedding with
+                ``sparse=True``, its sparse gradient. The future holds the reduced gradients: the buffer itself or
+                another floating tensor of its shape. Or a ``torch.distributed.BuiltinCommHookType``, which reduces over
+                the module's own process group unless ``state`` is another one.
 
         Raises:
-            TypeError: The hook is not callable, or not with a state and a bucket.
+            TypeError: The hook cannot be called with a state and a bucket.
             ValueError: The annotation of the bucket or of the result is of another type.
             RuntimeError: A hook is registered already, or a backward has not been completed.
             ReplicationError: Another algorithm, or a sharded optimizer, reduces the buckets.
@@ -188,25 +189,25 @@ class ReplicatedModule(nn.Module):
 
     @property
     def comm_algorithm(self) -> CommAlgorithm:
-        """The present algorithm: a registered comm hook, or one that ``algorithm=`` has built.
+        """The current algorithm: a registered comm hook, or the one that ``algorithm=`` built.
 
-        Save its ``state_dict()`` in this rank's checkpoint, with those of the module and the optimizer.
+        Save its ``state_dict()`` in this rank's checkpoint, together with those of the module and the optimizer.
         """
         return state_of(self).reducer.algorithm
 
     def set_comm_algorithm(
         self, algorithm: AlgorithmConfig, optimizers: Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Use another algorithm from the next forward on; call this on every rank between the same two steps.
+        """Use another algorithm from the next forward on. Call this on every rank between the same two steps.
 
         If parameters may differ between the ranks, they become the mean over the ranks first. The state of the previous
         algorithm is lost.
 
         Args:
             algorithm: As for ``ddp_compile``.
-            optimizers: All optimizers of the module, if the ranks differ under the previous algorithm and the new one
-                averages gradients. Their states become the mean too, since otherwise equal gradients would make
-                different steps.
+            optimizers: All optimizers of the module. Needed if the ranks differ under the previous algorithm and the
+                new one averages gradients. Their states become the mean too, since otherwise equal gradients would lead
+                to different steps.
 
         Raises:
             TypeError: Not an `AlgorithmConfig`.
@@ -219,7 +220,7 @@ class ReplicatedModule(nn.Module):
         set_comm_algorithm(state_of(self), algorithm, optimizers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the module's own; with a sharded optimizer also the gradients of its pieces."""
+        """Like the module's own; with a sharded optimizer, it also zeroes the gradients of its pieces."""
         state = state_of(self)
         with state.naming_parameters():
             super().zero_grad(set_to_none)
@@ -228,23 +229,24 @@ class ReplicatedModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``, with a sharded optimizer too, on every rank.
+        """Scale all gradients to a norm of at most ``max_norm``. With a sharded optimizer, call it on every rank.
 
         Args:
-            max_norm: The largest norm there may be.
+            max_norm: The largest norm that is allowed.
             norm_type: Order of the norm, ``float("inf")`` for the largest value; above zero with a sharded optimizer.
             error_if_nonfinite: Raise a RuntimeError if the norm is infinite or NaN.
 
         Returns:
-            The norm of all gradients before, of all ranks' parts, shape (); with a sharded optimizer at least float32.
+            The norm of all gradients before scaling, over the parts of all ranks, shape (); with a sharded optimizer,
+            in float32 or more.
 
-        Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called where nothing is sharded.
+        Source: ``clip_grad_norm_`` of torch 2.13, nn/utils/clip_grad.py, which is called if nothing is sharded.
         """
         sharding = state_of(self).reducer.algorithm.sharding
         return sharding.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """The mean gradient of each parameter that has one, by name; with a sharded optimizer too, on every rank.
+        """The mean gradient of each parameter that has one, by name. With a sharded optimizer, call it on every rank.
 
         Returns:
             New tensors of the parameters' shapes.
@@ -253,34 +255,34 @@ class ReplicatedModule(nn.Module):
         return state.reducer.algorithm.sharding.full_gradients(state.parameters.named)
 
     def await_parameters(self) -> None:
-        """Return when all parameters are complete; with an accelerator, when the current stream waits for them.
+        """Return when all parameters are complete; on an accelerator, when the current stream waits for them.
 
-        A step of a sharded optimizer leaves them on their way. Calls of the module, `state_dict`, `load_state_dict`,
-        `parameters`, `named_parameters`, copies of the module, and most uses of a parameter wait by themselves; call
-        this before others, a fork or a transform of torch.func over parameters that you hold. Without a sharded
-        optimizer it returns at once.
+        After a step of a sharded optimizer, parameters are still being gathered. Calls of the module, `state_dict`,
+        `load_state_dict`, `parameters`, `named_parameters`, copies of the module, and most uses of a parameter wait
+        automatically. Call this before other uses: a fork, or a transform of torch.func over parameters that you hold.
+        Without a sharded optimizer it returns at once.
 
         Raises:
-            ReductionError: A rank has not come to the same step.
-            ReplicationError: The step has raised before its end.
+            ReductionError: A rank has not reached the same step.
+            ReplicationError: The step raised before its end.
         """
         state_of(self).await_parameters()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the module's own, after `await_parameters`; ``parameters()`` calls it."""
-        if not torch.compiler.is_compiling():  # a forward that is compiled waits by itself
+        """Like the module's own, after `await_parameters`; ``parameters()`` calls it."""
+        if not torch.compiler.is_compiling():  # a compiled forward waits itself
             self.await_parameters()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, after `await_parameters`."""
+        """Like the module's own, after `await_parameters`."""
         self.await_parameters()
         return super().state_dict(*args, **kwargs)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
     ) -> None:
-        """Let ``hook(state, buffers)`` take the place of the broadcast of buffers, as with DistributedDataParallel.
+        """Replace the broadcast of buffers by ``hook(state, buffers)``, as with DistributedDataParallel.
 
         It is called for each forward whose backward is to be reduced, with a mapping from name to buffer. If it returns
         a list of futures, the end of that backward waits for them. Register the same hook on every rank.
@@ -301,7 +303,7 @@ class ReplicatedModule(nn.Module):
         """Step inside ``backward()``, as with DistributedDataParallel; gradients are kept.
 
         Args:
-            optim: Class of an optimizer of which torch has a functional form: SGD, Adam, AdamW and others.
+            optim: Class of an optimizer that has a functional form in torch: SGD, Adam, AdamW and others.
             args: Its arguments without the parameters.
             optim_params: The parameters to step; None for all that are reduced.
             kwargs: Its keyword arguments.
@@ -315,7 +317,7 @@ class ReplicatedModule(nn.Module):
 
     @property
     def bucket_plan(self) -> BucketPlan:
-        """The plan that the module reduces by; the plan so far until the first reduced backward has sealed it."""
+        """The plan that the module reduces by. Until the first reduced backward seals it, the plan so far."""
         builder = state_of(self).builder
         return builder.sealed or builder.propose()
 
@@ -338,10 +340,10 @@ class ReplicatedModule(nn.Module):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, after removing the prefixes that DistributedDataParallel and torch.compile add.
+        """Like the module's own, after removing the prefixes that DistributedDataParallel and torch.compile add.
 
         Raises:
-            ValueError: ``assign=True``, which would replace the parameters that are reduced.
+            ValueError: ``assign=True`` was passed, which would replace the reduced parameters.
         """
         if kwargs.get("assign", False) or True in args[1:2]:
             raise ValueError(
@@ -365,7 +367,7 @@ class ReplicatedModule(nn.Module):
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Later protocols would name the class of this object instead of the plain one.
+        # Later protocols would store this object's class instead of the plain one.
         return _plain_shell(self).__reduce_ex__(1)
 
 
@@ -384,24 +386,24 @@ def state_of(module: nn.Module) -> ReplicateState:
 
 
 def _plain_shell(module: nn.Module) -> nn.Module:
-    """A module of the original class with the same attributes, parameters and submodules, but nothing of ours."""
+    """A module of the original class with the same attributes, parameters and submodules, without our additions."""
     state_of(module).await_parameters()
     shell: nn.Module = object.__new__(original_class(type(module)))
     for name, value in module.__dict__.items():
         if name != STATE:
-            # Bound methods, as Accelerate wraps ``forward``, would lead a copy back to the module.
+            # Bound methods, such as a ``forward`` that Accelerate wraps, would refer a copy back to the module.
             is_bound = isinstance(value, MethodType) and value.__self__ is module
             shell.__dict__[name] = MethodType(value.__func__, shell) if is_bound else value
     return shell
 
 
 def _without_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """The same entries under the module's own names, if all of them have prefixes that wrappers add."""
+    """The same entries under the module's own names, if all of them have a wrapper's prefixes."""
     if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
         return state_dict  # torch raises
     own = module.state_dict().keys()
     stripped: Any = OrderedDict(state_dict)
-    # Version numbers of the modules that wrote the entries, by which modules migrate old ones.
+    # Version numbers of the modules that wrote the entries, which modules use to migrate old entries.
     metadata = getattr(state_dict, "_metadata", None)
     while stripped and own.isdisjoint(stripped):
         prefix = next((p for p in ("module", "_orig_mod") if all(key.startswith(f"{p}.") for key in stripped)), None)
@@ -412,7 +414,7 @@ def _without_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Mappi
             below = {key: value for key, value in metadata.items() if key.split(".")[0] == prefix}
             metadata = OrderedDict((key.removeprefix(prefix).lstrip("."), value) for key, value in below.items())
     if own.isdisjoint(stripped):
-        return state_dict  # of another module: the error shall have the names of the checkpoint
+        return state_dict  # of another module: the error should have the names in the checkpoint
     if metadata is not None:
         stripped._metadata = metadata
     return stripped

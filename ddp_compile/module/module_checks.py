@@ -43,7 +43,7 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
     """Refuse tensors that the process group cannot send or average, and devices that the reducer does not support.
 
     Autograd has a thread for each accelerator, and one for the CPU. The reducer counts gradients without a lock, so all
-    of them have to come on one thread, which means from one device.
+    of them must arrive on one thread, which means from one device.
 
     Raises:
         ReplicationError: Names the device and the first tensor on it that would be sent, or a DTensor that is sharded
@@ -56,8 +56,8 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
     if len(reduced) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in reduced.items())
         raise ReplicationError(
-            f"{this_rank()}: {places}; all reduced parameters have to be on one device. Move them to one,"
-            " start a rank for each device, or call ddp_compile on each part that lies on one device"
+            f"{this_rank()}: {places}; all reduced parameters must be on one device. Move them to one, start a rank for"
+            " each device, or call ddp_compile on each part that is on one device"
         )
     types = torch_internals.device_types(process_group)
     first_on: dict[torch.device, str] = {}
@@ -67,19 +67,19 @@ def check_devices(module: nn.Module, config: ReplicateConfig, process_group: dis
         where = f"{this_rank()}: {name} is on {device}"
         if device.type != "cpu" and not streams.has_streams(device):
             raise ReplicationError(
-                f"{where}, and torch.{device.type} has no streams, which keep collectives after the kernels that"
-                " compute their gradients; move the module to the CPU, or to an accelerator with streams"
+                f"{where}, and torch.{device.type} has no streams, which order collectives after the kernels that"
+                " compute the gradients; move the module to the CPU, or to an accelerator with streams"
             )
         if types and device.type not in types:
             raise ReplicationError(
-                f"{where}, and the process group sends tensors on {' and '.join(types)} only"
-                f" (backend {dist.get_backend(process_group)!r}); move the module, or pass a process group with a"
-                f" backend for {device.type}, as init_process_group('cpu:gloo,cuda:nccl') makes one for both"
+                f"{where}, but the process group sends tensors on {' and '.join(types)} only (backend"
+                f" {dist.get_backend(process_group)!r}); move the module, or pass a process group with a backend for"
+                f" {device.type}, as init_process_group('cpu:gloo,cuda:nccl') makes one for both"
             )
 
 
 def _refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], process_group: dist.ProcessGroup) -> None:
-    """Refuse DTensors that are sharded over the ranks to average over: each of these has another part of the tensor."""
+    """Refuse DTensors that are sharded over the ranks to average over: each rank has another part of the tensor."""
     averaged = dist.get_process_group_ranks(process_group)
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if name in ignored or not torch_internals.is_dtensor(tensor):
@@ -91,10 +91,10 @@ def _refuse_sharded_over_replicas(module: nn.Module, ignored: Container[str], pr
         names = f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
         raise ReplicationError(
             f"{this_rank()}: {name} is a DTensor with {', '.join(map(str, tensor.placements))} over ranks"
-            f" {ranks}{names}, and ranks {averaged} are to be averaged, so different parts of it would be. Make a mesh"
-            " of two dimensions, mesh = init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp', 'tp')); shard"
-            " over one, parallelize_module(model, mesh['tp'], ...); and average over the other, ddp_compile(model,"
-            " device_mesh=mesh['dp'])"
+            f" {ranks}{names}, but ddp_compile would average over ranks {averaged}, which hold different parts of it."
+            " Make a mesh of two dimensions, mesh = init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp',"
+            " 'tp')); shard over one, parallelize_module(model, mesh['tp'], ...); and average over the other,"
+            " ddp_compile(model, device_mesh=mesh['dp'])"
         )
 
 
@@ -109,7 +109,7 @@ def _sent(module: nn.Module, config: ReplicateConfig) -> Iterator[tuple[str, Ten
 
 
 def names_to_ignore(names: Iterable[str]) -> frozenset[str]:
-    """The names as a set. Raises a TypeError for one string, which would be taken for its letters."""
+    """The names as a set. Raises a TypeError for a single string, which would be split into letters."""
     if isinstance(names, str):
         raise TypeError(f"parameters_to_ignore={names!r} is one string; pass a list of names: [{names!r}]")
     return frozenset(names)
@@ -125,23 +125,23 @@ def _check_ignored(module: nn.Module, ignored: frozenset[str]) -> None:
 def _check_trainable(trainable: Mapping[str, nn.Parameter], some_are_ignored: bool, some_are_sharded: bool) -> None:
     if not trainable and some_are_sharded:
         raise ReplicationError(
-            "fully_shard has taken every parameter that requires a gradient, so nothing is left to be reduced; to"
-            " average over another dimension as well, write fully_shard(module, mesh=mesh['replicas', 'parts'])"
+            "fully_shard has taken every parameter that requires a gradient, so nothing is left to reduce; to average"
+            " over another dimension too, write fully_shard(module, mesh=mesh['replicas', 'parts'])"
         )
     if not trainable and some_are_ignored:
         raise ReplicationError(
             "every parameter that requires a gradient is named in parameters_to_ignore, or in"
-            " delay_all_reduce_named_params, so nothing is left to be reduced; leave one of them out"
+            " delay_all_reduce_named_params, so nothing is left to reduce; leave out one of them"
         )
     if not trainable:
         raise ReplicationError(
-            "the module has no parameter that requires a gradient, so nothing is to be reduced; use it as is"
+            "the module has no parameter that requires a gradient, so there is nothing to reduce; use it as it is"
         )
     for name, parameter in trainable.items():
         if isinstance(parameter, UninitializedParameter):
             raise ReplicationError(f"{name} has no shape yet; run one forward of the module before ddp_compile")
         if parameter.is_meta:
-            raise ReplicationError(f"{name} is on the meta device; materialise the module: module.to_empty(device=...)")
+            raise ReplicationError(f"{name} is on the meta device; materialize the module: module.to_empty(device=...)")
 
 
 def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
@@ -149,18 +149,18 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
 
     Raises:
         ReplicationError: The mesh has more than one dimension, this rank is not in the group, or no process group has
-            been initialised.
+            been initialized.
     """
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
             raise ReplicationError(
-                f"device_mesh={device_mesh!r} is not a DeviceMesh; pass what init_device_mesh() returned"
+                f"device_mesh={device_mesh!r} is not a DeviceMesh; pass the result of init_device_mesh()"
             )
         if device_mesh.ndim != 1:
             names = f" ({', '.join(device_mesh.mesh_dim_names)})" if device_mesh.mesh_dim_names else ""
             raise ReplicationError(
-                f"{this_rank()}: device_mesh has {device_mesh.ndim} dimensions{names}, ddp_compile needs one;"
-                " pass the one over which the module is replicated, for example mesh['dp']"
+                f"{this_rank()}: device_mesh has {device_mesh.ndim} dimensions{names}, but ddp_compile needs one; pass"
+                " the one over which the module is replicated, for example mesh['dp']"
             )
         if device_mesh.get_coordinate() is None:
             raise ReplicationError(
@@ -171,8 +171,8 @@ def resolve_process_group(process_group: dist.ProcessGroup | None, device_mesh: 
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise ReplicationError(
-                f"process_group={process_group!r} is not a process group this rank belongs to; pass what new_group()"
-                " returned, on its own ranks only"
+                f"process_group={process_group!r} is not a process group that this rank belongs to; pass the result of"
+                " new_group(), on its own ranks only"
             )
         return process_group
     if not dist.is_available() or not dist.is_initialized():

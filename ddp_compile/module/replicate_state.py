@@ -1,4 +1,4 @@
-"""What a replicated module carries: plan, reducer, compiled calls and features."""
+"""The state of a replicated module: plan, reducer, compiled calls and features."""
 
 from __future__ import annotations
 
@@ -57,17 +57,18 @@ class ReplicateState:
     ) -> None:
         regions, sharded = find_regions(module, config.regions), sharded_submodules(module)
         if sharded:
-            # FSDP2 may send over the group as well, between our launches, in an order that is not certain.
+            # FSDP2 may also send over the group, between our launches, in an order that is not certain.
             ranks = dist.get_process_group_ranks(process_group)
             process_group = group_of(ranks, process_group, next(module.parameters()).device)
         self.process_group, self.config = process_group, config
         self.requires_sync = True
-        # ``generate``, or a forward with gradients, is under way; see `naming_parameters` and `await_before_python`.
+        # Whether ``generate`` or a forward with gradients is under way; see `naming_parameters` and
+        # `await_before_python`.
         self._is_generating = self._is_training = self._names_parameters = self._has_waited = False
         self._was_called = False  # with gradients
         # The second counter includes forwards that `prepare_for_backward_of` announces.
         self._num_forwards = self._num_with_gradients = 0
-        # A DistributedDataParallel that has called the module, and reduces nothing of it.
+        # A DistributedDataParallel that has called the module but reduces none of its parameters.
         self._ddp_beside: Callable[[], nn.Module | None] = _nothing
         not_reduced = config.parameters_to_ignore.union(*(submodule.parameters for submodule in sharded))
         self._select_parameters(module, not_reduced)
@@ -125,7 +126,7 @@ class ReplicateState:
         not_reduced: Container[str],
         regions: Iterable[str],
     ) -> None:
-        """Check that all ranks were given the same, and that no other replicated module reduces these parameters."""
+        """Check that all ranks have the same module and settings, and that no other module reduces these parameters."""
         shared = ", ".join(self.parameters.shared_with_others()) or "none"
         objection = algorithm.objection(self.reduced)
         description = [
@@ -146,7 +147,7 @@ class ReplicateState:
         self, module: nn.Module, compile_settings: CompileSettings, in_backward: bool, by_regions: bool
     ) -> None:
         config, numbers = self.config, {id(p): i for i, p in enumerate(self.reduced.values())}
-        # Gradients that are not sent need not move, and those that may be added to must not.
+        # Gradients that are not sent need not move, and gradients that may be added to must not.
         moves = config.static_graph and config.gradient_as_bucket_view and self.process_group.size() > 1
         ordinal = next_reducer_ordinal()
         self.backend: TrainingBackend = TrainingBackend(
@@ -160,17 +161,17 @@ class ReplicateState:
         self._call_eagerly = self._call_training = self._call_evaluation = call
         if by_regions:
             return
-        # Two compiled calls, so that a graph made in evaluation is never taken for training, nor cut.
+        # Two compiled calls, so that a graph made in evaluation is never used for training, nor cut.
         self._call_training = compile_settings.compile(call, self.backend)
         self._call_evaluation = compile_settings.compile(call, self._evaluation_backend)
         weakref.finalize(self, torch_internals.forget_compiled, call)
 
     def refuse_if_excluded(self, feature: Feature, said: str) -> None:
-        """Refuse a feature that is to be switched on, if one that is in force excludes it; ``said`` names it."""
+        """Refuse to switch on a feature that a present feature excludes. ``said`` is its name in the error."""
         refuse_if_excluded(feature, said, in_force(self, self.reducer.algorithm))
 
     def compile_inside(self, module: nn.Module) -> None:
-        """After a graph break has left the module's own code to Python: compile the blocks that it calls by themselves.
+        """After a graph break has left the module's own code to Python, compile the blocks that it calls separately.
 
         A block that Dynamo still inlines into a graph of the surrounding code stays part of that graph.
         """
@@ -184,7 +185,7 @@ class ReplicateState:
         self.regions.compile_alone(alone.values(), self.backend, self._evaluation_backend)
 
     def region_begins(self) -> None:
-        """Python is about to call a region, perhaps outside of a forward of the module."""
+        """Called before Python calls a region, perhaps outside a forward of the module."""
         self.await_parameters()
         self.breaks.note_block()
 
@@ -219,12 +220,12 @@ class ReplicateState:
         num_graphs = self._num_graphs
         outputs = self._call_with_gradients(module, args, kwargs, kind, source)
         if self._num_graphs != num_graphs:
-            # Perhaps a parameter has changed, its dtype for example, since they were last checked.
+            # A parameter, for example its dtype, may have changed since the last check.
             self._refuse_changes(module)
         if self.requires_sync:
             self.reducer.await_at_the_end(self.buffers.after_forward())
             self.reducer.search_unused_parameters(outputs)
-        # A forward in evaluation mode may be one where no_grad was forgotten.
+        # In evaluation mode, no_grad may have been forgotten.
         self.monitor.forward_ends(kind, outputs if self.requires_sync and module.training else None)
         return outputs
 
@@ -234,13 +235,13 @@ class ReplicateState:
             self.reducer.algorithm.sharding.await_parameters()
 
     def await_before_python(self) -> None:
-        """Python is about to run the whole forward: return when all parameters are complete."""
+        """Called before Python runs the whole forward: return when all parameters are complete."""
         self._has_waited = True
         self.await_parameters()
 
     @contextmanager
     def naming_parameters(self) -> Iterator[None]:
-        """Inside, parameters are listed, and their values are not read."""
+        """Inside, parameters are listed but their values are not read."""
         before, self._names_parameters = self._names_parameters, True
         try:
             yield
@@ -251,13 +252,13 @@ class ReplicateState:
     def evaluates_eagerly(self) -> bool:
         """Whether a forward without gradients would run uncompiled now."""
         if self._is_training or torch_internals.is_inside_backward():
-            return False  # in a reentrant checkpoint, which has to compute what training computes
+            return False  # in a reentrant checkpoint, which must compute the same as training
         wanted = self.config.compile_evaluation
         return self._is_generating if wanted == "auto" else not wanted
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The module's method ``generate`` runs, whose forwards get longer and longer sequences."""
+        """A context for the module's method ``generate``, whose forwards get longer and longer sequences."""
         before, self._is_generating = self._is_generating, True
         try:
             yield
@@ -289,10 +290,10 @@ class ReplicateState:
     def _refuse_distributed_autograd(self) -> None:
         if self.requires_sync and torch_internals.inside_distributed_autograd():
             raise ReplicationError(
-                f"{this_rank()}: a forward inside torch.distributed.autograd.context(), whose backward leaves its"
-                " gradients in the context, where they are not averaged. Leave the context and call loss.backward(), or"
-                " call the module inside model.no_sync() and average what get_gradients() returns yourself;"
-                " DistributedDataParallel averages it"
+                f"{this_rank()}: a forward was called inside torch.distributed.autograd.context(), whose backward"
+                " leaves its gradients in the context, where they are not averaged. Leave the context and call"
+                " loss.backward(), or call the module inside model.no_sync() and average what get_gradients() returns"
+                " yourself; DistributedDataParallel averages it"
             )
 
     def _refuse_wrapper_around(self, module: nn.Module) -> None:
@@ -313,7 +314,7 @@ class ReplicateState:
         try:
             self.reducer.prepare_for_backward(self.requires_sync)
         except MissingGradientError:
-            self._refuse_changes(module)  # which may be why they are missing
+            self._refuse_changes(module)  # a change may be why they are missing
             raise
 
     def broadcast_buffers(self, before: str) -> None:
@@ -346,11 +347,11 @@ class ReplicateState:
         return kind if self.requires_sync else f"{kind} in no_sync"
 
     def broadcast_model(self, source: int) -> None:
-        """Give every rank the parameters of one rank in the group, and its buffers if buffers are broadcast."""
-        broadcast_all([*self._all_parameters, *self.buffers.synchronised()], self.process_group, source)
+        """Give every rank the parameters of one rank in the group, and that rank's buffers if buffers are broadcast."""
+        broadcast_all([*self._all_parameters, *self.buffers.synchronized()], self.process_group, source)
 
     def shadow_buffers(self, source: int) -> None:
-        """On a rank that has no input left: take part in what the others do with buffers."""
+        """On a rank that has no input left, join the others in synchronizing buffers."""
         self.reducer.await_at_the_end(self.buffers.before_forward("shadow of a forward", source))
         self.reducer.await_at_the_end(self.buffers.after_forward())
 
@@ -365,7 +366,7 @@ class ReplicateState:
             warning = explanation.nothing_compiled(self.breaks)
         elif self.breaks and self._blocks_have_graphs:
             warning = explanation.compiled_in_blocks(self.regions.explain(compiled_only=True), self.breaks)
-        # Each region's backward brings its gradients by itself, however many regions there are.
+        # Each region's backward brings its own gradients, however many regions there are.
         elif self.config.split != "none" and (self.breaks or not self.regions) and _needs_overlap(self.process_group):
             warning = explanation.all_at_once(plan, self.config.caps_bytes[-1], self.backend.reports)
         if warning is not None:
@@ -373,7 +374,7 @@ class ReplicateState:
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """The same for Dynamo, which would keep a bound method, and its object, for good."""
+    """The same for Dynamo, which would keep a bound method, and its object, forever."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

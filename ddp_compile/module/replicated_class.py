@@ -1,4 +1,4 @@
-"""The class of a replicated module: the user's, with the methods of `ReplicatedModule` in front of its own."""
+"""The class of a replicated module: the user's class, with the methods of `ReplicatedModule` before its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 #: Methods that are also functions of the package; a module keeps its own of the same name.
 ALSO_FUNCTIONS = ("no_sync", "explain", "unwrap")
 
-#: Attributes of DistributedDataParallel that other code reads off a model.
+#: Attributes of DistributedDataParallel that other code reads from a model.
 _ATTRIBUTES: Mapping[str, Callable[[ReplicateState], Any]] = {
     "process_group": lambda state: state.process_group,
     "device_mesh": lambda state: state.config.device_mesh,
@@ -57,7 +57,7 @@ def replicate(
     module.__class__ = replicated
     for name in kept:
         log.warning(
-            "%s: model.%s stays what %s has under that name; write ddp_compile.%s(model) for that of ddp_compile",
+            "%s: model.%s remains the attribute of %s; write ddp_compile.%s(model) to call that of ddp_compile",
             this_rank(),
             name,
             original.__name__,
@@ -82,7 +82,7 @@ def defines(module: nn.Module, name: str) -> bool:
 def _replicated_class(original: Any, kept: tuple[str, ...]) -> type[nn.Module]:
     attributes = {name: OwnAttribute(name, original, _read_by(read)) for name, read in _ATTRIBUTES.items()}
     added = {**attributes, _AdapterConfigs.NAME: _AdapterConfigs()}
-    # Libraries read the first three off the class, and look modules up by them.
+    # Libraries read the first three from the class, and look up modules by them.
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -99,9 +99,9 @@ def _replicated_class(original: Any, kept: tuple[str, ...]) -> type[nn.Module]:
 
 
 class OwnAttribute:
-    """An attribute of a replicated class, to which an attribute that the module has or is given is preferred.
+    """An attribute of a replicated class, used unless the module has or gets one of that name.
 
-    A ``__getattr__`` of the replicated class would do, but each read of a parameter or submodule would pass through it.
+    A ``__getattr__`` of the replicated class would also work, but each read of a parameter or submodule would call it.
 
     Args:
         original: The user's class.
@@ -117,7 +117,7 @@ class OwnAttribute:
         if module is None:
             return self
         try:
-            return self._original.__getattr__(module, self._name)  # of torch, or the user's own
+            return self._original.__getattr__(module, self._name)  # torch's, or the user's own
         except AttributeError:
             return self._otherwise(module)
 
@@ -125,7 +125,8 @@ class OwnAttribute:
 class _AdapterConfigs:
     """``peft_config``, which PEFT sets on a module after putting adapters into it; an earlier one can be deleted.
 
-    Nothing else tells: PEFT freezes all reduced parameters, and calls the module's ``forward`` instead of the module.
+    Nothing else shows it: PEFT freezes all reduced parameters, and calls the module's ``forward`` instead of the
+    module.
     """
 
     NAME = "peft_config"
@@ -150,7 +151,7 @@ def _read_by(read: Callable[[ReplicateState], Any]) -> Callable[[nn.Module], Any
 
 
 def _kept(original: Any, name: str) -> Any:
-    """The entry of the replicated class by which the module's own attribute goes before ours."""
+    """The entry of the replicated class that makes the module's own attribute override ours."""
     of_the_class = inspect.getattr_static(original, name, None)
     if of_the_class is not None:
         return of_the_class
@@ -160,7 +161,7 @@ def _kept(original: Any, name: str) -> Any:
 
 
 def _generate_of(original: Any) -> dict[str, Any]:
-    """A method ``generate`` of the class, as Transformers' language models have it, marked as generation."""
+    """The class's method ``generate``, which language models of Transformers have, marked as generation."""
     generate = inspect.getattr_static(original, "generate", None)
     if not inspect.isfunction(generate):
         return {}

@@ -12,7 +12,7 @@ from ddp_compile.plan.spec import BucketPlan, BucketSpec, GradientSpec, Layout, 
 
 
 class _Place(NamedTuple):
-    """The place of a bucket of a compiled frame."""
+    """The place of a compiled frame's bucket."""
 
     frame: int  # ordinal of the frame
     position: int  # among the frame's buckets
@@ -20,7 +20,7 @@ class _Place(NamedTuple):
 
 
 class PlanBuilder:
-    """Collects the plan of one module frame by frame, as Dynamo traces, compiles and runs them.
+    """Collects the plan of one module frame by frame, in the order in which Dynamo compiles them.
 
     Args:
         gradients: Every reduced parameter, in registration order; ``gradients[i].index == i``.
@@ -60,9 +60,9 @@ class PlanBuilder:
             indices = {self.sealed.bucket_of_parameter[i] for i in ready_order}
             return [self.sealed.buckets[index] for index in sorted(indices)]
         fresh = [self.gradients[i] for i in ready_order if i not in self._place_of]
-        if fresh:  # not if a frame is compiled again
+        if fresh:  # empty if a frame is compiled again
             self._pack_frame(fresh)
-        # Without a loop over all buckets: a model may have a hundred frames of many small parameters.
+        # Without a loop over all buckets, since a model may have a hundred frames of many small parameters.
         found = {self._index_of(place): place for place in map(self._place_of.__getitem__, ready_order)}
         return [replace(self._frames[place.frame][place.position], index=i) for i, place in sorted(found.items())]
 
@@ -96,7 +96,7 @@ class PlanBuilder:
         """The sealed plan's next generation, with the eager tail packed in the order in which its gradients arrived.
 
         Returns:
-            A plan with the same buckets of compiled frames, and all buckets in the order of their last gradients.
+            A plan with the same buckets for compiled frames, and with all buckets in the order of their last gradients.
             Parameters without a gradient come last.
         """
         assert self.sealed is not None
@@ -110,7 +110,7 @@ class PlanBuilder:
         return BucketPlan(renumbered(buckets), self.sealed.generation + 1)
 
     def _pack_tail(self, order: Sequence[int]) -> list[BucketSpec]:
-        """Buckets of these parameters; those of a region come together, at the place of the first of them."""
+        """Buckets of these parameters. Those of a region are together, at the place of the first one."""
         begins: dict[int, int] = {}
         for place, index in enumerate(order):
             if index in self.region_of:

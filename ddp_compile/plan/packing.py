@@ -23,18 +23,19 @@ def plan_buckets(
 
     Args:
         gradients: The gradients in gradient-ready order.
-        caps_bytes: One capacity in bytes, or one for each bucket; the last one is for all further buckets.
+        caps_bytes: One capacity in bytes, or one for each bucket. The last one holds for all further buckets.
         layout: See `BucketSpec`.
 
     Returns:
-        A plan in which every bucket holds one dtype and one device, a sparse gradient stands alone, and buckets are
+        A plan in which every bucket has one dtype and one device, a sparse gradient has its own bucket, and buckets are
         ordered by when their last gradient is ready.
 
     Raises:
         ValueError: A capacity is not positive, or the layout is not known.
 
-    Source: the packing rule (a bucket closes once it has reached its capacity; each dtype and device steps through the
-    capacities by itself) is ``compute_bucket_assignment_by_size`` of torch 2.13, csrc/distributed/c10d/reducer.cpp.
+    Source: the packing rule (a bucket closes once it has reached its capacity; each dtype and device uses the
+    capacities in turn, separately from others) is ``compute_bucket_assignment_by_size`` of torch 2.13,
+    csrc/distributed/c10d/reducer.cpp.
     """
     caps = (caps_bytes,) if isinstance(caps_bytes, int) else tuple(caps_bytes)
     check_caps(caps, layout)
@@ -59,8 +60,8 @@ def pack(
 
     Args:
         region_of: The region of each parameter that is in one, by index. Gradients of a region become ready all at
-            once, and follow each other here. If a region is smaller than the capacity, a bucket takes all of it; if
-            not, no bucket mixes its gradients with others.
+            once, and are consecutive here. If a region is smaller than the capacity, a bucket takes all of it.
+            Otherwise no bucket mixes its gradients with others.
     """
     packing = _Packing(caps)
     for region, members in itertools.groupby(gradients, key=lambda gradient: region_of.get(gradient.index)):
@@ -83,7 +84,7 @@ class _OpenBucket:
 
 
 class _Packing:
-    """Buckets being packed; each dtype and device steps through the capacities by itself."""
+    """Buckets being packed. Each dtype and device uses the capacities in turn, separately from others."""
 
     def __init__(self, caps: Sequence[int]) -> None:
         self._caps = caps
@@ -141,7 +142,7 @@ class _Packing:
         self._num_added += 1
 
     def _cap_of(self, kind: _Kind) -> int:
-        """Capacity of the open bucket; of the next one if none is open."""
+        """Capacity of the open bucket, or of the next one if none is open."""
         if kind in self._open:
             return self._open[kind].cap_bytes
         return self._caps[min(self._num_opened.get(kind, 0), len(self._caps) - 1)]

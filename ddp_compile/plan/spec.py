@@ -1,6 +1,6 @@
-"""Which gradients are reduced together, in which order: the one plan that graph cuts and the reducer both read.
+"""Which gradients are reduced together, and in which order: the plan that both graph cuts and the reducer use.
 
-Pure data and arithmetic: nothing here talks to another rank or touches a graph.
+Pure data and arithmetic: nothing here communicates or touches a graph.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ class BucketPlan:
 
     Args:
         buckets: The buckets in launch order.
-        generation: Counts the plans that a module has trained with; a new one is only installed between steps.
+        generation: Counts the plans that a module has trained with. A new plan is only installed between steps.
 
     Raises:
-        ValueError: A parameter is in two buckets, or the buckets are not numbered by their places.
+        ValueError: A parameter is in two buckets, or the buckets are not numbered by their positions.
     """
 
     buckets: tuple[BucketSpec, ...]
@@ -134,7 +134,7 @@ class BucketPlan:
     def __post_init__(self) -> None:
         counts = Counter(gradient.index for bucket in self.buckets for gradient in bucket.gradients)
         if twice := [index for index, count in counts.items() if count > 1]:
-            raise ValueError(f"a BucketPlan holds each parameter once, and this one holds parameter {twice[0]} twice")
+            raise ValueError(f"a BucketPlan has each parameter once, but this one has parameter {twice[0]} twice")
         if (numbers := [bucket.index for bucket in self.buckets]) != list(range(len(self.buckets))):
             raise ValueError(f"buckets of a BucketPlan are numbered 0, 1, 2, ... in launch order, not {numbers}")
 
@@ -175,7 +175,8 @@ class BucketPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: The text has another version of the format, or is malformed; says what is wrong or missing.
+            ValueError: The text has another version of the format, or is malformed. The error says what is wrong or
+                missing.
         """
         try:
             document = json.loads(text, object_pairs_hook=_object_of)
@@ -183,7 +184,7 @@ class BucketPlan:
             raise _malformed(f"it cannot be read ({error})") from error
         if isinstance(document, dict) and document.get("version", _JSON_VERSION) != _JSON_VERSION:
             raise ValueError(
-                f"bucket plan has JSON version {document['version']!r}, this version of ddp_compile reads"
+                f"bucket plan has JSON version {document['version']!r}, but this version of ddp_compile reads"
                 f" {_JSON_VERSION}; install the same version of ddp_compile on every rank"
             )
         _check_keys(document, {"version", "generation", "buckets"}, "it")
@@ -243,7 +244,9 @@ def _bucket_from_json(index: int, fields: Any) -> BucketSpec:
         raise _malformed(f"the layout of {where} is {_shown(fields['layout'])}, not one of {get_args(Layout)}")
     described = _list(fields["gradients"], f"the gradients of {where}")
     if len(described) != 1 and (fields["sparse"] or not described):
-        raise _malformed(f"{where} holds {len(described)} gradients; one that is sparse stands alone, others are some")
+        raise _malformed(
+            f"{where} has {len(described)} gradients; a bucket has one if it is sparse, and at least one otherwise"
+        )
     gradients = tuple(_gradient_from_json(gradient, fields, where) for gradient in described)
     cap_bytes = _number(fields["cap_bytes"], f"the capacity of {where}", least=1)
     frame = None if fields["frame"] is None else _number(fields["frame"], f"the frame of {where}")
@@ -264,12 +267,12 @@ def _gradient_from_json(described: Any, fields: dict[str, Any], where: str) -> G
 
 
 def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
-    """Every parameter stands in the plan once, numbered from 0."""
+    """Check that every parameter is in the plan once, numbered from 0."""
     name_of: dict[int, str] = {}
     for gradient in gradients:
         if gradient.index in name_of:
             raise _malformed(
-                f"parameter {gradient.index} stands in it as {name_of[gradient.index]!r} and again as {gradient.fqn!r}"
+                f"parameter {gradient.index} is in it as {name_of[gradient.index]!r} and again as {gradient.fqn!r}"
             )
         if gradient.index >= len(gradients):
             raise _malformed(
@@ -281,7 +284,7 @@ def _check_numbering(gradients: Sequence[GradientSpec]) -> None:
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-        raise ValueError(f"{repeated} stand twice in one object")
+        raise ValueError(f"{repeated} appear twice in one object")
     return dict(pairs)
 
 

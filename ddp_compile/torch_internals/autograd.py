@@ -19,14 +19,14 @@ from torch.utils.hooks import RemovableHandle
 def _skip_all() -> Any:
     from torch._dynamo import types  # imports all of Dynamo
 
-    actions: Any = types  # which has these without saying so
+    actions: Any = types  # it has these, but mypy does not see them
     return actions.FrameExecStrategy(actions.FrameAction.SKIP, actions.FrameAction.SKIP)
 
 
 def never_compile(function: Callable[..., Any]) -> None:
     """Keep Dynamo from compiling a function that the engine calls, and everything that it calls.
 
-    In a training step that is compiled as a whole, Dynamo sees every frame that runs, those of hooks included.
+    In a training step that is compiled as a whole, Dynamo sees every frame that runs, including those of hooks.
     ``torch.compiler.disable`` would add a wrapper to each call.
     """
     set_code_exec_strategy(getattr(function, "__func__", function).__code__, _skip_all())
@@ -38,28 +38,28 @@ def current_graph_task_id() -> int:
 
 
 def is_inside_backward() -> bool:
-    """Whether the backward pass that is ending runs inside another one; asked in an engine callback."""
+    """Whether the backward pass that is ending runs inside another one. Call it in an engine callback."""
     return torch._C._current_autograd_node() is not None
 
 
 def post_accumulate_grad_hooks(parameter: Tensor) -> OrderedDict[int, Any]:
-    """torch's own dict of a parameter's hooks, in the order in which they run; the parameter has had one."""
+    """torch's own dict of a parameter's hooks, in the order in which they run. The parameter must have had one."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     return hooks
 
 
 def with_hooks_of_others(hooks: Sequence[OrderedDict[int, Any]]) -> list[int]:
-    """The positions at which others beside us have hooks, given the dicts of `post_accumulate_grad_hooks`."""
+    """The positions with hooks of others, given the dicts of `post_accumulate_grad_hooks`."""
     if max(map(len, hooks), default=0) <= 1:
         return []
     return [place for place, present in enumerate(hooks) if len(present) > 1]
 
 
 def run_last(handle: Any) -> None:
-    """Let a hook of a node run after those that were registered later. Not to be called while the engine runs them."""
+    """Make a node's hook run after those that were registered later. Do not call this while the engine runs them."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and next(reversed(hooks)) != handle.id:
-        # Not move_to_end: torch reads the order of the underlying dict, which that does not change.
+        # Not move_to_end, which does not change the order of the underlying dict that torch reads.
         hooks[handle.id] = hooks.pop(handle.id)
 
 
@@ -82,7 +82,7 @@ def num_hooks_of_others() -> int:
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """The autograd node that accumulates into a parameter's ``.grad``; the same one for as long as it is referenced."""
+    """The autograd node that accumulates into a parameter's ``.grad``; the same one as long as it is referenced."""
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
@@ -98,12 +98,12 @@ def are_going_to_run(nodes: Sequence[Any]) -> bool:
     """
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # torch does not answer for a leaf whose gradient it will return
+    except RuntimeError:  # torch refuses to answer for a leaf whose gradient it will return
         return False
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether a parameter has a hook from ``register_hook``, or another post-accumulate hook than ours."""
+    """Whether a parameter has a hook from ``register_hook``, or a post-accumulate hook that is not ours."""
     return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
@@ -119,13 +119,13 @@ def inside_distributed_autograd() -> bool:
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the innermost backward pass has ended without an exception; it is never compiled."""
+    """Run ``callback`` when the innermost backward pass has ended without an exception. It is never compiled."""
     never_compile(callback)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def profiled_range(name: str) -> AbstractContextManager[Any]:
-    """A range in the profiler's trace; costs nothing while no profiler runs."""
+    """A range in the profiler's trace. It costs nothing if no profiler runs."""
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
     return nullcontext()

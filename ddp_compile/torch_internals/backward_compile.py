@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_compile.torch_internals.dynamo import InnerBackend, order_keeping_settings, right_donations
 
-#: Called with inductor's error and the backward graph that it failed at; raises if the graph must not run eagerly.
+#: Called with inductor's error and the backward graph that failed. Raises if the graph must not run eagerly.
 AcceptFailure = Callable[[Exception, fx.GraphModule], None]
 
 
@@ -25,10 +25,10 @@ def compile_with_eager_backward(
     example_inputs: Sequence[Any],
     accept_failure: AcceptFailure | None,
 ) -> Callable[..., Any]:
-    """Compile a graph; if inductor fails to compile its backward and the failure is accepted, that runs eagerly.
+    """Compile a graph. If inductor fails at its backward and the failure is accepted, the backward runs eagerly.
 
-    AOTAutograd makes the backward graph with the forward one, and inductor compiles it in the first backward pass. By
-    then the forward has saved the inputs of this backward graph, so no other one could run.
+    AOTAutograd makes the backward graph together with the forward graph, and inductor compiles it in the first backward
+    pass. By then the forward has saved the inputs of this backward graph, so no other graph could run.
     """
     if accept_failure is None or not isinstance(inner, torch._TorchCompileInductorWrapper):
         return inner(gm, list(example_inputs))
@@ -41,7 +41,7 @@ def compile_with_eager_backward(
 
 
 def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
-    """Inductor's compiler of one graph; if it fails at a backward that may run eagerly, returns that backward."""
+    """Inductor's compiler of one graph. If it fails at a backward that may run eagerly, it returns that backward."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -59,7 +59,7 @@ def _or_eagerly(accept_failure: AcceptFailure) -> Callable[..., Any]:
 
 
 def _for_eager_execution(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy, since inductor's passes rewrite the graph, without the operators that choose inductor's strides."""
+    """A copy without the operators that choose inductor's strides; inductor's passes rewrite the original."""
     from torch._inductor import inductor_prims
 
     copied = copy.deepcopy(graph.graph)
@@ -73,7 +73,7 @@ def repeats_random_numbers(backward: fx.GraphModule) -> bool:
     """Whether one of inductor's backward graphs draws random numbers from the forward's seed.
 
     The eager implementation of these operators ignores the seed (_inductor/inductor_prims.py of torch 2.13), so a
-    dropout that a checkpoint computes again would drop other elements than the forward did.
+    dropout that a checkpoint recomputes would drop other elements than the forward did.
     """
     names = ("inductor_rand", "rngprims")
     return any(name in str(node.target) for node in backward.graph.nodes for name in names)
@@ -102,10 +102,10 @@ EditingBackend = Callable[[fx.GraphModule, list[Any], GraphEdit], Callable[..., 
 
 
 def editing_backend(inner: InnerBackend, accept_failure: AcceptFailure | None = None) -> EditingBackend | None:
-    """A backend that compiles as ``inner`` does and edits graphs; None if ``inner`` is not known to use AOTAutograd.
+    """A backend that compiles like ``inner`` and edits graphs; None if ``inner`` is not known to use AOTAutograd.
 
-    Known are inductor, ``compile_fx`` itself or with the user's ``inner_compile``, ``aot_eager``, and results of
-    ``torch._dynamo.backends.common.aot_autograd``.
+    Known backends are inductor, ``compile_fx`` with or without the user's ``inner_compile``, ``aot_eager``, and results
+    of ``torch._dynamo.backends.common.aot_autograd``.
 
     Raises:
         ValueError: The backend's ``inner_compile`` is not callable.
@@ -202,9 +202,9 @@ def _edited(inner_compile: Callable[..., Any], edit: GraphEdit) -> Callable[...,
 
 
 def return_what_operators_write_pass(gm: fx.GraphModule, ctx: object) -> tuple[fx.GraphModule, int, tuple[()]]:
-    """Let operators that are declared to write into outputs of the graph get the returned tensors themselves.
+    """Make operators that are declared to write to outputs of the graph get the returned tensors themselves.
 
-    Inductor chooses strides, channels_last for convolutions for example, and at the end of the graph copies an output
+    Inductor chooses strides, for example channels_last for convolutions, and at the end of the graph copies an output
     to the strides that the graph declares. The operator would see the tensor before the copy.
     """
     from torch._inductor import inductor_prims
@@ -225,7 +225,7 @@ def return_what_operators_write_pass(gm: fx.GraphModule, ctx: object) -> tuple[f
 
 
 def _writes_into(user: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator is declared to write into a node's value."""
+    """Whether an operator is declared to write to a node's value."""
     if not isinstance(user.target, OpOverload):
         return False
     pairs = zip(user.target._schema.arguments, user.args, strict=False)
@@ -234,10 +234,10 @@ def _writes_into(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _with_cache_key(theirs: Any, key: str) -> Any:
-    """The user's passes, with a key by which the caches of inductor and AOTAutograd tell edits apart.
+    """The user's passes, with a key that distinguishes edits in the caches of inductor and AOTAutograd.
 
-    A key in the backward graph would not do: AOTAutograd's cache is asked before there is one, and would return the
-    backward that plain torch.compile made of the same model (seen).
+    A key in the backward graph would be too late: AOTAutograd's cache is asked before there is one, and would return
+    the backward that plain torch.compile made of the same model (seen).
     """
     from torch._inductor import custom_graph_pass
 

@@ -1,11 +1,11 @@
-"""Keeps graphs for which AOTAutograd's cache answers wrongly out of it.
+"""Keeps graphs out of AOTAutograd's cache if the cache would answer wrongly.
 
 Note [Graphs kept out of AOTAutograd's cache]
 *Floats that vary.* Dynamo passes a Python float that has had several values as a tensor and a symbol. If an operator
-takes no symbol, AOTAutograd compiles the value in, under a guard that it adds while it traces. Neither the value nor
-the guard is in the key, and a hit does not restore the guard: the cache returns a graph for another float, which Dynamo
-then runs for all floats (pytorch/pytorch#194976; #197889 is open in torch 2.14). FXGraphCache is right: its key is the
-graph with the value in it.
+takes no symbol, AOTAutograd compiles the value into the graph, under a guard that it adds while it traces. Neither the
+value nor the guard is in the key, and a hit does not restore the guard. So the cache returns a graph for another float,
+which Dynamo then runs for all floats (pytorch/pytorch#194976; #197889 is open in torch 2.14). FXGraphCache is correct,
+since its key is the graph including the value.
 
 *Outputs that share memory.* AOTAutograd replays their views on the common base. Up to torch 2.13 the recorded view of a
 matrix product comes back from a cache with sizes read from freed memory (pytorch/pytorch#185861).

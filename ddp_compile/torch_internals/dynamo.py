@@ -1,6 +1,6 @@
 """Dynamo: backends, logs, frames, recompiles, and the context of a compilation.
 
-Functions import Dynamo when they are called: the import takes longer than all of torch's, and a program that imports
+Functions import Dynamo when they are called: that takes longer than importing torch, and a program that imports
 ddp_compile may never compile.
 """
 
@@ -28,8 +28,8 @@ InnerBackend = Callable[..., Callable[..., Any]]
 def graphs_log() -> logging.Logger:
     """The logger that ``TORCH_LOGS="ddp_graphs"`` turns on.
 
-    torch registers no artifact names of other packages, and gives handlers only to registered loggers, so the dumps go
-    to the logger of torch's own DDPOptimizer.
+    torch does not register artifact names of other packages, and gives handlers only to registered loggers. So the
+    dumps go to the logger of torch's own DDPOptimizer.
     """
     from torch._logging._internal import getArtifactLogger
 
@@ -49,7 +49,7 @@ def inner_backend(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> InnerBackend:
-    """What ``torch.compile`` calls with each graph, given these arguments; checks mode and options."""
+    """The function that ``torch.compile`` calls with each graph, given these arguments. Checks mode and options."""
     mode = "default" if mode is None and options is None else mode
     # A copy, since torch.compile pops entries.
     options = dict(options) if options is not None else None
@@ -58,21 +58,21 @@ def inner_backend(
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
-#: Inductor's pass "simple_overlap", on by default in nightlies of torch 2.14, moves collectives ahead and keeps their
+#: Inductor's pass "simple_overlap", on by default in nightlies of torch 2.14, moves collectives forward and keeps their
 #: order, but does not know the operators that launch buckets.
 _KEEP_ORDER = {"aten_distributed_optimizations.enable_simple_overlap": False}
 
 
 def order_keeping_settings() -> dict[str, Any]:
-    """Settings with which inductor keeps the order of collectives, except those that the user has changed.
+    """Settings that make inductor keep the order of collectives, except those that the user has changed.
 
-    The caller lets ``options=`` of ``torch.compile`` override them.
+    ``options=`` of ``torch.compile`` override them.
     """
     from torch._inductor import config
 
     known: Any = config.get_config_copy()
     entries: Any = config._config  # type: ignore[attr-defined]
-    # Not ``_is_default``: after a first compilation with options, torch takes their old values for the user's.
+    # Not ``_is_default``: after a first compilation with options, torch mistakes their old values for the user's.
     return {
         name: value for name, value in _KEEP_ORDER.items() if name in known and known[name] == entries[name].default
     }
@@ -90,32 +90,33 @@ def traced_call_of(
     runs_eagerly: Callable[[], None] = lambda: None,
     is_broken: Callable[[torch.nn.Module], None] | None = None,
 ) -> Callable[..., Any]:
-    """A function ``(module, *args, **kwargs)`` that calls a module as its class does, hooks included.
+    """A function ``(module, *args, **kwargs)`` that calls a module like its class does, including hooks.
 
-    Dynamo starts at its frame. As Dynamo traces this file, a root whose forward is torch's own, such as
+    Dynamo starts at its frame. Since Dynamo traces this file, a root whose forward is torch's own, such as
     ``nn.Sequential``, is compiled like any other.
 
     Args:
         runs_eagerly: Called first if Dynamo leaves the frame to Python.
-        is_broken: Called with the module before its own code runs, if a graph break in it keeps it out of this frame.
+        is_broken: Called with the module before its own code runs, if a graph break in that code keeps it out of this
+            frame.
     """
     # nn.Module.__call__ itself would look for the function of ``module.compile()`` first.
     call = torch.nn.Module._call_impl if cls.__call__ is torch.nn.Module.__call__ else cls.__call__
     inside = call if is_broken is None else tell_when_broken(call, is_broken)
 
     def call_module(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # no part of what is compiled
+        if not torch.compiler.is_compiling():  # not a part of the compiled code
             runs_eagerly()
             return call(module, *args, **kwargs)
         return inside(module, *args, **kwargs)
 
-    # Dynamo keeps compiled code with the code object, which all models would share.
+    # Dynamo stores compiled code on the code object, which all models would share.
     call_module.__code__ = call_module.__code__.replace()
     return call_module
 
 
 def is_whole_frame(gm: fx.GraphModule, function: Callable[..., Any]) -> bool:
-    """Whether the graph that Dynamo is compiling is all of a function's frame; called by the backend."""
+    """Whether the graph that Dynamo is compiling is a function's whole frame. Called by the backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     reason = getattr(gm, "compile_subgraph_reason", None)
@@ -145,26 +146,26 @@ def compile_isolated(
     dynamic: bool | None,
     num_modules: int | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile`` with a recompile limit of its own.
+    """``torch.compile`` with its own recompile limit.
 
-    Dynamo guards on the backend, and models of one class share code, so each model adds an entry to one list; the ninth
-    would reach the limit and run eagerly without a warning. torch 2.13 can keep the lists apart. In an older torch the
-    limits grow with the number of functions compiled here.
+    Dynamo guards on the backend, and models of one class share code. So each model adds an entry to one list, and the
+    ninth would reach the limit and run eagerly without a warning. torch 2.13 can keep separate lists. In an older torch
+    the limits grow with the number of functions compiled here.
 
     Args:
         function, backend, fullgraph, dynamic: As in ``torch.compile``.
-        num_modules: How many modules the function is called with, each of which may need a graph of its own; None for
-            a function of one module.
+        num_modules: How many modules the function is called with, each of which may need its own graph; None for a
+            function of one module.
     """
     import torch._dynamo
 
     settings = {"backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     patches: dict[str, Any] = {}
     if num_modules is not None:
-        # Without guards on hooks, code that was compiled for a module without hooks would run for one that has some.
+        # Without guards on hooks, code that was compiled for a module without hooks would run for a module with hooks.
         patches["skip_nnmodule_hook_guards"] = False
     if has_isolated_recompiles():
-        # None stands for torch's own setting at the time of a recompile.
+        # None means torch's own setting at the time of a recompile.
         limit = None if num_modules is None else torch._dynamo.config.recompile_limit + num_modules - 1
         compiled = torch.compile(function, isolate_recompiles=True, recompile_limit=limit, **settings)  # type: ignore[call-overload]
         return _patched(_after_tracing(compiled), lambda: patches) if patches else _after_tracing(compiled)
@@ -181,7 +182,7 @@ def compile_isolated(
 
 
 def _patched(compiled: Callable[..., Any], patches: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
-    """Let compiled code be called, and compiled again, with these settings of Dynamo."""
+    """Make compiled code run, and recompile, with these settings of Dynamo."""
     import torch._dynamo
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -192,9 +193,9 @@ def _patched(compiled: Callable[..., Any], patches: Callable[[], dict[str, Any]]
 
 
 def _after_tracing(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let calls wait while another thread traces a graph, which holds Dynamo's lock.
+    """Make calls wait while another thread traces a graph and so holds Dynamo's lock.
 
-    Up to torch 2.13 all threads share the flag that a graph is being traced, and Dynamo refuses calls while it is set
+    Up to torch 2.13 all threads share the flag for a graph being traced, and Dynamo refuses calls while it is set
     ("symbolically trace a dynamo-optimized function").
     """
     import torch._dynamo
@@ -254,7 +255,7 @@ def is_request_to_dynamo(error: BaseException) -> bool:
 
 
 def compiled_autograd_is_on() -> bool:
-    """Whether Dynamo traces backwards, for which it takes AOTAutograd's graphs without our edit."""
+    """Whether Dynamo traces backwards, which it does with AOTAutograd's graphs without our edit."""
     import torch._dynamo.compiled_autograd as compiled_autograd
 
     return bool(torch._dynamo.config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)

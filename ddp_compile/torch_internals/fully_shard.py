@@ -19,7 +19,7 @@ def state_of_fully_shard(module: FSDPModule) -> object:
 
 
 def parameters_of_fully_shard(module: FSDPModule) -> list[Parameter]:
-    """The module's parameters as DTensors, as they are between steps; without those of nested calls."""
+    """The module's parameters as the DTensors that they are between steps, without those of nested calls."""
     return [each.sharded_param for group in _groups_of(module) for each in group.fsdp_params]
 
 
@@ -40,7 +40,7 @@ def all_reduce_hook_of_fully_shard(module: FSDPModule) -> Callable[[Tensor], Non
 
 
 def remove_all_reduce_hook(module: FSDPModule) -> None:
-    """Undo ``set_all_reduce_hook``, which does not take None."""
+    """Undo ``set_all_reduce_hook``, which does not accept None."""
     for group in _groups_of(module):
         group._all_reduce_hook = None
 

@@ -2,11 +2,11 @@
 
 Note [Calls that Dynamo leaves to Python]
 Dynamo inlines a module's call into the frame that it traces. If it cannot, because of a graph break in the module's own
-code, Python makes the call, and Dynamo begins anew with the frames inside. It leaves a frame to Python for good if the
-break is in a loop, or if it cannot resume for another reason.
+code, Python makes the call, and Dynamo starts again with the frames inside. It leaves a frame to Python permanently if
+the break is in a loop, or if it cannot resume for another reason.
 
-Functions made here behave differently if Dynamo traces them than if Python calls them. Dynamo never starts at the frame
-of such a function, because its code is marked as skipped.
+Functions made here behave differently depending on whether Dynamo traces them or Python calls them. Dynamo never starts
+at the frame of such a function, because its code is marked as skipped.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ddp_compile.torch_internals.autograd import never_compile
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _PYTHON = sysconfig.get_path("stdlib")
-#: Where packages are installed, which is a folder of Python's own.
+#: The folder of installed packages, which is inside Python's own.
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 class GraphBreak(NamedTuple):
-    reason: str  #: Dynamo's, in one line
+    reason: str  #: Dynamo's reason, in one line
     place: str  #: ``file:line`` of the innermost code that is neither torch's nor Python's own
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class GraphBreak(NamedTuple):
 
 
 class GraphBreaks:
-    """The graph breaks because of which Dynamo has left parts of one module to Python."""
+    """The graph breaks that made Dynamo leave parts of one module to Python."""
 
     def __init__(self) -> None:
         self._is_noted = False
@@ -57,7 +57,7 @@ class GraphBreaks:
         return is_new
 
     def note_block(self) -> None:
-        """Python is about to call a block, since Dynamo has given up the frame that calls it."""
+        """Called before Python calls a block, since Dynamo has given up the frame that calls it."""
         if self._is_noted and self._around_blocks is None:
             given_up = _last_frame_given_up(self._compiled_before)
             is_other = given_up is not None and (self._first is None or given_up.reason != self._first.reason)
@@ -67,12 +67,12 @@ class GraphBreaks:
         """Lines for ``model.explain()``."""
         lines = [] if self._first is None else [f"the first graph break: {self._first}"]
         if self._around_blocks not in (None, self._first):
-            lines.append(f"the graph break because of which Python calls the blocks: {self._around_blocks}")
+            lines.append(f"the graph break that makes Python call the blocks: {self._around_blocks}")
         return lines
 
 
 def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Module], None]) -> Callable[..., Any]:
-    """A function that does ``call(module, *args, **kwargs)``, after ``is_broken(module)`` if Python calls it."""
+    """A function for ``call(module, *args, **kwargs)``; if Python calls it, ``is_broken(module)`` runs first."""
     never_compile(is_broken)
 
     def call_inside(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def tell_when_broken(call: Callable[..., Any], is_broken: Callable[[torch.nn.Mod
 
 
 def in_python(traced: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does ``traced`` if Dynamo traces it, and ``called`` if Python calls it."""
+    """A function that runs ``traced`` if Dynamo traces it, and ``called`` if Python calls it."""
     never_compile(called)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,11 +96,11 @@ def in_python(traced: Callable[..., Any], called: Callable[..., Any]) -> Callabl
 
 
 def leave_call_to_python(cls: type[torch.nn.Module]) -> None:
-    """Let Python make the calls of modules whose class defines a ``__call__``, unless Dynamo inlines them.
+    """Make Python call modules whose class defines a ``__call__``, unless Dynamo inlines the call.
 
-    A ``__call__`` that puts a checkpoint around ``super().__call__()``, for example, then reaches the module's compiled
-    code. The mark stays with the code; in other compiled models a graph then begins inside, as with nn.Module's own
-    call.
+    Then a ``__call__`` that puts a checkpoint around ``super().__call__()``, for example, reaches the module's compiled
+    code. The mark is on the code object, so in other compiled models a graph also begins inside, as with nn.Module's
+    own call.
     """
     code = getattr(cls.__call__, "__code__", None)
     if cls.__call__ is not torch.nn.Module.__call__ and code is not None and code.co_name == "__call__":
@@ -116,7 +116,7 @@ def _never_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _last_graph_break() -> GraphBreak | None:
-    """The last break after which Dynamo resumed: that of the running frame, if it has just been compiled."""
+    """The last break after which Dynamo resumed; that of the running frame if it has just been compiled."""
     from torch._dynamo.utils import graph_break_reasons
 
     if not graph_break_reasons:
@@ -128,7 +128,7 @@ def _last_graph_break() -> GraphBreak | None:
 
 
 def _latest_metrics() -> Iterator[Any]:
-    """Dynamo's metrics of the last 64 frames that it compiled or gave up, the latest first."""
+    """Dynamo's metrics of the last 64 frames that it compiled or gave up, latest first."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return reversed(get_compilation_metrics())

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def is_module_call(code: CodeType) -> bool:
-    """Whether a frame of this code is the call of a module, its ``self``; compiled modules have that frame too."""
+    """Whether a frame of this code is the call of its ``self``, a module. Compiled modules have that frame too."""
     return code is torch.nn.Module._call_impl.__code__
 
 
@@ -22,7 +22,7 @@ def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let one module's call, inside any ``__call__`` of its class, be ``call(*args, **kwargs)``; None undoes it."""
+    """Replace one module's call, inside any ``__call__`` of its class, by ``call(*args, **kwargs)``; None undoes it."""
     module.__dict__.pop("_compiled_call_impl", None)
     if call is not None:
         module._compiled_call_impl = call
@@ -34,7 +34,7 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def inside_optimizer_step() -> bool:
-    """Whether this thread is inside an optimizer's step, in its closure for example."""
+    """Whether this thread is inside an optimizer's step, for example in its closure."""
     wrap: Any = torch.optim.Optimizer.profile_hook_step  # wraps the step of every class
     wrapper = wrap(wrap).__code__
     frame: FrameType | None = sys._getframe(1)

@@ -27,24 +27,24 @@ def broadcast_coalesced(
 
 
 def preserved_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Hide writes to tensors from autograd, so that a forward that has read them can still be differentiated."""
+    """Hide writes to tensors from autograd, so that forwards that have read them can still be differentiated."""
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def started(work: Any) -> Any:
-    """The work of a collective that was called with ``async_op=True``; only ranks outside of its group get None."""
+    """The work of a collective that was called with ``async_op=True``. Only ranks outside its group get None."""
     assert work is not None
     return work
 
 
 @contextlib.contextmanager
 def unprofiled_messages() -> Iterator[None]:
-    """Keep gloo's messages from rank to rank, started inside, out of traces.
+    """Keep gloo's point-to-point messages that are started inside out of traces.
 
     If a profiler saw the message start, waiting for its work ends its range. If the profiler has stopped by then, this
-    writes into memory that the profiler has freed (torch 2.13: the process crashes some time later).
+    writes to memory that the profiler has freed (torch 2.13: the process crashes some time later).
     """
     if not torch.autograd.profiler._is_profiler_enabled:
         yield
@@ -57,7 +57,7 @@ def unprofiled_messages() -> Iterator[None]:
 
 
 def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
-    """Start to gather ``input`` of every rank, in order of ranks, in ``output``; returns the work.
+    """Start gathering ``input`` of every rank into ``output``, in the order of ranks; returns the work.
 
     torch before 2.13 has ``torch.distributed.all_gather_single`` under an older name.
     """
@@ -66,7 +66,7 @@ def all_gather_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
 
 
 def reduce_scatter_single(output: Tensor, input: Tensor, process_group: Any) -> Any:
-    """Start to add up ``input`` over the ranks, each of which gets its part in ``output``; returns the work.
+    """Start adding up ``input`` over the ranks, each of which gets its part in ``output``; returns the work.
 
     torch before 2.13 has ``torch.distributed.reduce_scatter_single`` under an older name.
     """
@@ -94,13 +94,14 @@ _making_groups = threading.Lock()
 def groups_of_some_ranks(name: str) -> Iterator[None]:
     """Inside, ``new_group(use_local_synchronization=True)`` involves only the ranks of the new group.
 
-    torch names such groups by how many groups a rank has, or has made so far. A rank that has made more groups than
-    another, as the leader of a node has, would wait forever, and groups of some ranks would shift the names of later
-    groups of all ranks. Inside, the group gets ``name``, on which its ranks have agreed, and is not counted.
+    torch names such groups by the number of groups that a rank has, or has made so far. A rank that has made more
+    groups than another, such as the leader of a node, would wait forever, and groups of some ranks would shift the
+    names of later groups of all ranks. Inside, the group gets ``name``, on which its ranks have agreed, and is not
+    counted.
 
     If the default group has a bound device (``init_process_group(device_id=...)``), ``new_group`` splits the new
     communicator from that of the default group at once. ``ncclCommSplit`` needs every rank of the default group, but
-    those outside of the new group never come here. No argument of ``new_group`` prevents this (``device_id=None`` means
+    ranks outside the new group never come here. No argument of ``new_group`` prevents this (``device_id=None`` means
     the default group's device). So the default group, an object of this process, has no bound device inside, and the
     new group makes its communicator among its own ranks at its first collective.
     """
@@ -119,7 +120,7 @@ def groups_of_some_ranks(name: str) -> Iterator[None]:
 
 
 def group_timeout(process_group: Any, device: torch.device) -> timedelta:
-    """The timeout of collectives of tensors on this device; torch's default if the backend has none."""
+    """The timeout of collectives on this device; torch's default if the backend has none."""
     try:
         return process_group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # a process group or backend in Python
@@ -127,7 +128,7 @@ def group_timeout(process_group: Any, device: torch.device) -> timedelta:
 
 
 def disabled_join_config() -> Any:
-    """The config of a Joinable outside of ``torch.distributed.algorithms.Join``."""
+    """The config of a Joinable outside ``torch.distributed.algorithms.Join``."""
     from torch.distributed.algorithms.join import _JoinConfig
 
     return _JoinConfig.construct_disabled_join_config()
@@ -139,7 +140,7 @@ def holds_server(store: Any) -> bool:
 
 
 def shut_down_connection(store: Any) -> bool:
-    """Let every wait for an answer of a TCPStore's server fail at once; False for a store of another kind.
+    """Make every wait for an answer of a TCPStore's server fail at once; False for a store of another kind.
 
     torch 2.13 has no limit for that wait (recvBytes of csrc/distributed/c10d/TCPStore.cpp) and no way to end it. The
     ``repr`` of the store has the socket's number (``SocketImpl::repr`` of csrc/distributed/c10d/socket.cpp).
@@ -147,7 +148,7 @@ def shut_down_connection(store: Any) -> bool:
     found = re.search(r"SocketImpl\(fd=(\d+)", repr(_innermost(store))) if _is_tcp(store) else None
     if found is None:
         return False
-    # A copy of the number, so that closing it leaves the store's open. OSError: there is no connection any more.
+    # A copy of the number, so that closing it leaves the store's open. OSError: the connection is gone.
     with socket.socket(fileno=os.dup(int(found[1]))) as connection, contextlib.suppress(OSError):
         if connection.getpeername()[1] == _innermost(store).port:
             connection.shutdown(socket.SHUT_RDWR)

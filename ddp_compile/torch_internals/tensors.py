@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fake_mode_of(example_inputs: Sequence[Any]) -> Any:
-    """The fake tensor mode of the current compilation; a new one outside of Dynamo."""
+    """The fake tensor mode of the current compilation; a new one outside Dynamo."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -57,7 +57,7 @@ def call_with_fakes(operator: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def num_bytes_hint(value: Tensor) -> int:
-    """Bytes of a (fake) tensor's elements; symbolic sizes are those that the graph was traced with."""
+    """Bytes of a (fake) tensor's elements. Symbolic sizes count as those that the graph was traced with."""
     numel: Any = value.numel()
     if isinstance(numel, torch.SymInt):
         numel = numel.node.hint or 0  # None for a size that depends on data
@@ -83,7 +83,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, when it is complete; any other tensor itself."""
+    """This rank's part of a DTensor, after waiting for it; any other tensor itself."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
@@ -96,7 +96,7 @@ def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def has_equal_parts(value: Any) -> bool:
-    """Whether the ranks hold equally large parts of a DTensor; True for anything else."""
+    """Whether the ranks hold equal-sized parts of a DTensor; True for anything else."""
     if not is_dtensor(value):
         return True
     num_parts = math.prod(
@@ -113,7 +113,7 @@ def free_symbols(value: Any) -> list[Any]:
 
 
 def symbol_bound_by(value: Any) -> Any | None:
-    """The sympy symbol that a SymInt is; None for an expression or any other value."""
+    """The sympy symbol of a SymInt; None for an expression or any other value."""
     import sympy  # type: ignore[import-untyped]
 
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
@@ -138,7 +138,7 @@ SPARSE_FROM_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.defa
 
 
 def num_references(tensors: Sequence[Any]) -> list[int]:
-    """The number of references to each tensor, from Python and from C++, those of the list included."""
+    """The number of references to each tensor, from Python and C++, including those of the list."""
     references = list(map(sys.getrefcount, tensors))
     if _references_from_cpp_show():
         return references
@@ -147,7 +147,7 @@ def num_references(tensors: Sequence[Any]) -> list[int]:
 
 @functools.cache
 def _references_from_cpp_show() -> bool:
-    """Whether a reference from C++ counts as one from Python, as in torch 2.11.0 to 2.15.0."""
+    """Whether a reference from C++ counts like one from Python, as in torch 2.11.0 to 2.15.0."""
     parameter, gradient = torch.nn.Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu")
     alone = sys.getrefcount(gradient)
     parameter.grad = gradient
@@ -155,7 +155,7 @@ def _references_from_cpp_show() -> bool:
 
 
 def num_storage_uses(storage_keys: Sequence[int]) -> list[int]:
-    """The number of tensors and storage objects on each storage, given by its `storage_key`; it must be alive."""
+    """The number of tensors and storage objects on each storage, given by `storage_key`. It must be alive."""
     return list(map(torch._C._storage_Use_Count, storage_keys))
 
 
@@ -178,10 +178,10 @@ def as_plain_tensors() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-#: ``__torch_function__`` of classes that have none, Parameter among them.
+#: ``__torch_function__`` of classes that do not define one, such as Parameter.
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
-#: A GradScaler calls it with gradients, a flag that becomes 1 if one is not finite, and a factor.
+#: A GradScaler calls it with gradients, a flag that is set to 1 if one is not finite, and a factor.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 

@@ -1,1 +1,1 @@
-"""What a module has to be to be replicated, and to stay so."""
+"""The conditions for replicating a module, and for keeping it replicated."""

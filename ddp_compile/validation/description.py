@@ -12,7 +12,7 @@ from ddp_compile.plan.spec import GradientSpec
 
 
 def describe_gradients(module: nn.Module, named: Mapping[str, nn.Parameter]) -> list[GradientSpec]:
-    """What the plan knows of each parameter, in registration order."""
+    """The plan's data about each parameter, in registration order."""
     sparse = with_sparse_gradients(module)
     return [
         GradientSpec(i, fqn, torch_internals.local_tensor(p).numel(), _dtype_name(p), p.device.type, id(p) in sparse)
@@ -29,7 +29,7 @@ def with_sparse_gradients(module: nn.Module) -> set[int]:
 def describe_module(
     module: nn.Module, config: ReplicateConfig, launches_in_backward: bool, ignored: Container[str]
 ) -> list[str]:
-    """Lines that have to be the same on every rank; with strides, since flat buffers follow them.
+    """Lines that must be the same on every rank; with strides, since flat buffers follow them.
 
     Args:
         launches_in_backward: Whether buckets are launched inside compiled backwards.
@@ -45,7 +45,7 @@ def describe_module(
         "check_finite_gradients",
     )
     lines = [f"{name}={getattr(config, name)}" for name in settings]
-    # After such launches the ranks exchange a message.
+    # After such launches the ranks exchange a message, so this must agree.
     lines.append(f"buckets launched inside the backward={launches_in_backward}")
     for name, parameter in module.named_parameters():
         if name not in ignored:
@@ -63,7 +63,7 @@ def describe_module(
 
 
 def _part_here(tensor: Tensor) -> str:
-    """The part of a DTensor on this rank, in words; the same on all ranks that average it."""
+    """This rank's part of a DTensor in words, the same on all ranks that average it."""
     if not torch_internals.is_dtensor(tensor):
         return ""
     placements = ", ".join(map(str, tensor.placements))

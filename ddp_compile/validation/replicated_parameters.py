@@ -1,4 +1,4 @@
-"""The reduced parameters of each replicated module: which have changed since, and which two modules share."""
+"""The reduced parameters of each replicated module: which have changed, and which two modules share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Properties = tuple[torch.dtype, torch.device, torch.Size]
 
 
 def reduced_parameters(module: nn.Module, ignored: Container[str]) -> dict[str, nn.Parameter]:
-    """The parameters that are averaged over ranks, by fully qualified name; a tied one under its first name."""
+    """The parameters that are averaged over ranks, by fully qualified name; a tied parameter has its first name."""
     every_name = module.named_parameters(remove_duplicate=False) if ignored else ()
     ignored_ids = {id(parameter) for name, parameter in every_name if name in ignored}
     return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in ignored_ids}
@@ -52,17 +52,17 @@ class ReplicatedParameters:
         """Raise a ReplicationError if another replicated module reduces some of the parameters too."""
         if shared := self.shared_with_others():
             raise ReplicationError(
-                f"{this_rank()}: parameters of the module are reduced by another replicated module already:"
-                f" {', '.join(shared)}. Each would average again what the other has averaged. Call ddp_compile on one"
-                " module that holds both, once, and let its forward choose; or unwrap() the other one before"
+                f"{this_rank()}: another replicated module already reduces parameters of this module:"
+                f" {', '.join(shared)}. Each would average the other's means again. Call ddp_compile once on a module"
+                " that contains both, and let its forward choose; or unwrap() the other module first"
             )
 
     def register(self) -> None:
-        """The module is replicated from now on."""
+        """Record that the module is replicated."""
         _alive.add(self)
 
     def release(self) -> None:
-        """The module is not replicated any more."""
+        """Record that the module is no longer replicated."""
         _alive.discard(self)
 
     def refuse_changes(self, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ NEWEST_TESTED = "2.15"
 
 
 def is_newer_than_tested(torch_version: str) -> bool:
-    """Whether a version such as "2.16.0a0+git1234" is of a later release than those tested; patches do not count."""
+    """Whether a version such as "2.16.0a0+git1234" is of a later release than the tested ones; patches do not count."""
     return _release(torch_version) > _release(NEWEST_TESTED)
 
 
@@ -26,8 +26,8 @@ def warn_of_newer_torch(rank: int) -> None:
     """Log a warning on rank 0, once in this process, if the installed torch is newer than all that were tested."""
     if rank == 0 and is_newer_than_tested(torch.__version__):
         log.warning(
-            "%s: torch %s is newer than torch %s, the newest that ddp_compile has been tested with; should"
-            " something fail that works with DistributedDataParallel, install torch %s or a newer ddp_compile",
+            "%s: torch %s is newer than torch %s, the newest that ddp_compile has been tested with; if something fails"
+            " that works with DistributedDataParallel, install torch %s or a newer ddp_compile",
             this_rank(),
             torch.__version__,
             NEWEST_TESTED,

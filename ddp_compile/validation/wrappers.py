@@ -1,6 +1,6 @@
-"""Wrappers that reduce, shard or compile by themselves, or train adapters: inside a replicated module, or around it.
+"""Wrappers that themselves reduce, shard or compile, or that train adapters, inside a replicated module or around it.
 
-They are recognised by the names of their classes, since some are slow to import.
+They are recognized by the names of their classes, since some are slow to import.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, shorten_names, this_rank, with_article
 
-_REDUCES = "its gradients are reduced already; use one of the two"
+_REDUCES = "its gradients are already reduced; use one of the two"
 _SHARDS = (
-    "it reduces and shards its gradients by itself. To shard over one dimension of a mesh and average over the other,"
-    " leave both to fully_shard(module, mesh=mesh['replicas', 'parts']), without ddp_compile; or give fully_shard some"
-    " submodules alone, and ddp_compile(module) the rest"
+    "it reduces and shards its gradients itself. To shard over one dimension of a mesh and average over the other,"
+    " leave both to fully_shard(module, mesh=mesh['replicas', 'parts']), without ddp_compile; or call fully_shard on"
+    " some submodules only, and ddp_compile(module) for the rest"
 )
 _PASS_INSIDE = "pass the module inside it, its .module"
 
@@ -34,7 +34,7 @@ _INSTEAD: Mapping[str, str] = {
     "ReplicateModule": _REDUCES,  # torch.distributed._composable.replicate_with_fsdp
     "FSDPModule": _SHARDS,
     "DDP": _REDUCES,  # what torch.distributed._composable.replicate derives a module's class from
-    "OptimizedModule": "ddp_compile compiles by itself; put the module inside it, its ._orig_mod, in its place",
+    "OptimizedModule": "ddp_compile compiles itself; pass the module inside it, its ._orig_mod, instead",
     "ReplicatedModule": "replicate the outermost module only",
     "ScriptModule": "Dynamo cannot trace TorchScript; use the Python module",
 }
@@ -61,12 +61,12 @@ def _shards_what(submodule: nn.Module, name: str) -> str:
 
 
 def reduces_by_itself(cls: type) -> bool:
-    """Whether modules of a class reduce or shard gradients by themselves."""
+    """Whether modules of a class themselves reduce or shard gradients."""
     return _kind_of(cls) in _REDUCING
 
 
 def reducing_wrappers_inside(module: nn.Module) -> list[str]:
-    """The submodules that reduce or shard gradients by themselves, as in "layers.0 is an FSDPModule"."""
+    """The submodules that themselves reduce or shard gradients, as in "layers.0 is an FSDPModule"."""
     return [
         f"{name or 'the module'} is {with_article(str(_kind_of(type(submodule))))}"
         for name, submodule in module.named_modules()
@@ -75,7 +75,7 @@ def reducing_wrappers_inside(module: nn.Module) -> list[str]:
 
 
 def refuse_wrapper_around(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """While the module is called: refuse a caller that reduces the same gradients, or trains adapters of PEFT.
+    """During a call of the module, refuse a caller that reduces the same gradients or trains adapters of PEFT.
 
     A wrapper whose forward merely calls the module, a frozen teacher for example, is allowed.
     """
@@ -87,16 +87,16 @@ def refuse_wrapper_around(module: nn.Module, parameters: Mapping[str, nn.Paramet
             continue
         raise ReplicationError(
             f"{this_rank()}: the module that ddp_compile has replicated {'is' if wrapper is module else 'is called by'}"
-            f" {with_article(kind)}, which takes {len(taken)} of its {len(parameters)} parameters as well ({taken[0]},"
-            f" ...), so that their gradients would be reduced twice, or not at all. Train the module without {kind},"
-            " around it or around a module that holds it. With Accelerate, leave ddp_compile out, and call"
+            f" {with_article(kind)}, which also takes {len(taken)} of its {len(parameters)} parameters ({taken[0]},"
+            f" ...), so their gradients would be reduced twice, or not at all. Train the module without {kind}, around"
+            " it or around a module that contains it. With Accelerate, leave out ddp_compile, and call"
             " ddp_compile.integrations.accelerate.use(accelerator) before accelerator.prepare(model); with Lightning,"
             " leave it out and pass Trainer(strategy=ddp_compile.integrations.lightning.DDPCompileStrategy())"
         )
 
 
 def adapters_after_replication() -> ReplicationError:
-    """PEFT has added adapters to a replicated module, or prompts that it trains around one."""
+    """PEFT added adapters to a replicated module, or trains prompts around one."""
     return ReplicationError(
         f"{this_rank()}: PEFT has added adapters to a module that ddp_compile has replicated, which would not average"
         " their gradients; add them first: ddp_compile(get_peft_model(model, config))"
@@ -112,7 +112,7 @@ def _trains_adapters(wrapper: nn.Module, module: nn.Module) -> bool:
 
 
 def _kind_of(cls: type) -> str | None:
-    """Which wrapper a class is or derives from."""
+    """The wrapper that a class is or derives from."""
     for base in cls.__mro__:
         if base.__name__ in _INSTEAD and base.__module__.split(".")[0] in ("torch", "deepspeed", "ddp_compile"):
             return base.__name__
@@ -124,7 +124,7 @@ def _taken_by(
 ) -> list[str]:
     """The names of the parameters whose gradients a wrapper reduces or shards."""
     if kind in _SHARDING:
-        # It replaces parameters, for good or during a forward, except in modules that it was told to ignore.
+        # It replaces parameters, permanently or during a forward, except in modules that it ignores.
         if not any(submodule is module for submodule in wrapper.modules()):
             return []
         present = set(map(id, module.parameters()))
@@ -147,12 +147,12 @@ _FORWARDS = frozenset(
 
 
 def _calling_modules() -> Iterator[nn.Module]:
-    """The modules whose calls have led here, innermost first, including compiled ones.
+    """The modules whose calls led here, innermost first, including compiled ones.
 
     Note [Frames whose locals are read]
-    Before Python 3.13 a frame keeps the values that ``f_locals`` has returned for as long as it lives: the frame of a
-    training loop would keep the tensors of a step until its end. So only frames of torch are read, which end with the
-    call.
+    Before Python 3.13, a frame keeps the values that ``f_locals`` has returned for as long as it lives, so the frame of
+    a training loop would keep the tensors of a step until the loop ends. So only frames of torch are read, which end
+    with the call.
     """
     seen: set[int] = set()
     frame = sys._getframe(1)

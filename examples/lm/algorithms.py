@@ -1,4 +1,4 @@
-"""The ways to communicate that ``--algorithm`` offers, each with settings that suit a run of some hundred steps."""
+"""The algorithms that ``--algorithm`` offers, each with settings for a run of a few hundred steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = (*_ALGORITHMS, "qadam")
 
 
 def algorithm_named(name: str, optimizer: torch.optim.Optimizer) -> AlgorithmConfig:
-    """One of ``NAMES``; that of a `QAdam` belongs to the optimizer."""
+    """One of ``NAMES``. A `QAdam` brings its own."""
     return optimizer.algorithm() if isinstance(optimizer, QAdam) else _ALGORITHMS[name]()
 
 

@@ -33,15 +33,15 @@ class Progress:
 
 @dataclass
 class TrainingState:
-    """Everything that decides what the next steps compute.
+    """Everything that determines the next steps.
 
     Args:
-        model: What ``ddp_compile`` returned: the user's own module, so its state dict has the plain names, with no
-            ``module.`` before them, and loads into a model that was never distributed.
+        model: The result of ``ddp_compile``, which is the user's own module. So its state dict has the plain names,
+            without the prefix ``module.``, and loads into a model that was never distributed.
         optimizer: Its optimizer.
-        sampler: Which training data come next.
+        sampler: Decides which training data come next.
         progress: What has been done so far.
-        settings: What must not change between two parts of one run, because the data would come in another order.
+        settings: Settings that must not change within a run, because the data would come in another order.
     """
 
     model: Any
@@ -51,12 +51,12 @@ class TrainingState:
     settings: dict[str, Any]
 
     def agree(self) -> None:
-        """If a thread averages the parameters, let it end with equal ones. Every rank has to call this."""
+        """If a thread averages the parameters, stop it with equal ones. Every rank has to call this."""
         if isinstance(algorithm := self.model.comm_algorithm, AsyncModelAverageAlgorithm):
             algorithm.abort()
 
     def save(self, path: Path, world: World) -> None:
-        """Write the state atomically: from rank 0, or one file for each rank if their parameters differ.
+        """Write the state atomically: one file from rank 0, or one from each rank if their parameters differ.
 
         Every rank has to call this.
         """
@@ -101,7 +101,7 @@ class TrainingState:
         """
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         if saved["settings"] != self.settings:
-            raise ValueError(f"{path} is of a run with {saved['settings']}, this one has {self.settings}")
+            raise ValueError(f"{path} is of a run with {saved['settings']}, but this one has {self.settings}")
         own = torch.load(_path_on(world.rank, path), map_location="cpu") if self._ranks_differ else saved
         self.model.load_state_dict(own["model"])
         self.optimizer.load_state_dict(own["optimizer"])

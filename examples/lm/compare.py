@@ -1,4 +1,4 @@
-"""Milliseconds a step beside ``torch.compile(DistributedDataParallel(model))``, measured in one run."""
+"""Milliseconds a step, compared with ``torch.compile(DistributedDataParallel(model))`` in one run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lm.world import World
 
 @dataclass
 class Contender:
-    """One way to train, with an optimizer of its own.
+    """One way to train, with its own optimizer.
 
     Args:
-        name: What the table calls it.
+        name: Its name in the table.
         model: The distributed model.
         optimizer: Its optimizer.
         seconds: Length of each timed step, that of the slowest rank.
@@ -65,12 +65,12 @@ def compare(
     steps: int,
     warmup: int = 5,
 ) -> None:
-    """Train two copies on the same batches, a step of one and a step of the other, and print a table.
+    """Train two copies on the same batches, alternating step by step, and print a table.
 
-    Machines drift, so only steps that lie beside each other in time are compared. The first ``warmup`` pairs, which
-    compile, are not timed.
+    The speed of machines drifts, so only adjacent steps are compared. The first ``warmup`` pairs, which compile, are
+    not timed.
     """
-    # Its own default has a first bucket of 1 MiB, as ours has; a capacity that is given holds for the first one, too.
+    # Its default has a first bucket of 1 MiB, like ours. A capacity that is passed also holds for the first bucket.
     caps = {} if bucket_cap_mb == 25 else {"bucket_cap_mb": bucket_cap_mb}
     reference = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True, **caps)
     ours = ddp_compile(model, bucket_cap_mb=bucket_cap_mb, split=split, backend=backend)

@@ -22,10 +22,10 @@ def standard_library_text(max_bytes: int) -> tuple[Tensor, Tensor]:
     """The sources of the running Python's standard library, one after the other in the order of their names.
 
     Args:
-        max_bytes: Where to cut each of the two texts off.
+        max_bytes: Maximum length of each of the two texts.
 
     Returns:
-        The text to train on, and one of every twentieth file, which is held out. uint8 tensors.
+        The text to train on, and a held-out text from every twentieth file. uint8 tensors.
     """
     root = Path(sysconfig.get_path("stdlib"))
     sources = sorted(p for p in root.rglob("*.py") if _LEFT_OUT.isdisjoint(p.relative_to(root).parts))
@@ -36,12 +36,12 @@ def standard_library_text(max_bytes: int) -> tuple[Tensor, Tensor]:
 
 def _read(files: list[Path], max_bytes: int) -> Tensor:
     text = b"".join(file.read_bytes() for file in files)
-    # A bytearray, because a tensor wants memory that can be written to.
+    # A bytearray, because a tensor needs writable memory.
     return torch.frombuffer(bytearray(text[:max_bytes]), dtype=torch.uint8)
 
 
 class ByteWindows(Dataset[Batch]):
-    """A text in windows that follow one another: each item is ``context`` bytes and the ones that come after them.
+    """A text in consecutive windows. Each item is ``context`` bytes and, as targets, the bytes that follow them.
 
     Args:
         text: uint8 tensor.
@@ -69,9 +69,9 @@ class SamplerState(TypedDict):
 
 
 class ResumableSampler(DistributedSampler[Batch]):
-    """A `DistributedSampler` that can go on in the middle of an epoch.
+    """A `DistributedSampler` that can resume in the middle of an epoch.
 
-    ``position`` is the number of this rank's samples of the running epoch that have been used.
+    ``position`` is the number of this rank's samples that have been used in the current epoch.
     """
 
     position = 0
@@ -96,8 +96,8 @@ def training_batches(
 ) -> Iterator[Batch]:
     """This rank's training batches without end, in a new order each epoch.
 
-    The sampler's position moves before a batch is handed out: a checkpoint taken after the step that used the batch
-    goes on with the next one.
+    The sampler's position advances before a batch is yielded, so training from a checkpoint taken after the batch's
+    step continues with the next batch.
 
     Yields:
         Tokens and targets on ``device``, int64, ``(batch_size, context)`` each.
@@ -113,7 +113,7 @@ def training_batches(
 
 
 def held_out_batches(windows: ByteWindows, batch_size: int, count: int, device: torch.device) -> Iterator[Batch]:
-    """This rank's ``count`` batches from all over a text, always the same ones.
+    """``count`` batches of this rank, spread over a text, always the same ones.
 
     Yields:
         Tokens and targets on ``device``, int64, ``(batch_size, context)`` each.

@@ -78,13 +78,14 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        self._initialise(config)
+        self._initialize(config)
 
-    def _initialise(self, config: GPTConfig) -> None:
+    def _initialize(self, config: GPTConfig) -> None:
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
-                continue  # biases and norms keep the layers' own start
-            # Layers that add to the residual stream start smaller, so that its variance does not grow with depth.
+                continue  # biases and norms keep the layers' own initial values
+            # Layers that add to the residual stream start with smaller weights, so that its variance does not grow with
+            # depth.
             adds_to_residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
             nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * config.layers) if adds_to_residual else 1))
         for name, parameter in self.named_parameters():
@@ -107,7 +108,7 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte (scalar); ``ln 256 = 5.55`` knows nothing.
+    """Mean cross-entropy in nats per byte (scalar); ``ln 256 = 5.55`` is the loss of guessing.
 
     Args:
         model: A `GPT`.

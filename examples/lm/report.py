@@ -75,7 +75,7 @@ class TrainingLog:
             self.bar.write(text, file=sys.stdout)
 
     def speed(self, last: int = 0) -> str:
-        """The median speed of the ``last`` flushes (0: of all); the first flush, which compiles, does not count."""
+        """The median speed over the ``last`` flushes (0: all). The first flush, which compiles, does not count."""
         measured = self.seconds_per_step[1:][-last:]
         if not measured:
             return "speed not measured yet"
@@ -102,7 +102,7 @@ def write_report(out_dir: Path, progress: Progress, settings: dict[str, Any]) ->
 
 
 def _loss_curve(progress: Progress) -> Figure:
-    # A Figure of its own, without pyplot, needs no display.
+    # A Figure without pyplot needs no display.
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(progress.losses) + 1), progress.losses, linewidth=1, label="training")

@@ -19,7 +19,7 @@ class World:
     Args:
         rank: Number of this process.
         size: Number of processes.
-        device: Where this process computes.
+        device: The device of this process.
     """
 
     rank: int
@@ -59,7 +59,7 @@ def join_world() -> Iterator[World]:
         dist.init_process_group("nccl", device_id=device)
     else:
         device = torch.device("cpu")
-        # Ranks that share a machine share its cores: with more threads than cores, each waits for the others' threads.
+        # Ranks on one machine share its cores. With more threads than cores, each rank waits for the others' threads.
         torch.set_num_threads(max(1, _usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
         dist.init_process_group("gloo")
     try:

@@ -1,1 +1,1 @@
-"""What every kernel is given, and what it has to give."""
+"""The inputs of every kernel, and its required results."""

@@ -1,4 +1,4 @@
-"""Places of tensors in a flat buffer, their strides, and checks that all fit."""
+"""Places of tensors in a flat buffer, their strides, and checks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_flat(flat: Tensor) -> None:
 
 
 def check_fit(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None) -> None:
-    """Raise ValueError if places of tensors lie outside of ``flat`` or overlap, or if devices differ."""
+    """Raise ValueError if places of tensors are outside ``flat`` or overlap, or if devices differ."""
     if offsets is None:
         offsets = packed_offsets(tensors)
     if len(offsets) != len(tensors):
@@ -83,7 +83,7 @@ def check_tensor(index: int, tensor: Tensor, shape: Sequence[int], flat: Tensor)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor {index} is of type {type(tensor).__name__}; pass torch tensors")
     if tensor.layout != torch.strided:
-        raise ValueError(f"tensor {index} is of layout {tensor.layout}, without memory to copy; pass its to_dense()")
+        raise ValueError(f"tensor {index} has layout {tensor.layout}, which has no memory to copy; pass its to_dense()")
     if tensor.device != flat.device:
         raise ValueError(f"tensor {index} is on {tensor.device} but flat is on {flat.device}; move one of them")
     if tuple(tensor.shape) != tuple(shape):
@@ -102,7 +102,7 @@ def check_memory(
     written: bool,
     indices: Iterable[int] | None = None,
 ) -> None:
-    """Raise ValueError if a tensor shares memory with ``flat`` outside of its place, or two written ones share memory.
+    """Raise ValueError if a tensor shares memory with ``flat`` outside its place, or two written tensors share memory.
 
     Args:
         places: The place of each in ``flat``.
@@ -126,24 +126,24 @@ def check_memory(
     ranges.sort()
     for (_, end, i), (begin, _, j) in pairwise(ranges):
         if written and begin < end:
-            raise ValueError(f"tensors {i} and {j} share memory; what is written to one would change the other")
+            raise ValueError(f"tensors {i} and {j} share memory; writing one would change the other")
 
 
 def astray_error(index: int) -> ValueError:
-    """The error for a tensor that shares memory with ``flat`` outside of its place."""
+    """The error for a tensor that shares memory with ``flat`` outside its place."""
     return ValueError(
-        f"tensor {index} shares memory with flat but does not lie in its place there: writing one would change the"
-        " other; clone it first"
+        f"tensor {index} shares memory with flat but is not in its place there: writing one would change the other;"
+        " clone it first"
     )
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape have the same strides, those of dimensions of size 1 aside."""
+    """Whether two tensors of one shape have the same strides, except in dimensions of size 1."""
     return all(size == 1 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements may have one address: a stride is smaller than the span of the smaller strides."""
+    """Whether two elements may have the same address: some stride is smaller than the span of the smaller strides."""
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -154,6 +154,6 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """First byte of the tensor's elements, and the one after the last."""
+    """The first byte of the tensor's elements, and the byte after the last."""
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size()

@@ -1,6 +1,6 @@
-"""The kernels in plain torch operations: the definition for all implementations, and what runs without them.
+"""The kernels in plain torch operations: the definition for all implementations, and the fallback without them.
 
-All arithmetic is in float32, in float64 if a tensor is of that dtype, and is rounded once, to nearest even.
+All arithmetic is in float32, or in float64 if a tensor has that dtype, and is rounded once, to nearest even.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A row of compressed values: minimum and maximum as two float32, one byte for each value, zeros to fill up.
+# A row of compressed values: minimum and maximum as two float32, one byte for each value, then zeros.
 HEADER_BYTES = 8
 ROW_ALIGNMENT = 16
 
@@ -18,20 +18,20 @@ _LEVELS = 255.0
 
 
 def scale_into(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> None:
-    """Write ``sources[i] * scale`` into ``destinations[i]``, casting; in place if both are one memory."""
+    """Write ``sources[i] * scale`` to ``destinations[i]``, with a cast; in place if both are the same memory."""
     with torch.no_grad():
         for source, destination in zip(sources, destinations, strict=True):
             if scale != 1.0:
                 if source.dtype != destination.dtype:
                     source = _widened(source)
-                # One pass over memory; a copy and a scaling would be two.
+                # One pass over memory; a copy and a scaling would take two.
                 torch.mul(source, scale, out=destination)
             elif source.data_ptr() != destination.data_ptr() or source.is_neg():
                 destination.copy_(source)
 
 
 def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """Of the values that `scale_into` will write: the sum of squares before rounding, and whether one is not finite.
+    """The sum of squares, before rounding, of the values that `scale_into` will write, and whether one is not finite.
 
     Returns:
         A float64 and a bool tensor, both of shape ().
@@ -48,17 +48,17 @@ def stats_of(sources: Sequence[Tensor], destinations: Sequence[Tensor], scale: f
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    # Formats of eight bits promote to nothing.
+    # Eight-bit formats do not promote.
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def row_bytes(chunk_numel: int) -> int:
-    """Bytes of a row that holds a compressed chunk of that many values."""
+    """Bytes of a row with a compressed chunk of this many values."""
     return -(-(HEADER_BYTES + chunk_numel) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = None) -> None:
-    """See `ddp_compile.kernels.minmax_u8_compress`; ``rows`` is what it returns."""
+    """See `ddp_compile.kernels.minmax_u8_compress`; ``rows`` is its result."""
     num_chunks = len(rows)
     chunk_numel = -(-values.numel() // num_chunks)
     for number, row in enumerate(rows):
@@ -71,9 +71,9 @@ def minmax_u8_compress(values: Tensor, rows: Tensor, skip_chunk: int | None = No
         exact = chunk.double()
         minimum, maximum = exact.min(), exact.max()
         finite = exact.isfinite().all()
-        header = torch.stack([minimum, maximum]).float() + 0.0  # one kind of zero
+        header = torch.stack([minimum, maximum]).float() + 0.0  # makes every zero positive
         row[:HEADER_BYTES].view(torch.float32).copy_(torch.where(finite, header, torch.nan))
-        # Not 255.0 / tensor, which torch computes as reciprocal and product, with two roundings.
+        # Not 255.0 / tensor, which torch computes as a reciprocal and a product, with two roundings.
         inverse = torch.where(finite & (maximum > minimum), _on(values, _LEVELS) / (maximum - minimum), 0.0)
         codes = ((exact - minimum) * inverse).nan_to_num(0.0).round().clamp(0, 255)
         row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].copy_(codes)
@@ -86,7 +86,7 @@ def minmax_u8_decompress(rows: Tensor, values: Tensor, accumulate: bool = False)
         minimum, maximum = row[:HEADER_BYTES].view(torch.float32).double()
         codes = row[HEADER_BYTES : HEADER_BYTES + chunk.numel()].double()
         step = (maximum - minimum) / _on(values, _LEVELS)
-        # To float32 first, as the other implementations do on their way to half formats.
+        # To float32 first, like the other implementations before half formats.
         decoded = (codes * step + minimum).float()
         chunk.copy_(chunk.float() + decoded if accumulate else decoded)
 
@@ -95,10 +95,10 @@ def average_into(x: Tensor, total: Tensor, copy: Tensor, count: float) -> None:
     """See `ddp_compile.kernels.average_into`."""
     with torch.no_grad():
         wide = torch.promote_types(x.dtype, torch.float32)
-        # By a tensor: on CUDA, torch divides by a number as it multiplies by its reciprocal.
+        # By a tensor, since on CUDA torch divides by a number by multiplying with its reciprocal.
         x.copy_(x.to(wide) + (total.to(wide) / _on(x, count, wide) - copy.to(wide)))
 
 
 def _on(tensor: Tensor, number: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A number as a tensor, filled on the device, since the host would wait for a copy."""
+    """A number as a tensor, filled on the device. With a copy, the host would wait."""
     return torch.full((), number, dtype=dtype, device=tensor.device)

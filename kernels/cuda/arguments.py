@@ -1,4 +1,4 @@
-"""The arguments of the kernels, laid out as source/*.cuh declares them."""
+"""The arguments of the kernels, in the layout of source/*.cuh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZE = ctypes.c_uint64
 
 
 class Arguments:
-    """A structure, kept alive, and the array of addresses by which a launch finds it."""
+    """A structure, kept alive, and the array of addresses that a launch takes."""
 
     def __init__(self, structure: ctypes.Structure) -> None:
         self.structure = structure
@@ -89,7 +89,7 @@ def _move_arguments(size: int) -> type[ctypes.Structure]:
 
 
 class Pack(Arguments):
-    """Consecutive tensors of a bucket that one launch moves; only their addresses change between steps.
+    """Consecutive tensors of a bucket that one launch moves. Only their addresses change between steps.
 
     Args:
         numels: Elements of each of these tensors; int64, shape (number of tensors).
@@ -128,7 +128,7 @@ class Pack(Arguments):
 
 
 def packs_of(numels: Tensor, offsets: Tensor) -> list[Pack]:
-    """The launches that move tensors of these sizes; none for tensors that are all empty."""
+    """The launches that move tensors of these sizes; none if all tensors are empty."""
     step = PACK_SIZES[-1]
     starts = range(0, len(numels), step)
     packs = [Pack(start, numels[start : start + step], offsets[start : start + step]) for start in starts]

@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that only the first process on a machine compiles them.
 
-A cached file runs on the GPU with the user's rights, so the folder must belong to the user alone, and a file is used
-only if its digest fits.
+A cached file runs on the GPU with the user's rights. So the folder must belong to the user alone, and a file is used
+only if its digest matches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def default_folder() -> Path:
         return Path(moved).expanduser() / "cuda"
     try:
         user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:  # a user without a home, as in some containers
+    except RuntimeError:  # the user has no home, as in some containers
         user_cache = Path(tempfile.gettempdir())
     return user_cache / "ddp_compile" / "cuda"
 
@@ -44,7 +44,7 @@ class BinaryCache:
         self._is_broken = False
 
     def get(self, key: str, make: Callable[[], bytes]) -> tuple[bytes, bool]:
-        """The binary of a key, and whether it was found; if not, it is made and kept."""
+        """The binary for a key, and whether it was found. If not, it is made and saved."""
         path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
         binary = self._attempt(lambda: self._read(path))
         if binary is not None:
@@ -61,8 +61,8 @@ class BinaryCache:
         except OSError as error:
             self._is_broken = True
             log.warning(
-                "CUDA kernels are compiled again in every process, since they cannot be kept in %s: %s; set %s to a"
-                " folder that can be written",
+                "CUDA kernels are compiled again in every process, since they cannot be saved in %s: %s; set %s to a"
+                " writable folder",
                 self.folder,
                 error,
                 ENVIRONMENT_VARIABLE,
@@ -80,7 +80,7 @@ class BinaryCache:
         binary = content[_DIGEST_BYTES:]
         if hashlib.sha256(binary).digest() == content[:_DIGEST_BYTES]:
             return binary
-        log.warning("%s is damaged and is written again", path)
+        log.warning("%s is damaged and will be written again", path)
         return None
 
     def _write(self, path: Path, binary: bytes) -> None:
@@ -102,8 +102,8 @@ class BinaryCache:
         if not stat.S_ISDIR(status.st_mode):
             raise PermissionError("it is not a folder")
         if not hasattr(os, "getuid"):
-            return  # Windows keeps other users out of the profile's folders
+            return  # on Windows, other users have no access to the profile's folders
         if status.st_uid != os.getuid():
             raise PermissionError(f"it belongs to user {status.st_uid}, not to {os.getuid()}")
         if status.st_mode & 0o077:
-            raise PermissionError(f"others may use it (mode {stat.S_IMODE(status.st_mode):o}); chmod 700 it")
+            raise PermissionError(f"others can access it (mode {stat.S_IMODE(status.st_mode):o}); chmod 700 it")

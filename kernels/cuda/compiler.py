@@ -10,12 +10,12 @@ from ddp_compile.kernels.cuda.programs import Program, headers
 
 OPTIONS = ("--std=c++17",)
 
-# The first with bfloat16 conversions and a minimum that keeps NaN.
+# The first architecture with bfloat16 conversions and a minimum that keeps NaN.
 OLDEST_CAPABILITY = (8, 0)
 
 
 class Compiler:
-    """NVRTC as cuda.bindings finds it.
+    """NVRTC, as found by cuda.bindings.
 
     Raises:
         KernelUnavailableError: cuda.bindings or NVRTC is missing, or cannot be loaded.
@@ -26,7 +26,7 @@ class Compiler:
             from cuda.bindings import nvrtc
         except ImportError as error:
             raise KernelUnavailableError(
-                f"cuda.bindings cannot be imported ({error}); install cuda-bindings in the version of torch's CUDA"
+                f"cuda.bindings cannot be imported ({error}); install the version of cuda-bindings for torch's CUDA"
             ) from error
         self._nvrtc: Any = nvrtc
         try:
@@ -36,7 +36,7 @@ class Compiler:
             raise
         except Exception as error:  # versions of cuda.bindings raise different classes for a missing library
             raise KernelUnavailableError(
-                f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc in the version of torch's CUDA"
+                f"NVRTC cannot be loaded ({error}); install the version of nvidia-cuda-nvrtc for torch's CUDA"
             ) from error
 
     def target(self, capability: tuple[int, int]) -> str:
@@ -44,7 +44,7 @@ class Compiler:
         major, minor = capability
         if capability < OLDEST_CAPABILITY:
             raise KernelUnavailableError(
-                f"the kernels need compute capability 8.0 or newer, the device has {major}.{minor}"
+                f"the kernels need compute capability 8.0 or newer, but the device has {major}.{minor}"
             )
         known = [arch for arch in self.architectures if 10 * major <= arch <= 10 * major + minor]
         if not known:
@@ -57,7 +57,7 @@ class Compiler:
         """The binary (cubin) of a program.
 
         Raises:
-            KernelUnavailableError: NVRTC refuses the source; has its log.
+            KernelUnavailableError: NVRTC refuses the source. The error contains its log.
         """
         files = headers()
         (handle,) = self._call(

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 from ddp_compile.errors import KernelUnavailableError
 
-# As cuDriverGetVersion gives it. Older drivers take 4 KiB of arguments; the largest of PACK_SIZES needs 32 KiB.
+# In the form of cuDriverGetVersion. Older drivers take 4 KiB of arguments; the largest of PACK_SIZES needs 32 KiB.
 OLDEST_DRIVER = 12010
 
 
 class Driver(Protocol):
-    """The driver of one device; in the tests, one that runs the kernels on the CPU."""
+    """The driver of one device. In the tests, a driver that runs the kernels on the CPU."""
 
     def load(self, binary: bytes) -> Any:
         """The module of a binary."""
@@ -20,14 +20,14 @@ class Driver(Protocol):
         """A kernel of a module."""
 
     def launch(self, function: Any, num_blocks: int, num_threads: int, parameters: int, stream: int) -> None:
-        """Start a kernel on a stream; ``parameters`` is the address of an array of addresses of its parameters."""
+        """Start a kernel on a stream. ``parameters`` is the address of an array of the addresses of its parameters."""
 
 
 class CudaDriver:
-    """The driver, with the primary context of one device, which is the one that torch uses.
+    """The driver, with the primary context of one device, which torch uses.
 
-    Each thread has a current context, which is not always the right one: a thread has none until it first calls the
-    CUDA runtime.
+    Each thread has a current context, which may be the wrong one: a thread has none before its first call of the CUDA
+    runtime.
 
     Args:
         ordinal: The device's number, as in ``torch.device("cuda", ordinal)``. torch has initialized CUDA already.
@@ -43,18 +43,18 @@ class CudaDriver:
         (version,) = self._call("cuDriverGetVersion")
         if version < OLDEST_DRIVER:
             raise KernelUnavailableError(
-                f"the kernels need a driver for CUDA {_text(OLDEST_DRIVER)} or newer, this one is for {_text(version)};"
-                " install a newer one"
+                f"the kernels need a driver for CUDA {_text(OLDEST_DRIVER)} or newer, but this one is for"
+                f" {_text(version)}; install a newer one"
             )
         (device,) = self._call("cuDeviceGet", ordinal)
-        # Never released: torch keeps the primary context alive for as long as the process lives.
+        # Never released, since torch keeps the primary context as long as the process lives.
         (self._context,) = self._call("cuDevicePrimaryCtxRetain", device)
         self._context_address = int(self._context)
         self._launch = driver.cuLaunchKernel
         self._current_context = driver.cuCtxGetCurrent
 
     def load(self, binary: bytes) -> Any:
-        """The module of a binary; also while a graph is captured."""
+        """The module of a binary. Works during a graph capture too."""
         relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         previous = self._enter()
         try:
@@ -97,7 +97,7 @@ class CudaDriver:
 
 
 def call(api: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """The results of a function of cuda.bindings, without its status; raises KernelUnavailableError if it failed."""
+    """The results of a cuda.bindings function, without its status. Raises KernelUnavailableError if it failed."""
     status, *results = getattr(api, name)(*arguments)
     if int(status) != 0:
         raise KernelUnavailableError(f"{name} failed: {status.name}")

@@ -1,4 +1,4 @@
-"""The kernels on single tensors, on a CUDA device; callers have checked dtypes, sizes and contiguity.
+"""The kernels on single tensors, on a CUDA device. Callers have checked dtypes, sizes and contiguity.
 
 All of them run on torch's current stream of the tensors' device.
 """
@@ -64,8 +64,8 @@ def _codec_arguments(values: Tensor, rows: Tensor, device: KernelDevice) -> tupl
     """The arguments without partials, and the number of blocks: one for each slice of each chunk."""
     if rows.data_ptr() % ROW_ALIGNMENT:
         raise ValueError(
-            f"rows begin at address {rows.data_ptr():#x}, which is no multiple of {ROW_ALIGNMENT}; pass a tensor that"
-            " owns its memory, or a view at a multiple"
+            f"rows begin at address {rows.data_ptr():#x}, which is not a multiple of {ROW_ALIGNMENT}; pass a tensor"
+            " that owns its memory, or a view at such a multiple"
         )
     num_chunks, row_bytes = rows.shape
     num_codes = row_bytes - HEADER_BYTES

@@ -27,8 +27,8 @@ class CudaExecutor:
     Note [Everything is in the arguments]
     Sizes, places and addresses are passed by value with each launch: 24 bytes a tensor, at most 32 KiB a launch. A
     block finds its tensor by a binary search, which costs no more than reading a table in device memory. So nothing is
-    uploaded and nothing waits for an upload, a plan for one use costs no more than one that is kept, and a captured
-    CUDA graph owns everything that it needs. The graph replays the addresses that it was captured with.
+    uploaded, and nothing waits for an upload. A plan for one use costs no more than one that is kept. A captured CUDA
+    graph owns everything that it needs, and replays the addresses that it was captured with.
 
     Args:
         offsets: Their places, in elements; packed when None.
@@ -73,11 +73,11 @@ class CudaExecutor:
     def move(self, flat: Tensor, to_flat: bool, scale: float, stats: Tensor | None) -> None:
         partials = None
         if stats is not None:
-            # For this call alone, since one plan may run on several streams.
+            # Only for this call, since one plan may run on several streams.
             num_partials = len(self._present) * sum(self._num_blocks)
             partials = torch.empty(num_partials * _PARTIAL_BYTES, dtype=torch.uint8, device=flat.device)
         address = 0 if partials is None else partials.data_ptr()
-        # A launch reads one dtype; most buckets have only one.
+        # Each launch reads one dtype. Most buckets have only one.
         codes = self._codes if len(self._present) != 1 or OTHER_CODE in self._codes else None
         for code in self._present:
             source, destination = FORMATS[code], FORMAT_OF[flat.dtype]

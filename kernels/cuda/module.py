@@ -49,7 +49,7 @@ class KernelDevice:
         self._lock = threading.Lock()
 
     def prepare(self, kernel: str) -> Any:
-        """Compile and load a kernel, with all others of its program, unless that has been done.
+        """Compile and load a kernel, with all others of its program, unless it is already loaded.
 
         Raises:
             KernelUnavailableError: It cannot be compiled, or the driver refuses it.
@@ -64,7 +64,7 @@ class KernelDevice:
         return self._functions[kernel]
 
     def launch(self, kernel: str, num_blocks: int, arguments: Arguments) -> None:
-        """Start a kernel on torch's current stream; ``arguments`` are copied before this returns."""
+        """Start a kernel on torch's current stream. ``arguments`` are copied before this returns."""
         function = self._functions.get(kernel) or self.prepare(kernel)
         self._driver.launch(function, num_blocks, BLOCK_THREADS, arguments.parameters, self._current_stream())
 
@@ -93,7 +93,7 @@ class _Binaries:
         return f"{self._target}, NVRTC {self._compiler.version}, {self.history}"
 
 
-#: ``CU_STREAM_LEGACY``, torch's default stream. If cuda-python has a default stream for each thread, 0 is another one.
+#: ``CU_STREAM_LEGACY``, torch's default stream. If cuda-python uses a default stream for each thread, 0 is another one.
 _LEGACY_DEFAULT_STREAM = 1
 
 _devices: dict[int, KernelDevice | str] = {}
@@ -101,7 +101,7 @@ _lock = threading.Lock()
 
 
 def kernel_device(device: torch.device | None = None) -> KernelDevice:
-    """The kernels of a CUDA device, of torch's current one when None.
+    """The kernels of a CUDA device; None for torch's current device.
 
     Raises:
         KernelUnavailableError: There is no such device, or something that the kernels need is missing.
@@ -123,7 +123,7 @@ def kernel_device(device: torch.device | None = None) -> KernelDevice:
 
 
 def description(device: torch.device | None = None) -> str:
-    """Architecture, NVRTC and origin of the kernels on a CUDA device, torch's current one when None.
+    """Architecture, NVRTC and origin of the kernels on a CUDA device; None for torch's current device.
 
     Raises:
         KernelUnavailableError: As `kernel_device`.
@@ -142,7 +142,7 @@ def _open_or_reason(ordinal: int) -> KernelDevice | str:
             properties.multi_processor_count,
             properties.name,
         )
-        # To find out whether compiling, loading and the cache work, with the largest arguments too.
+        # To check that compiling, loading and the cache work, with the largest arguments too.
         device.prepare(LARGEST_KERNEL)
     except KernelUnavailableError as error:
         return str(error)  # executors.py warns of it

@@ -1,7 +1,7 @@
 """The units of compilation: instances of the templates in source/, and the kernels in each.
 
-A program is compiled when one of its kernels is first needed. This takes a quarter of a second, all programs ten times
-as long, and a job needs one to three.
+A program is compiled when one of its kernels is first needed. That takes a quarter of a second. All programs would take
+ten times as long, but a job needs only one to three.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ SOURCE_FOLDER = Path(__file__).parent / "source"
 FORMAT_OF = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 FORMATS = {code: FORMAT_OF[dtype] for dtype, code in DTYPE_CODES.items()}
 
-# Numbers of tensors in one launch; longer arguments take longer to launch. The first is for small buckets, the second
-# fills the 4 KiB of arguments that every CUDA version takes, the third the 32764 bytes of CUDA 12.1 and newer.
+# Numbers of tensors in one launch, since longer arguments take longer to launch. The first is for small buckets, the
+# second fills the 4 KiB of arguments that every CUDA version takes, and the third fills the 32764 bytes of CUDA 12.1
+# and newer.
 PACK_SIZES = (32, 168, 1360)
 
 

@@ -1,4 +1,4 @@
-"""The addresses of a bucket's tensors, read by the C++ library if it was built, else in Python."""
+"""The addresses of a bucket's tensors, read by the C++ library if it was built, otherwise in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_compile.kernels.native import library
 from ddp_compile.kernels.native.library import DTYPE_CODES, NativeLibrary
 from ddp_compile.kernels.native.tensor_table import NativeTensorTable
 
-# kOther in native/csrc/formats.h: a tensor that is left to the reference.
+# kOther in native/csrc/formats.h, for tensors that are left to the reference.
 OTHER_CODE = 255
 
 
@@ -27,7 +27,7 @@ def table_of(tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | N
 
 
 class LibraryTable(NativeTensorTable):
-    """The library's table, whose vectors do not move for as long as it lives."""
+    """The library's table. Its vectors never move."""
 
     def __init__(
         self, library: NativeLibrary, tensors: Sequence[Tensor], flat: Tensor, offsets: Sequence[int] | None

@@ -1,1 +1,1 @@
-"""The CPU kernels: a small C++ library that knows nothing of torch, called through ctypes."""
+"""The CPU kernels: a small C++ library that does not depend on torch, called through ctypes."""

@@ -1,4 +1,4 @@
-"""The kernels on single tensors, on the CPU; callers have checked dtypes, sizes and contiguity."""
+"""The kernels on single tensors, on the CPU. Callers have checked dtypes, sizes and contiguity."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ddp_compile.kernels.native.tensor_table import NativeTensorTable
 
 
 class NativeExecutor(NativeTensorTable):
-    """Moves the tensors of one bucket with the C++ library, in torch's number of threads; see `FlattenExecutor`."""
+    """Moves the tensors of one bucket with the C++ library, with torch's number of threads; see `FlattenExecutor`."""
 
     implementation = "native"
 

@@ -13,7 +13,7 @@ import torch
 from ddp_compile.errors import KernelUnavailableError
 from ddp_compile.kernels.native.source_hash import source_hash
 
-# The folders of the library and of its sources, which not every installation has.
+# The folders of the library and of its sources. Not every installation has them.
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "csrc"
 
@@ -61,10 +61,10 @@ _WITHOUT_LOCK: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 
 
 class NativeLibrary:
-    """The functions of csrc/library.cpp, without the ``ddp_compile_`` of their names, and torch's exchange API.
+    """The functions of csrc/library.cpp, without the prefix ``ddp_compile_``, and torch's exchange API.
 
     Raises:
-        KernelUnavailableError: It cannot be loaded, or was built from other sources than these.
+        KernelUnavailableError: It cannot be loaded, or was built from other sources than the present ones.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class NativeLibrary:
             raise KernelUnavailableError(f"{path} cannot be used, install ddp_compile again: {error}") from error
         if self.interface() != INTERFACE:
             raise KernelUnavailableError(
-                f"{path} has interface {self.interface()} where {INTERFACE} is needed; install ddp_compile again"
+                f"{path} has interface {self.interface()}, but {INTERFACE} is needed; install ddp_compile again"
             )
         if source_hash(SOURCES) not in ("", self.source_hash().decode()):
             raise KernelUnavailableError(
@@ -89,14 +89,14 @@ class NativeLibrary:
         self.exchange_api = _exchange_api()
 
     def instruction_sets(self) -> list[str]:
-        """The instruction sets that the library has loops for and this processor has; the first is the default."""
+        """The instruction sets that both the library and this processor support. The first is the default."""
         names = itertools.takewhile(bool, map(self.instruction_set_at, itertools.count()))
         return [name.decode() for name in names]
 
     def use_instruction_set(self, name: str) -> None:
         """Use another of `instruction_sets` in the whole process from now on; for tests and measurements."""
         if not self.set_instruction_set(name.encode()):
-            raise ValueError(f"instruction set {name!r} is none of {', '.join(self.instruction_sets())}")
+            raise ValueError(f"instruction set {name!r} is not one of {', '.join(self.instruction_sets())}")
 
     def __getattr__(self, name: str) -> Any:
         # For type checkers only: __init__ has set the functions.
@@ -116,7 +116,7 @@ def load() -> NativeLibrary:
 
 
 def _exchange_api() -> int:
-    """Address of the C functions by which a library can read a torch.Tensor (DLPack 1.3)."""
+    """Address of the C functions for reading a torch.Tensor (DLPack 1.3)."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         raise KernelUnavailableError(f"torch {torch.__version__} has no DLPack exchange API; use torch 2.11 or newer")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def source_hash(folder: Path) -> str:
-    """A digest of the names and contents of the C++ files in a folder, without line endings; "" if it has none."""
+    """A digest of the names and contents of the C++ files in a folder, without line endings; "" if there are none."""
     digest = hashlib.sha256()
     files = sorted(path for pattern in ("*.cpp", "*.h") for path in folder.glob(pattern))
     for path in files:

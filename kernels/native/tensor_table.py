@@ -30,7 +30,7 @@ class NativeTensorTable:
         fit = ctypes.c_int64()
         try:
             self.handle = library.table_new(library.exchange_api, tuple(tensors), ctypes.byref(fit))
-        except RuntimeError:  # torch's, for a tensor without an address, on the meta device for example
+        except RuntimeError:  # torch's, for a tensor without an address, for example on the meta device
             layout.check_fit(tensors, flat, offsets)
             raise
         if fit.value == OUT_OF_MEMORY:
@@ -89,7 +89,7 @@ class NativeTensorTable:
             offsets = library.table_offsets(self.handle)
             places = [layout.place_of(tensor, flat, offsets[i]) for i, tensor in enumerate(tensors)]
             layout.check_memory(tensors, places, flat, written=True)
-            raise AssertionError("the library found an overlap that is none")
+            raise AssertionError("the library reported an overlap that does not exist")
         return list(others)
 
     def shape(self, index: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Questions about the values of AOTAutograd's graphs: whose memory they show, and which values depend on them."""
+"""Questions about the values of AOTAutograd's graphs: what memory they are in, and which values depend on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_compile import torch_internals
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node shows: of a view its base, else the node itself."""
+    """The node whose memory a node is in: the base of a view, otherwise the node itself."""
     while True:
         view = node.args[0] if node.target is operator.getitem else node
         if not (isinstance(view, fx.Node) and isinstance(view.target, OpOverload) and view.target.is_view):
@@ -34,7 +34,7 @@ def value_to_hold(
 ) -> list[fx.Node]:
     """Of the values computed up to ``last``, the one that most of the ``following`` nodes depend on, if there is one.
 
-    An operator that is declared to write into it runs after its computation and before those nodes.
+    An operator that is declared to write to it runs after it is computed and before those nodes.
 
     Args:
         following: All nodes from ``last`` to the next operator of ours, in order.

@@ -1,20 +1,20 @@
 """The places at which a forward graph must not be cut.
 
 Note [Held cuts]
-A cut at position c makes all nodes before node c one partition and the rest another. AOTAutograd compiles each by
-itself and sees only the values that cross. A cut is held, that is, refused, if
+A cut at position c makes all nodes before node c one partition and the rest another. AOTAutograd compiles each
+separately and sees only the values that cross. A cut is held, that is, refused, if
 
-- a value would cross that a partition cannot take as an input or return: a SymFloat (a varying float argument,
+- a value would cross that cannot be an input or output of a partition: a SymFloat (a varying float argument,
   ``.item()``), a tuple, a tensor subclass, an opaque object. Tensors, SymInts and plain constants may cross.
 - a mode is on that the next partition could not enter again: grad mode off, inference mode, functorch levels. Autocast
-  is not among them; `partition_graph` leaves and enters it again.
-- a hook on an intermediate value's gradient would be separated from the value, and see only the part of the gradient
-  that comes from later partitions; or ``as_strided`` would be separated from the tensor whose storage it reads.
-- a write would be separated from its target: partitions get example inputs that share no memory, so a write to one of
-  two views would be lost to the other, and a tensor that a compiled partition saved for its backward would have changed
+  is allowed, since `partition_graph` leaves and re-enters it.
+- a hook on an intermediate value's gradient would be separated from the value, and would see only the part of the
+  gradient from later partitions; or ``as_strided`` would be separated from the tensor whose storage it reads.
+- a write would be separated from its target. Partitions get example inputs that share no memory, so a write to one of
+  two views would not reach the other, and a tensor that a compiled partition saved for its backward would have changed
   by the time it is used.
-- a value would cross that shares the memory of another one and cannot be made again from it: see Note [Views across a
-  cut] in `views`. A view that can be made again holds no cut.
+- a value would cross that shares another value's memory and cannot be made again from it: see Note [Views across a cut]
+  in `views`. A view that can be made again does not hold a cut.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ddp_compile.passes.analysis.views import ViewTrees, is_only_view
 
 
 class HeldCuts(NamedTuple):
-    """Cuts at the positions ``first`` to ``last``, both included, would break what ``reason`` says."""
+    """Cuts from position ``first`` to ``last``, inclusive, are held because of ``reason``."""
 
     first: int
     last: int
@@ -68,7 +68,7 @@ def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
 def _values_that_cannot_cross(gm: fx.GraphModule) -> list[HeldCuts]:
     held = []
     position = positions(gm)
-    # Dynamo records a value for every input and tensor. A graph built by hand may not, and is trusted.
+    # Dynamo records a value for every input and tensor. A graph built by hand may have none, and is trusted.
     is_dynamos = all(has_example_value(node) for node in gm.graph.find_nodes(op="placeholder"))
     for node, at in position.items():
         is_known = has_example_value(node) or is_dynamos
@@ -88,7 +88,7 @@ def _may_cross(node: fx.Node) -> bool:
     return value is None or isinstance(value, torch.SymInt)
 
 
-# Words in the names of functions that open and close a region, as in ``_record_function_enter_new``,
+# Words in the names of functions that open and close a region, such as ``_record_function_enter_new``,
 # ``_exit_inference_mode``, ``_saved_tensors_hooks_push``, ``_vmap_increment_nesting``.
 _REGION_WORDS = {"enter": "exit", "push": "pop", "increment": "decrement"}
 
@@ -96,7 +96,7 @@ _REGION_WORDS = {"enter": "exit", "push": "pop", "increment": "decrement"}
 def mode_regions(gm: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
     """The modes that are on when each node runs, outermost first, named after the node that opened them.
 
-    Switches without an end have names of their own: ``grad_off`` is open until grad mode is on again.
+    Switches without an end have fixed names: ``grad_off`` is open until grad mode is on again.
     """
     regions: dict[fx.Node, tuple[str, ...]] = {}
     stack: list[str] = []
@@ -117,14 +117,14 @@ def _update_region_stack(node: fx.Node, stack: list[str]) -> None:
     if node.target is torch._C._set_grad_enabled:
         _switch(stack, "grad_off", is_on=node.args[0] is False)
     elif name == "_sdpa_kernel":
-        # Called with the kernels to allow, and later with those that were allowed before.
+        # Called with the kernels to allow, and later with the kernels that were allowed before.
         _switch(stack, "sdpa_kernel", is_on=not torch_internals.allows_same_attention_kernels(node.args[0]))
     for opens, closes in _REGION_WORDS.items():
         words = name.split("_")
         if opens in words:
             stack.append(node.name)
         elif closes in words:
-            # Most closing calls take the result of the opening one; others close the innermost region of their kind.
+            # Most closing calls take the opening call's result; others close the innermost region of their kind.
             openers = [argument.name for argument in node.all_input_nodes if argument.name in stack]
             openers += [region for region in reversed(stack) if opens in region.split("_")]
             if openers:
@@ -204,10 +204,10 @@ def _values_of_one_storage(gm: fx.GraphModule) -> list[HeldCuts]:
 def _held_for_both(
     first: fx.Node, second: fx.Node, made_again: bool, position: dict[fx.Node, int], last_use: dict[fx.Node, int]
 ) -> tuple[int, int]:
-    """The cuts with which a partition would return both, or take in the first and return the second.
+    """The cuts that make a partition return both, or take the first as input and return the second.
 
-    AOTAutograd remakes an output in an input's memory from the input. Unless it may be ``made_again`` in that way, a
-    hook on its gradient, a backward of its own, or ``no_grad`` around a view would be lost.
+    AOTAutograd makes an output in an input's memory again from the input. Unless it may be ``made_again`` like that, a
+    hook on its gradient, its own backward, or ``no_grad`` around a view would be lost.
     """
     if not made_again:
         is_returned = last_use[second] == len(position) - 1
@@ -247,7 +247,7 @@ def _held_by_write(writer: fx.Node, at: int, aliases: list[fx.Node], position: d
 def _only_views(node: fx.Node, aliases: set[fx.Node]) -> bool:
     """Whether a user of a written tensor is a view of it, or an in-place operation, whose result is a view.
 
-    Not a higher-order operator: a checkpoint that writes also computes from its inputs again in the backward.
+    Not a higher-order operator, since a checkpoint that writes also recomputes from its inputs in the backward.
     """
     if isinstance(node.target, HigherOrderOperator):
         return False

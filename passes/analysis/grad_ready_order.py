@@ -16,11 +16,11 @@ from ddp_compile.passes.analysis.graph_nodes import is_input, is_view_or_cast, r
 
 class GradReady(NamedTuple):
     parameter: int  #: its index
-    position: int  #: in the graph's node list, of the earliest node that computes with the parameter
+    position: int  #: position in the node list of the earliest node that computes with the parameter
 
 
 def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> list[GradReady]:
-    """The parameters of a Dynamo graph in gradient-ready order, each one once.
+    """The parameters of a Dynamo graph in gradient-ready order, each once.
 
     Args:
         gm: A forward graph as Dynamo made it.
@@ -29,7 +29,7 @@ def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> lis
 
     Returns:
         One entry for each parameter that a node computes with while gradients are recorded, latest use first.
-        Parameters of one node (weight and bias of a linear layer) come in reverse registration order, which is how the
+        Parameters of one node (weight and bias of a linear layer) are in reverse registration order, in which the
         engine reaches them.
     """
     earliest: dict[int, int] = {}
@@ -52,5 +52,5 @@ def grad_ready_order(gm: fx.GraphModule, parameter_of: Mapping[str, int]) -> lis
 
 
 def is_alias_of_parameters(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> bool:
-    """A view or cast of nothing but parameters; ``weight[token_ids]`` computes with another tensor and is a use."""
+    """Whether a node is a view or cast of parameters only. ``weight[token_ids]`` is not: it uses another tensor too."""
     return is_view_or_cast(node) and all(argument in roots for argument in node.all_input_nodes)

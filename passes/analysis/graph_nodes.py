@@ -1,4 +1,4 @@
-"""Questions about single nodes of a Dynamo graph: what value they have, whether they alias or write."""
+"""Questions about single nodes of a Dynamo graph: their values, and whether they alias or write."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ddp_compile import torch_internals
 
-# Names of views and casts of one tensor: methods, functions of torch, or ATen operators. The result holds the same
-# values, so that its gradient is the tensor's own except for shape and dtype.
+# Names of views and casts of one tensor: methods, functions of torch, or ATen operators. The result has the same
+# values, so its gradient is the tensor's gradient except for shape and dtype.
 _VIEWS = """
     T mT H adjoint alias as_strided broadcast_to chunk clone contiguous detach diagonal expand expand_as flatten getattr
     getitem movedim moveaxis narrow permute reshape select slice split split_with_sizes squeeze swapaxes swapdims t
@@ -25,7 +25,7 @@ _VIEWS = """
 _CASTS = "bfloat16 double float half to type type_as"
 _VIEW_OR_CAST_NAMES = frozenset(_VIEWS.split() + _CASTS.split())
 
-# Functions that write into arguments although neither their name nor a keyword says so, with names and positions of
+# Functions that write to arguments although neither their name nor a keyword says so, with the names and positions of
 # these arguments.
 _RUNNING_STATISTICS = (("running_mean", 1), ("running_var", 2))
 _HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
@@ -34,14 +34,14 @@ _HIDDEN_WRITES: dict[Any, tuple[tuple[str, int], ...]] = {
     torch.batch_norm: (("running_mean", 3), ("running_var", 4)),
     torch.instance_norm: (("running_mean", 3), ("running_var", 4)),
 }
-# Lookups that renormalise the rows they read if a largest norm is given, and its position.
-_RENORMALISING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
+# Lookups that renormalize the rows they read if a largest norm is given, and its position.
+_RENORMALIZING_LOOKUPS: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 4}
 
 # Not imatmul: tensors have no such method, so ``x @= w`` makes a new tensor.
 _AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 _INPLACE_OPERATORS = frozenset(_AUGMENTED.split())
 
-# In-place by name only: they change no value.
+# In-place by name only: they do not change values.
 _NOT_A_WRITE = frozenset({"requires_grad_", "rename_", "share_memory_"})
 
 _PLAIN_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -92,15 +92,15 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def is_view_or_cast(node: fx.Node) -> bool:
-    """Whether a node shows its tensor arguments in another shape, stride or dtype and computes nothing."""
+    """Whether a node only changes the shape, strides or dtype of its tensor arguments, and computes nothing."""
     return node.op in ("call_function", "call_method") and target_name(node) in _VIEW_OR_CAST_NAMES
 
 
 def requires_grad(node: fx.Node) -> bool:
     """Whether a gradient can flow through the node; True if Dynamo recorded no value, or not the whole tensor.
 
-    Inside ``torch.vmap`` and ``torch.func.grad`` the recorded tensor is that of the innermost level. It may require no
-    gradient although that of an outer level does.
+    Inside ``torch.vmap`` and ``torch.func.grad`` the recorded tensor belongs to the innermost level. It may require no
+    gradient although the tensor of an outer level does.
     """
     if not has_example_value(node):
         return True
@@ -108,25 +108,25 @@ def requires_grad(node: fx.Node) -> bool:
 
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments of a node that it writes into."""
+    """The arguments that a node writes to."""
     if node.op not in ("call_function", "call_method"):
         return
     written = list(_written_values(node))
     if "out" in node.kwargs:
         written.append(node.kwargs["out"])
-    # A torch._foreach_ operator writes into lists of tensors.
+    # A torch._foreach_ operator writes to lists of tensors.
     yield from (leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node))
 
 
 def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
-    """The tensor that an in-place operation writes into and returns; None for every other node."""
+    """The tensor that an in-place operation writes to and returns; None for every other node."""
     if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
         return None
     for target in written_arguments(node):
         value, result = example_value(target), example_value(node)
         if not isinstance(value, Tensor) or not isinstance(result, Tensor):
             continue
-        # ``rows += 1`` on a SymInt makes a new value, ``transpose_`` another shape; shared memory is not enough.
+        # Shared memory is not enough: ``rows += 1`` on a SymInt makes a new value, ``transpose_`` another shape.
         is_same = value.shape == result.shape and value.dtype == result.dtype and value.stride() == result.stride()
         if is_same and torch_internals.storage_key(value) == torch_internals.storage_key(result) is not None:
             return target
@@ -134,12 +134,13 @@ def returns_what_it_writes(node: fx.Node) -> fx.Node | None:
 
 
 def was_inplace(node: fx.Node) -> bool:
-    """Whether a node makes a new tensor, though its recorded value lies in an old one: `functionalize_inplace_pass`."""
+    """Whether a node makes a new tensor although its recorded value is in an old one's memory:
+    `functionalize_inplace_pass`."""
     return bool(node.meta.get("was_inplace"))
 
 
 def aliases_by_storage(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    """The nodes whose values lie in each storage, in graph order."""
+    """The nodes whose values are in each storage, in graph order."""
     storages: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         for key in dict.fromkeys(map(torch_internals.storage_key, tensors_in(node))):
@@ -157,8 +158,8 @@ def _written_values(node: fx.Node) -> Iterator[Any]:
     elif target in _HIDDEN_WRITES:
         for keyword, position in _HIDDEN_WRITES[target]:
             yield _argument(node, keyword, position)
-    elif target in _RENORMALISING_LOOKUPS:
-        if _argument(node, "max_norm", _RENORMALISING_LOOKUPS[target]) is not None:
+    elif target in _RENORMALIZING_LOOKUPS:
+        if _argument(node, "max_norm", _RENORMALIZING_LOOKUPS[target]) is not None:
             yield _argument(node, "weight", 1)
     elif target is operator.setitem or _is_inplace_by_name(name) or _is_inplace_activation(node):
         yield _first_argument(node)
@@ -183,7 +184,7 @@ def _is_inplace_by_name(name: str) -> bool:
 
 
 def _written_by_schema(node: fx.Node, target: OpOverload | OpOverloadPacket) -> Iterator[Any]:
-    # All overloads of a packet write into the same arguments.
+    # All overloads of a packet write to the same arguments.
     overloads = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in target.overloads()]
     for overload in overloads:
         for i, argument in enumerate(overload._schema.arguments):
@@ -192,8 +193,8 @@ def _written_by_schema(node: fx.Node, target: OpOverload | OpOverloadPacket) -> 
 
 
 def _written_by_bodies(node: fx.Node, name: str) -> Iterator[Any]:
-    """The arguments of a higher-order operator that the graphs it calls write into."""
-    # Wrappers of user-defined kernels have no graph, and may write into any argument.
+    """The arguments of a higher-order operator that the graphs it calls write to."""
+    # Wrappers of user-defined kernels have no graph, and may write to any argument.
     if "triton" in name or "functionalize" in name:
         yield from node.all_input_nodes
         return

@@ -1,28 +1,29 @@
-"""Which values of a forward graph are views of which others, and what of them crosses a cut.
+"""Which values of a forward graph are views of others, and which of them cross a cut.
 
 Note [Views across a cut]
-Of the values in one storage, a partition returns one. Of two outputs that share memory, AOTAutograd makes one again
-from the other. If the other is a view itself, torch 2.13 does so wrongly, in torch.compile as well: with
-``y = h.t(); return y, y.detach()`` the second is transposed twice. If AOTAutograd's result is read from a cache, a
-``reshape`` of the other gets an invalid shape.
+A partition returns only one of the values in one storage. If two outputs share memory, AOTAutograd makes one again from
+the other. If the other is itself a view, torch 2.13 does so wrongly, in plain torch.compile too: with ``y = h.t();
+return y, y.detach()`` the second output is transposed twice. If AOTAutograd's result comes from a cache, a ``reshape``
+of the other gets an invalid shape.
 
-So a view does not cross beside its base: `partition_graph` makes it again where it is used. ``detach``, and anything
-that returns its argument unchanged, such as ``contiguous``, are views here. What crosses is the last value of which all
-views needed elsewhere are views: a single view crosses as itself, so that the gradient of a slice stays as small as the
-slice. An expanded value, whose elements share memory, never crosses: torch 2.12 gives its gradient the same strides and
-cannot write it. An input of the graph is available everywhere, so no view of it crosses. If the caller gets a view
-beside its base, the graph that calls the partitions makes the view, and the two are related as in eager code.
+So a view does not cross together with its base: `partition_graph` makes it again where it is used. ``detach``, and
+everything that returns its argument unchanged, such as ``contiguous``, count as views here. The value that crosses is
+the last one from which all values needed elsewhere can be made as views. So a single view crosses itself, and the
+gradient of a slice stays as small as the slice. An expanded value, whose elements share memory, never crosses: torch
+2.12 gives its gradient the same strides and cannot write to it. An input of the graph is available everywhere, so no
+view of it crosses. If the caller gets both a view and its base, the graph that calls the partitions makes the view, and
+the two are related as in eager code.
 
 A view is made again only if it is a function of torch with one tensor among its arguments, whose result Dynamo recorded
 in that tensor's storage. Not made again are
 
-- what writes, a tensor with a hook on its gradient, and ``as_strided``, which reaches beyond its argument;
-- results of a higher-order operator, a custom autograd function or a custom operator: it computes, and its backward
+- operations that write, tensors with a hook on their gradient, and ``as_strided``, which reaches beyond its argument;
+- results of higher-order operators, custom autograd functions and custom operators, which compute, and whose backward
   may treat two gradients differently from their sum;
 - views made in inference mode. Those made under ``no_grad`` are made again under ``no_grad``.
 
-If a value in the memory of another one would have to cross and cannot be made again, the cut is held. If such a value
-was made under ``no_grad``, the cut is held even if it would cross alone, since AOTAutograd makes it again from its
+If a value in another one's memory would have to cross and cannot be made again, the cut is held. If such a value was
+made under ``no_grad``, the cut is held even if only this value would cross, since AOTAutograd makes it again from its
 partition's input, with a gradient.
 """
 
@@ -51,7 +52,7 @@ class ViewTrees:
     """The views among a graph's values: trees whose roots are values that cannot be made again from another one.
 
     Args:
-        gm: A forward graph as Dynamo made it; nodes added later belong to no tree.
+        gm: A forward graph from Dynamo. Nodes added later belong to no tree.
         regions: The `mode_regions` of ``gm``.
     """
 
@@ -62,10 +63,10 @@ class ViewTrees:
             if viewed is not None and not any("inference" in region for region in regions[node]):
                 self._viewed[node] = viewed
         for node in list(self._viewed):
-            # An element of a tuple is a view only if the tuple is one of views.
+            # An element of a tuple is a view only if the tuple contains views.
             if not isinstance(example_value(self._viewed[node]), Tensor) and self._viewed[node] not in self._viewed:
                 del self._viewed[node]
-        # The roots whose values share a storage, in graph order. A tuple does not cross, only its elements do.
+        # The roots whose values share a storage, in graph order. Tuples do not cross, only their elements.
         self.roots_in_storage = [
             [node for node in nodes if node not in self._viewed and isinstance(example_value(node), Tensor)]
             for nodes in aliases_by_storage(gm).values()
@@ -80,14 +81,14 @@ class ViewTrees:
         return nodes[::-1]
 
     def root(self, node: fx.Node) -> fx.Node:
-        """The value that a value is a view of, in one or more steps; itself if it is no view."""
+        """The value that a value is a view of, in one or more steps; the value itself if it is not a view."""
         return self.path(node)[0]
 
     def crossing(self, needed: Iterable[fx.Node], place: Mapping[fx.Node, Any]) -> dict[fx.Node, fx.Node]:
-        """For each value needed outside its partition, the value that crosses: itself or one to make it again from.
+        """For each value needed outside its partition, the value that crosses: itself, or one to make it again from.
 
         Args:
-            needed: All values of the graph that are needed outside of the partition that makes them.
+            needed: All values of the graph that are needed outside the partition that makes them.
             place: The partition that makes a value; none for inputs.
 
         Returns:
@@ -115,7 +116,7 @@ class ViewTrees:
 
 
 def is_only_view(node: fx.Node) -> bool:
-    """Whether a node that returns memory of its arguments does nothing else, in the forward or in the backward."""
+    """Whether a node that returns memory of its arguments does nothing else, in forward and backward."""
     if any(target_name(user) == "register_hook" for user in node.users):
         return False
     is_element = node.target is operator.getitem and not isinstance(example_value(node.all_input_nodes[0]), Tensor)
@@ -123,7 +124,7 @@ def is_only_view(node: fx.Node) -> bool:
 
 
 def _viewed_tensor(node: fx.Node) -> fx.Node | None:
-    """The one argument that a node is a view of, or a tuple of views; see Note [Views across a cut]."""
+    """The argument that a node is a view of, or a tuple of views of; see Note [Views across a cut]."""
     if not is_only_view(node) or target_name(node).endswith("_") or target_name(node) == "as_strided":
         return None
     arguments = [argument for argument in node.all_input_nodes if tensors_in(argument)]

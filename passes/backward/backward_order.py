@@ -1,4 +1,4 @@
-"""Moves nodes of a backward graph so that buckets are ready earlier."""
+"""Moves nodes of a backward graph to make buckets ready earlier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_compile.passes.analysis.graph_nodes import is_input
 
 
 class Moved(NamedTuple):
-    """Number of calls up to the last gradient of one bucket, ``before`` and ``after`` nodes were moved."""
+    """Number of calls up to a bucket's last gradient, ``before`` and ``after`` moving nodes."""
 
     before: int
     after: int
@@ -25,23 +25,23 @@ class Moved(NamedTuple):
 def bring_forward(graph: fx.Graph, gradients: Sequence[Sequence[fx.Node]]) -> list[Moved]:
     """Move nodes that a bucket does not need after its last gradient, if that costs no memory.
 
-    Nodes keep their order otherwise. A node that is computed later keeps its arguments in memory longer. So nodes move
-    only if the graph's peak, by the sizes of the values, does not grow, and if none of them has effects or draws random
-    numbers.
+    Otherwise nodes keep their order. A node that is computed later keeps its arguments in memory longer. So nodes move
+    only if the graph's peak memory, by the sizes of the values, does not grow, and if none of them has effects or draws
+    random numbers.
 
     Args:
         graph: A functional graph with ``meta["val"]`` on every node; its nodes are moved.
         gradients: The nodes of each bucket's gradients, in launch order.
 
     Returns:
-        For each bucket, how early it is complete.
+        For each bucket, how early it becomes complete.
     """
     order = list(graph.nodes)
     num_inputs = sum(map(is_input, order))
     before = [_last_position(order, nodes) - num_inputs for nodes in gradients]
     memory = _Memory(order)
     peak = memory.peak(order)
-    done = 0  # up to here nodes belong to earlier buckets
+    done = 0  # nodes before this position belong to earlier buckets
     for nodes in gradients:
         candidate = _with_needed_first(order, nodes, done)
         if candidate is not None and memory.peak(candidate) <= peak:
@@ -58,7 +58,7 @@ def _last_position(order: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> int:
 
 
 def _with_needed_first(order: list[fx.Node], nodes: Iterable[fx.Node], done: int) -> list[fx.Node] | None:
-    """The order in which, from ``done`` on, only what ``nodes`` need precedes them; None if nothing moves."""
+    """An order in which, from ``done`` on, only nodes that ``nodes`` need come before them; None if nothing moves."""
     end = _last_position(order, nodes)
     needed: set[fx.Node] = set()
     pending = list(nodes)
@@ -93,7 +93,7 @@ def _apply(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 
 class _Memory:
-    """Bytes that a graph's values take at once for an order of its nodes, without memory that is used inside a node.
+    """The peak of the bytes that a graph's values take for an order of its nodes, without memory used inside a node.
 
     A value lives from its node to the last user of it or of a view; inputs live from the start, outputs to the end.
     """
@@ -124,5 +124,5 @@ class _Memory:
 
 def _num_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    # The results of a node with several count at the getitem nodes that pick them out.
+    # If a node has several results, each counts at the getitem node that selects it.
     return torch_internals.num_bytes_hint(value) if isinstance(value, Tensor) and node.op != "output" else 0

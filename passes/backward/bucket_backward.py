@@ -1,4 +1,4 @@
-"""Tells the reducer, inside a backward graph, that a bucket's last gradient has been computed."""
+"""Calls the reducer inside a backward graph when a bucket's last gradient has been computed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
         mm_1 = mm(tangents, w_t)
         return (mm, ...)
 
-    ``held`` is the value that most of the following nodes depend on, which keeps compilers from computing them first.
+    ``held`` is the value that most of the following nodes depend on. It keeps compilers from computing them first.
 
     If all gradients of a bucket may move (`AotContext.strides`), ``move_bucket`` and ``hold_back`` are inserted
     instead, and the graph returns the results of ``move_bucket``.
 
-    A bucket is left to the hooks of its parameters if the graph does not compute all of its gradients, or if nothing is
-    left to compute after them: the hooks then run as early.
+    A bucket is left to its parameters' hooks if the graph does not compute all of its gradients, or if nothing is left
+    to compute after them, since then the hooks run equally early.
     """
     ready, declined = _find_buckets(gm, ctx)
     if not ready:
@@ -79,7 +79,7 @@ def bucket_backward_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
 
 
 def _before_the_end(gm: fx.GraphModule, gradients: Sequence[Sequence[fx.Node]]) -> int:
-    """How many buckets, launched in this order, are ready before the graph's last computation."""
+    """How many buckets, if launched in this order, are ready before the graph's last computation."""
     computed = [node for node in gm.graph.nodes if node.op == "call_function" and base_of(node) is node]
     last = _computation_of(computed[-1]) if computed else None
     at_the_end = (any(_computation_of(node) is last for node in nodes) for nodes in gradients)
@@ -137,7 +137,7 @@ def _insert_move(
 
 
 def _find_buckets(gm: fx.GraphModule, ctx: AotContext) -> tuple[list[_ReadyBucket], list[Declined]]:
-    """The buckets whose gradients the graph computes, in launch order, and why others are declined."""
+    """The buckets whose gradients the graph computes, in launch order, and why the others are declined."""
     outputs = _outputs(gm)
     slot_of = {ctx.parameter_of_input[i]: i for i in _gradient_slots(gm) if i in ctx.parameter_of_input}
     ready, declined = [], []
@@ -169,7 +169,7 @@ def _gradient_slots(gm: fx.GraphModule) -> list[int]:
     """Positions of the outputs that are the gradient of the Dynamo graph's input at the same position.
 
     AOTAutograd returns one value for each input and describes whose gradient it is. Position and description must
-    agree: inputs that alias each other, and subclasses that were taken apart, shift positions.
+    agree, since aliased inputs and flattened subclasses shift positions.
     """
     return [slot for slot, of in enumerate(torch_internals.inputs_of_gradients(gm)) if slot == of]
 
@@ -177,8 +177,8 @@ def _gradient_slots(gm: fx.GraphModule) -> list[int]:
 def _own_output(gm: fx.GraphModule, slot: int) -> None:
     """Make the output at ``slot`` a tensor that nothing else returns or holds.
 
-    AccumulateGrad clones a tangent that is passed through, a tensor that two parameters share, and an expanded tensor,
-    and the reducer could not tell such a clone from a sum. So the clone is made here.
+    AccumulateGrad clones a tangent that is passed through, a tensor that two parameters share, and an expanded tensor.
+    The reducer could not distinguish such a clone from a sum, so the clone is made here.
     """
     output, outputs = gm.graph.output_node(), _outputs(gm)
     node = _node(outputs, slot)

@@ -12,8 +12,8 @@ from ddp_compile.torch_internals import SPARSE_FROM_PARTS
 def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """Read the indices and values of sparse tensors at the end of the graph.
 
-    A sparse tensor uses the memory of its parts. Inductor (torch 2.13) does not know this, and writes later results of
-    the same size into the values.
+    A sparse tensor uses the memory of its parts. Inductor (torch 2.13) does not know this, and overwrites the values
+    with later results of the same size.
 
     before::
 
@@ -32,7 +32,7 @@ def keep_sparse_parts_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
     """
     made = gm.graph.find_nodes(op="call_function", target=SPARSE_FROM_PARTS)
     output = gm.graph.output_node()
-    # HOLD_BACK is declared to write into all other results, so that it runs after them.
+    # HOLD_BACK is declared to write to all other results, so it runs after them.
     computed = [node for node in dict.fromkeys(output.all_input_nodes) if node.op == "call_function"]
     held = [node for node in computed if node not in made]
     if not made or not held:

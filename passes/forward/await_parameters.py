@@ -1,4 +1,4 @@
-"""Waits, inside a forward graph that is compiled whole, for the parameters that each part of it reads."""
+"""Waits inside a forward graph that is compiled whole for the parameters that each part reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def await_parameters_pass(gm: fx.GraphModule, ctx: AotContext) -> PassResult:
         await_parameters([weight_1], reducer=0, param_indices=[1], held=[mm])
         mm_1 = mm(mm, weight_1_t)
 
-    What belongs to no bucket here, or is not among the graph's own inputs, is waited for when the graph begins.
+    Parameters that are in no bucket here, or are not the graph's own inputs, are waited for when the graph begins.
     """
     order = list(gm.graph.nodes)
     waits = _find_waits(gm, ctx, order)
@@ -78,7 +78,7 @@ def _find_waits(gm: fx.GraphModule, ctx: AotContext, order: Sequence[fx.Node]) -
 
 
 def _first_readers(order: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Position of the first node that reads the memory of each input, be it through a view."""
+    """Position of the first node that reads the memory of each input, directly or through a view."""
     found: dict[fx.Node, int] = {}
     for i, node in enumerate(order):
         if node.op == "call_function" and base_of(node) is node:

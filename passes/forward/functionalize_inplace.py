@@ -1,4 +1,4 @@
-"""Turns in-place arithmetic on intermediate tensors into out-of-place arithmetic if nothing can tell the difference."""
+"""Turns in-place arithmetic on intermediate tensors into out-of-place arithmetic if the difference cannot be seen."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _METHODS = {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}
 
 
 def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Let ``x += y`` make a new tensor if no other name of the old value is used later.
+    """Make ``x += y`` create a new tensor if the old value is not used later under another name.
 
-    No cut may separate a write from its target, so a residual stream that every block adds to in place would keep the
+    No cut may separate a write from its target. So a residual stream that every block adds to in place would keep the
     whole model in one partition. AOTAutograd makes the same change, but only inside a partition.
 
     before::
@@ -53,13 +53,13 @@ def functionalize_inplace_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResu
             continue
         key = torch_internals.storage_key(example_value(written))
         earlier = [alias for alias in storages.get(key, ()) if position[alias] < at] if key is not None else []
-        # If a mode such as no_grad was entered in between, the new tensor would lack the old one's history.
+        # If a mode such as no_grad was entered in between, the new tensor would lose the old one's history.
         if regions[node] != regions[written] or not _is_sole_name(node, written, earlier, position):
             continue
         node.target = _OPERATORS[node.target] if node.op == "call_function" else _METHODS[str(node.target)]
         node.meta["was_inplace"] = True
-        # Later uses of the old name read the new tensor. The recorded values keep sharing storage, so that views of
-        # either still count as views of both when cuts are placed.
+        # Later uses of the old name read the new tensor. The recorded values still share storage, so views of either
+        # count as views of both when cuts are placed.
         for user in [user for user in written.users if position[user] > at]:
             user.replace_input_with(written, node)
         num_changed += 1
@@ -77,7 +77,7 @@ def _makes_the_same_tensor(node: fx.Node, written: fx.Node) -> bool:
     value = example_value(other) if isinstance(other, fx.Node) else other
     if isinstance(value, Tensor):
         return torch_internals.is_plain_tensor(value) and torch.result_type(target, value) == target.dtype
-    # True division of integers would give floats; other numbers keep a floating dtype.
+    # True division of integers would give floats. Floating dtypes do not change.
     return target.is_floating_point() and isinstance(value, int | float | torch.SymInt | torch.SymFloat)
 
 

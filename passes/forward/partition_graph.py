@@ -17,17 +17,17 @@ from ddp_compile.passes.analysis.views import ViewTrees
 
 
 def partition_graph(gm: fx.GraphModule, cuts: Sequence[int]) -> fx.GraphModule:
-    """Make one submodule of each run of nodes between two cuts, and a graph that calls them in order.
+    """Make each run of nodes between two cuts a submodule, and make a graph that calls these in order.
 
     Args:
-        gm: A forward graph as Dynamo made it; stays as it is.
+        gm: A forward graph from Dynamo. It is not changed.
         cuts: Positions in ``gm``'s node list, ascending; each is the first node of a partition.
 
     Returns:
         A module with the placeholders and outputs of ``gm`` whose graph calls ``partition_0``, ``partition_1``, ...
-        Each partition returns a tuple of the values that later partitions or the caller need. SymInts come first among
-        its inputs, with every symbol that the sizes of its other inputs mention. Views are made again in each partition
-        that uses them, and for the caller, so that outputs share no memory: see Note [Views across a cut].
+        Each partition returns a tuple of the values that later partitions or the caller need. Its first inputs are
+        SymInts, with every symbol in the sizes of its other inputs. Views are made again in each partition that uses
+        them, and for the caller, so that outputs share no memory: see Note [Views across a cut].
     """
     runs = _runs_of_nodes(gm, cuts)
     place = {node: i for i, run in enumerate(runs) for node in run}
@@ -51,7 +51,7 @@ def partition_graph(gm: fx.GraphModule, cuts: Sequence[int]) -> fx.GraphModule:
 
 
 class _Views:
-    """The values that one graph takes in, and the views that it makes of them to get ``used``."""
+    """A graph's inputs, and the views that it makes of them to get ``used``."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _Views:
         for node in used:
             path = trees.path(node)
             remade.update(path[path.index(crossing[node]) + 1 :])
-        # In the order of the whole graph, in which each comes before its users.
+        # In the order of the whole graph, in which each view comes before its users.
         self.remade = [node for node in regions if node in remade]
         sources = [crossing[node] for node in used]
         sources += [argument for node in self.remade for argument in node.all_input_nodes if argument not in remade]
@@ -73,9 +73,9 @@ class _Views:
         self.sources = [n for n in dict.fromkeys(sources) if n not in self.attributes and not is_constant(n)]
 
     def in_their_grad_mode(self, graph: fx.Graph, is_off: bool) -> Iterator[fx.Node]:
-        """The views to make, in order; switches the grad mode for each, and back to ``is_off`` after the last.
+        """The views to make, in order. Switches the grad mode for each, and back to ``is_off`` after the last.
 
-        A view that is made under ``no_grad`` has no history, though it says that it requires a gradient.
+        A view that is made under ``no_grad`` has no history, although its example value requires a gradient.
         """
         mode = is_off
         for node in self.remade:
@@ -90,7 +90,7 @@ class _Views:
 def _runs_of_nodes(gm: fx.GraphModule, cuts: Sequence[int]) -> list[list[fx.Node]]:
     bounds = [0, *cuts, len(gm.graph.nodes)]
     nodes = list(gm.graph.nodes)
-    # Placeholders and the output belong to the graph that calls the partitions; a get_attr goes to each user.
+    # Placeholders and the output belong to the graph that calls the partitions. A get_attr is copied to each user.
     return [
         [node for node in nodes[first:end] if node.op not in ("placeholder", "output", "get_attr")]
         for first, end in itertools.pairwise(bounds)
@@ -98,7 +98,7 @@ def _runs_of_nodes(gm: fx.GraphModule, cuts: Sequence[int]) -> list[list[fx.Node
 
 
 def _used_from_outside(run: Iterable[fx.Node]) -> list[fx.Node]:
-    """The arguments of a run's nodes that it does not make, attributes included."""
+    """The arguments of a run's nodes that come from outside, including attributes."""
     members = set(run)
     used = dict.fromkeys(argument for node in run for argument in node.all_input_nodes if argument not in members)
     return [node for node in used if not is_constant(node) and not is_autocast_enter(node)]
@@ -144,8 +144,8 @@ class _Partition:
         return sorted(outside, key=lambda node: not isinstance(example_value(node), torch.SymInt))
 
     def add_nodes(self, open_autocasts: list[fx.Node]) -> list[fx.Node]:
-        """Copy the nodes, inside the autocast regions that were open before; returns those still open at the end."""
-        # Grad mode is on here, or as the whole graph found it: no cut falls where it was switched off.
+        """Copy the nodes inside the autocast regions open before them; returns the regions open at the end."""
+        # Grad mode is on here, or as at the start of the whole graph: no cut is where it was switched off.
         for node in self.views.in_their_grad_mode(self.graph, is_off=False):
             self._copy(node)
         still_open = list(open_autocasts)

@@ -11,10 +11,10 @@ from ddp_compile.passes.pipeline import PassContext, PassResult
 
 
 def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Put each view or cast of a parameter right before its first use.
+    """Move each view or cast of a parameter to right before its first use.
 
-    If a parameter is cast at the top of the forward, its gradient is only ready when the backward of the first
-    partition has run, which is last.
+    If a parameter is cast at the start of the forward, its gradient is only ready after the backward of the first
+    partition, which runs last.
 
     before::
 
@@ -45,7 +45,7 @@ def sink_parameter_views_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResul
 
 
 def _parameter_views(gm: fx.GraphModule, ctx: PassContext) -> tuple[dict[fx.Node, frozenset[int]], list[fx.Node]]:
-    """The parameters that each node is or views, and the views in graph order."""
+    """The parameters that each node is or is a view of, and the views in graph order."""
     roots: dict[fx.Node, frozenset[int]] = {}
     views = []
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""Cuts a forward graph at bucket boundaries, so that the backward makes one bucket ready after the other."""
+"""Cuts a forward graph at bucket boundaries, so that the backward makes buckets ready one by one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class _Boundary(NamedTuple):
 
 
 def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Partition the graph so that each bucket's gradients are ready when one partition's backward has run.
+    """Partition the graph so that each bucket's gradients are ready after one partition's backward.
 
-    The engine runs a compiled backward as one piece, so gradients reach the reducer when the piece ends. Two buckets
-    in one partition are launched together; with one partition for each bucket, each is launched while the next
-    computes.
+    The engine runs a compiled backward as one piece, so gradients reach the reducer when the piece ends. Two buckets in
+    one partition are launched together. With one partition for each bucket, each bucket is launched while the next
+    partition computes.
 
     before::
 
@@ -44,9 +44,9 @@ def split_forward_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         y = partition_1(h, w2)
         return (y,)
 
-    Source: after DDPOptimizer of torch 2.13 (_dynamo/backends/distributed.py), with three differences: the boundaries
-    are those of the reducer's own plan, a cut that would break something moves to the nearest earlier place where it
-    does not, and partitions keep the order of the nodes.
+    Source: modeled on DDPOptimizer of torch 2.13 (_dynamo/backends/distributed.py), with three differences: the
+    boundaries are those of the reducer's plan, a held cut moves to the nearest earlier place that is not held, and
+    partitions keep the order of the nodes.
     """
     boundaries = _find_boundaries(gm, ctx)
     if len(boundaries) < 2:
@@ -69,9 +69,9 @@ def _find_boundaries(gm: fx.GraphModule, ctx: PassContext) -> list[_Boundary]:
 
 
 def _num_wanted(gm: fx.GraphModule, boundaries: list[_Boundary]) -> int:
-    """The number of cuts that would launch a bucket earlier: none between two buckets that one operator reads.
+    """The number of cuts that would launch a bucket earlier; none is between two buckets that one operator reads.
 
-    A higher-order operator, a checkpoint for example, counts: its backward makes the two ready one after the other.
+    A cut at a higher-order operator, such as a checkpoint, counts, since its backward makes the two ready one by one.
     """
     nodes = list(gm.graph.nodes)
     return sum(
@@ -89,7 +89,7 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
     for (bucket, wanted), (following, floor) in itertools.pairwise(boundaries):
         at, reasons = _nearest_cut(wanted, held)
         because = "; ".join(dict.fromkeys(reasons)) or "one node computes with gradients of both"
-        # At or before the next boundary, the cut would make this bucket ready no earlier than the next one's cut does.
+        # At or before the next boundary, this cut makes the bucket ready no earlier than the next bucket's cut does.
         if at <= max(floor, first):
             note = f"bucket {bucket.index} is launched with bucket {following.index}: {because}"
             declined.append(Declined(nodes[wanted].name, note))
@@ -102,9 +102,9 @@ def _place_cuts(gm: fx.GraphModule, ctx: PassContext, boundaries: list[_Boundary
 
 
 def _nearest_cut(wanted: int, held: list[HeldCuts]) -> tuple[int, list[str]]:
-    """The last position up to ``wanted`` that is not held, and the reasons of those that are.
+    """The last position up to ``wanted`` that is not held, and the reasons for those that are.
 
-    Only earlier positions will do: the backward reaches them later, when all of the bucket's gradients are ready.
+    Only earlier positions work: the backward reaches them later, when all of the bucket's gradients are ready.
     """
     at, reasons = wanted, []
     while blocking := next((interval for interval in held if interval.first <= at <= interval.last), None):

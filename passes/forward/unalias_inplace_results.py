@@ -1,4 +1,4 @@
-"""Replaces results of in-place operations by the tensors that were written."""
+"""Replaces the results of in-place operations by their targets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ddp_compile.passes.pipeline import PassContext, PassResult
 def unalias_inplace_results_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     """Replace the result of an in-place operation by its target, which is the same tensor.
 
-    A counter that several layers raise is one buffer, which any partition may write. Under the names of the results it
-    looks like a chain of views, which a partition may not write.
+    A counter that several layers increment is one buffer, which any partition may write. Under the names of the results
+    it looks like a chain of views, which a partition may not write.
 
     before::
 

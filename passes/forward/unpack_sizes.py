@@ -16,7 +16,7 @@ from ddp_compile.passes.pipeline import PassContext, PassResult
 def unpack_sizes_pass(gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     """Replace each ``x.size()`` of symbolic shape by one ``x.size(i)`` for each symbolic dimension.
 
-    A tuple of SymInts cannot cross partitions, so it would hold every cut during its life; single SymInts can cross.
+    A tuple of SymInts cannot cross partitions, so it would hold every cut up to its last use. Single SymInts can cross.
 
     before::
 

@@ -14,7 +14,7 @@ from ddp_compile.runtime.algorithms.parameter_average import ParameterAverage
 
 
 class Exchange(Enum):
-    """Where the exchange of the last iteration stands."""
+    """The state of the last iteration's exchange."""
 
     NONE = auto()  #: there is none
     DUE = auto()  #: it waits for the step
@@ -27,8 +27,8 @@ class AfterStep(ParameterAverage):
 
     If no optimizer steps, as when a GradScaler skips a step, it communicates when the next forward begins or a
     checkpoint is taken. Ranks need not agree on whether a step follows: each of them communicates once. So if a rank
-    may skip a step by itself, nothing else may be sent between the ranks until then. A step that follows after all is
-    an error, since the parameters were sent without it.
+    may skip a step that others make, nothing else may be sent between the ranks until then. A step that still follows
+    is an error, since the parameters were sent without it.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, interval: int, warmup_steps: int = 0) -> None:
@@ -44,13 +44,13 @@ class AfterStep(ParameterAverage):
             self._communicate_if_due()
 
     def after_backward(self) -> None:
-        """Communicate after the step that follows; now, if it is still due for the previous iteration."""
-        self._communicate_if_due()  # a backward without a forward before it, in which nothing has stepped since
+        """Communicate after the next step. If the previous iteration's exchange is still due, communicate now."""
+        self._communicate_if_due()  # after a backward without a forward, if nothing has stepped since
         self._exchange = Exchange.DUE if self.meets_others else Exchange.NONE
         super().after_backward()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps; to be called on every rank."""
+        """The number of steps. Every rank calls it."""
         self._finish_exchanges()
         return super().state_dict()
 

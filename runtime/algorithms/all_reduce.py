@@ -1,4 +1,4 @@
-"""The default: the mean of every gradient over all ranks, by one all-reduce for each bucket."""
+"""The default: one all-reduce for each bucket gives every rank the mean of all gradients."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class WireDtypeAllReduce(CollectiveChain):
     """The same with values cast to another dtype on the wire.
 
     Buckets arrive divided by the number of ranks n. In float16, small gradients divided by n would vanish, and sums of
-    undivided ones would overflow. So the wire has values divided by about the square root of n; the rest of the factor,
-    a power of 2, is applied after the sum.
+    undivided ones would overflow. So values on the wire are divided by about the square root of n. The rest of the
+    factor, a power of 2, is applied after the sum.
     """
 
     traits = Traits(takes_sparse=False, takes_dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16))
@@ -72,12 +72,12 @@ class GradientAllReduce(AlgorithmConfig):
 
     Args:
         wire_dtype: Send and add up gradients in ``torch.float16`` or ``torch.bfloat16``, half of the bytes of float32.
-            In float16, means beyond 65504 divided by about the square root of the number of ranks become infinite,
-            which a GradScaler notices; in exchange, it keeps values that are smaller than those ``fp16_compress_hook``
-            keeps, by the same factor. The gradients' own dtype if None.
-        hierarchical: Add up on each node first, then between one rank of each node, and broadcast on each node, which
-            sends fewer bytes between nodes. A launcher tells the ranks by LOCAL_RANK which of them share a node; nodes
-            may be of different sizes.
+            None keeps the gradients' own dtype. In float16, means beyond 65504 divided by about the square root of the
+            number of ranks become infinite, which a GradScaler notices. In exchange, the smallest values that survive
+            are smaller than with ``fp16_compress_hook``, by the same factor.
+        hierarchical: Add up on each node first, then between one rank of each node, then broadcast on each node. This
+            sends fewer bytes between nodes. LOCAL_RANK, set by the launcher, tells which ranks share a node. Nodes may
+            have different sizes.
 
     Raises:
         ValueError: ``wire_dtype`` is none of these.

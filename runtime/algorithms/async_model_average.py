@@ -1,4 +1,4 @@
-"""Asynchronous model average: a thread averages the parameters now and then, and no rank waits for another."""
+"""Asynchronous model average: a thread averages the parameters from time to time, and no rank waits for another."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from ddp_compile.runtime.comm.streams import Event
 class AsyncModelAverageAlgorithm(ParameterAverage):
     """Gradient all-reduce in warm-up; then each rank trains by itself, and a thread averages the parameters.
 
-    In a round, the thread copies x to c, while x may change; S is the sum of all ranks' c; and x += S / n - c, between
-    two steps of this rank. So the rank's own updates since the copy are kept. Then the thread sleeps.
+    In a round, the thread copies the parameters x to c, while x may change. S is the sum of c over all n ranks. Between
+    two steps of this rank, the thread adds S / n - c to x. So the rank keeps its own updates since the copy. Then the
+    thread sleeps.
 
-    As a context manager it resumes and aborts. If an exception leaves the context, the ranks agree on nothing more.
+    As a context manager it resumes and aborts. If an exception leaves the context, it does not wait for other ranks.
 
-    Source: Bagua (Gan et al. 2021, arXiv 2107.01499). There the lock does not hold back an optimizer's step, whose
-    update is lost if the average is written at the same time; forwards without backward block the thread for ever;
-    evaluations count as steps; and resuming in the warm-up ends averaging for good.
+    Source: Bagua (Gan et al. 2021, arXiv 2107.01499). There, an optimizer's step does not take the lock, so its update
+        is lost if the average is written at the same time. A forward without a backward blocks the thread forever.
+        Evaluations count as steps. Resuming during warm-up ends averaging for good.
     """
 
     traits = Traits(payload="both", takes_sparse=False, takes_dtypes=KERNEL_DTYPES, in_step=False)
@@ -49,14 +50,14 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._is_aborted = False
         self._averager: AveragingThread | None = None
         self.num_rounds = 0  #: how many averages this rank has taken so far
-        self._pending: tuple[list[Tensor], list[Tensor]] | None = None  # copies and totals, not applied yet
+        self._pending: tuple[list[Tensor], list[Tensor]] | None = None  # copies and sums that are not applied yet
 
     # What the reducer calls.
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
         self._device = parameters[0].device
         self._group = own_group(self._process_group, self._device)
-        self._hosts = host_group(self._group, self._device)  # gloo's, which notices a killed rank
+        self._hosts = host_group(self._group, self._device)  # gloo notices a killed rank
         super().attach(parameters)
         self._gate = ParameterGate(self._device, self._parameters.versions, self._written_outside)
 
@@ -71,11 +72,11 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         """Keep the parameters as they are until the backward has ended; raises if averaging has failed."""
         self._raise_failure()
         if not self._steps.forward_begins(self.name):
-            self._gate.leave("step")  # one that has raised
+            self._gate.leave("step")  # a step that raised
         self._gate.enter_once("backward")
 
     def after_forward(self) -> None:
-        """Its stream may be another one than the backward's, or no backward follows it."""
+        """The backward may run on another stream, or not follow at all."""
         self._gate.note_reads()
 
     def after_backward(self) -> None:
@@ -88,8 +89,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     def before_load(self) -> None:
         if self._averager is not None:
             raise ReplicationError(
-                f"{this_rank()}: load_state_dict() while the {self.name} goes on, which would mix the loaded parameters"
-                " with the previous ones. On every rank: model.comm_algorithm.abort(), load,"
+                f"{this_rank()}: load_state_dict() was called while the {self.name} is running, which would mix the"
+                " loaded parameters with the previous ones. On every rank: model.comm_algorithm.abort(), load,"
                 " model.comm_algorithm.resume()"
             )
 
@@ -105,8 +106,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     def abort(self) -> None:
         """Stop averaging, and leave all ranks with the same parameters.
 
-        To be called on every rank by the thread that trains. It returns when all ranks have called it; until then
-        averages go on. Further calls do nothing. The steps that follow are each rank's own, until `resume`.
+        Call it on every rank, in the thread that trains. It returns when all ranks have called it; until then averaging
+        continues. Further calls do nothing. From then until `resume`, each rank steps by itself.
 
         Raises:
             ReductionError: Averaging has failed, or a rank has not called it within the process group's timeout.
@@ -115,7 +116,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._stop()
 
     def resume(self) -> None:
-        """Average again, after warm-up; to be called on every rank. Further calls do nothing."""
+        """Average again, after warm-up. Call it on every rank. Further calls do nothing."""
         self._is_aborted = False
         self._start()
 
@@ -154,14 +155,14 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._raise_failure_of(averager)
         if missing:
             raise ReductionError(
-                f"{this_rank()}: the {self.name} cannot end, as ranks {format_ranks(missing)} have"
-                " not called abort() within the process group's timeout. Call it on every rank after its last step; or"
-                " look for the error of a rank that no longer trains"
+                f"{this_rank()}: the {self.name} cannot end, because ranks {format_ranks(missing)} have not called"
+                " abort() within the process group's timeout. Call it on every rank after its last step; or look for"
+                " the error of a rank that no longer trains"
             )
         average_over(self._group, self._parameters, self.name)
 
     def _let_go(self) -> None:
-        """Take part in no further round, and tell the other ranks, which raise."""
+        """Leave the averaging, and tell the other ranks, which raise."""
         averager, self._averager = self._averager, None
         if averager is not None:
             averager.end_alone(Standing.HAS_LEFT)
@@ -176,7 +177,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         """Add up the ranks' copies.
 
         Args:
-            since: Writes after this event may be missing from a copy, or be only partly in it. That does no harm, since
+            since: A copy may hold writes after this event completely, partly, or not at all. That does no harm, since
                 the same copy is added up and subtracted.
         """
         copies, totals = self._parameters.new(), self._parameters.new()
@@ -188,7 +189,7 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
         self._pending = copies, totals
 
     def apply_within(self, limit_s: float) -> None:
-        """Apply the average as soon as the trainer leaves the parameters, unless the limit passes first."""
+        """Apply the average as soon as the training thread leaves the parameters, if it does so within the limit."""
         if self._pending is not None:
             self._gate.write(self._apply, limit_s)
 
@@ -213,8 +214,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
     def _written_outside(self) -> ReductionError:
         return ReductionError(
-            f"{this_rank()}: parameters were written, and not by a step of an optimizer, while the {self.name} goes on,"
-            " which may write its average at the same time. On every rank, write into them inside of `with"
+            f"{this_rank()}: parameters were written outside an optimizer's step while the {self.name} is running,"
+            " which may write its average at the same time. On every rank, write to them inside `with"
             " model.comm_algorithm.writing():`, or between model.comm_algorithm.abort() and resume(); start again from"
             " a checkpoint"
         )
@@ -238,12 +239,12 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AsyncModelAverage(AlgorithmConfig):
-    """Every rank trains by itself, and a thread on each averages the parameters of all ranks now and then.
+    """Every rank trains by itself, and a thread on each averages the parameters of all ranks from time to time.
 
-    No rank waits for a slower one. It suits data that is an endless stream: ranks take as many steps as they can. It
-    needs four copies of the parameters during a round, and none in between. Before a checkpoint and at the end, call
-    ``model.comm_algorithm.abort()`` on every rank, which leaves all with the same parameters; ``resume()`` goes on. Put
-    writes to parameters that are no steps of an optimizer, clamping for example, into ``with
+    No rank waits for a slower one. This suits endless streams of data, since ranks take as many steps as they can. A
+    round needs memory for four copies of the parameters; between rounds none are kept. Before a checkpoint and at the
+    end, call ``model.comm_algorithm.abort()`` on every rank, which leaves the same parameters on all of them;
+    ``resume()`` continues. Put writes to parameters outside an optimizer's step, such as clamping, into ``with
     model.comm_algorithm.writing():``.
 
     Args:

@@ -30,43 +30,44 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How long the thread waits for the trainer to leave the parameters, before it tells the others that it waits.
+#: How long the thread waits for the training thread to leave the parameters before it tells the others that it waits.
 _PATIENCE_S = 0.2
 #: The longest time between two messages, however long the interval is.
 _LONGEST_SILENCE_S = 1.0
-#: How long the end of a process waits for its thread, which must not be inside of torch then.
+#: How long the end of a process waits for its thread to leave torch.
 _LAST_WAIT_S = 5.0
 
 
 class Standing(IntEnum):
-    """What a rank tells the others of itself."""
+    """The state that a rank reports to the others."""
 
     TRAINS = auto()
-    STOPS = auto()  #: it has asked for the end
-    HAS_ENDED = auto()  #: its process is ending without having asked for the end
-    HAS_LEFT = auto()  #: it no longer takes part, but its process goes on
+    STOPS = auto()  #: it has asked to stop
+    HAS_ENDED = auto()  #: its process is ending, and it has not asked to stop
+    HAS_LEFT = auto()  #: it has left the averaging, but its process runs on
     HAS_NO_MODEL = auto()  #: its model was garbage-collected
 
 
-#: How errors describe a rank that takes no further part.
+#: How errors describe a rank that has left.
 HOW_GONE = {
-    Standing.HAS_ENDED: "has come to the end of its process",
+    Standing.HAS_ENDED: "has reached the end of its process",
     Standing.HAS_LEFT: "has left the averaging after an error",
-    Standing.HAS_NO_MODEL: "has let its model go",
+    Standing.HAS_NO_MODEL: "has freed its model",
 }
 
 
 class AveragingThread:
-    """Runs rounds until all ranks have asked for the end, or one has failed; see Note [Ranks that end].
+    """Runs rounds until all ranks have asked to stop, or one has failed; see Note [Ranks that end].
 
     It does not keep the algorithm alive while it waits or sleeps.
 
-    Before each round the ranks exchange their standings, and whether they hold the round up. A rank does while it has
-    yet to apply the last average, or its interval is not over. Then there is no round. So a rank that computes for long
+    Before each round the ranks exchange their standings, and whether they hold up the round. A rank holds it up until
+    it has applied the last average and its interval is over; there is no round before. So a rank that computes for long
     delays the averages, but no collective times out.
 
     Args:
-        hosts: Their `host_group`, over which they exchange standings. Only this thread sends over it while it runs.
+        hosts: The ranks' `host_group`, over which they exchange standings. While this thread runs, nothing else sends
+            over it.
         limit_s: How long `stop` waits for the other ranks.
     """
 
@@ -80,7 +81,7 @@ class AveragingThread:
         limit_s: float,
     ) -> None:
         self.failure: Exception | None = None  #: raised by a collective
-        self.gone: dict[int, str] = {}  #: why ranks take no further part, by global rank; one such rank ends the rounds
+        self.gone: dict[int, str] = {}  #: why ranks have left, by global rank; one such rank ends the rounds
         self._algorithm = weakref.ref(algorithm)
         self._hosts = hosts
         self._ranks = dist.get_process_group_ranks(group)
@@ -90,12 +91,12 @@ class AveragingThread:
         self._begins = streams.record(device)  # the thread's stream waits for it first
         self._ended: streams.Event | None = None  # recorded when the thread has ended
         self._stops = threading.Event()
-        self._has_ended: Standing | None = None  # why this rank takes no further part
+        self._has_ended: Standing | None = None  # why this rank has left
         self._not_stopping = self._ranks
         self._thread = threading.Thread(target=self._run, name="ddp_compile model average", daemon=True)
         self._thread.start()
         # A thread that is still in torch when the interpreter exits aborts the process. Not atexit, which children of
-        # multiprocessing skip. The priority makes it run after the monitor has posted the error that ends the process.
+        # multiprocessing skip. By its priority it runs after the monitor has posted the error that ends the process.
         self._at_exit = Finalize(None, self._process_ends, exitpriority=0)
 
     def stop(self) -> list[int]:
@@ -111,7 +112,7 @@ class AveragingThread:
         return self._not_stopping
 
     def end_alone(self, standing: Standing) -> None:
-        """Begin no further round; tell the others why, without waiting for them."""
+        """Begin no more rounds, and tell the others why, without waiting for them."""
         self._has_ended = standing
         self._stops.set()
 
@@ -129,7 +130,7 @@ class AveragingThread:
         try:
             with torch.no_grad():
                 streams.run_on_own_stream(self._device, self._go_round_until_the_end)
-        except Exception as error:  # raised where the trainer is
+        except Exception as error:  # the training thread raises it
             self.failure = error
 
     def _go_round_until_the_end(self) -> None:
@@ -158,7 +159,7 @@ class AveragingThread:
             if algorithm is None:
                 continue
             if not self._not_stopping:
-                algorithm.apply_within(self._limit_s)  # no trainer is in the way
+                algorithm.apply_within(self._limit_s)  # the training thread waits in `stop`
                 return
             if not no_round:
                 algorithm.round(self._begins)
@@ -178,7 +179,7 @@ class AveragingThread:
         return Standing.STOPS if self._stops.is_set() else Standing.TRAINS
 
     def _tell(self, standing: Standing, holds_up: bool) -> tuple[dict[int, Standing], bool]:
-        """Exchange standings: returns those of all ranks, by global rank, and whether any holds the next round up."""
+        """Exchange standings; returns those of all ranks by global rank, and whether any holds up the next round."""
         group, device = self._hosts
         said = torch.tensor([standing, holds_up] * len(self._ranks), dtype=torch.uint8, device=device)
         received = torch.empty_like(said)

@@ -26,7 +26,7 @@ class ByteGradAlgorithm(CollectiveChain):
     """
 
     name = "ByteGrad all-reduce"
-    # No padding: its zeros would count in the minimum and maximum of a chunk.
+    # No padding, since its zeros would count in the minimum and maximum of a chunk.
     traits = Traits(layout="ddp", takes_sparse=False, takes_dtypes=KERNEL_DTYPES)
     num_collectives = 2
 
@@ -36,7 +36,7 @@ class ByteGradAlgorithm(CollectiveChain):
         received = torch.empty_like(sent)
         yield torch_internals.started(dist.all_to_all_single(received, sent, group=self.process_group, async_op=True))
         total = _sum_of(_chunk_of(flat, rank, size), received, rank)
-        # Of the same length on every rank, the last ones with shorter chunks included.
+        # Equally long on every rank, including the last ones, whose chunks are shorter.
         own = torch.zeros_like(sent[0])
         row = minmax_u8_compress(total)[0]
         own[: len(row)] = row
@@ -64,14 +64,15 @@ def _sum_of(own: Tensor, received: Tensor, rank: int) -> Tensor:
 class ByteGrad(AlgorithmConfig):
     """Sends gradients in eight bits a value, relative to the smallest and largest value of a chunk of each bucket.
 
-    With n ranks and gradients in float32, each rank sends 2 (n - 1) / n bytes for an element in place of 8 (n - 1) / n,
+    With n ranks and gradients in float32, each rank sends 2 (n - 1) / n bytes for an element instead of 8 (n - 1) / n,
     and 8 to 23 bytes for each chunk. The rounding error is at most half of a 255th of the range of a chunk, for each
     other rank's part and once more for the sum. A chunk with a NaN or an infinity becomes NaN as a whole, on every
     rank, as `torch.amp.GradScaler` expects. It takes dense gradients in float32, bfloat16 and float16.
 
-    A zero gradient need not stay zero: it becomes the nearest step of its chunk, the same one in every iteration with
-    the same range, and Adam makes a step of it, whatever its size. So put parameters that must not move, such as rows
-    of an embedding that no batch contains, into ``parameters_to_ignore``, or zero their gradients after the backward.
+    A zero gradient may become nonzero: it is rounded to the nearest step of its chunk, which is the same in every
+    iteration with the same range. Adam makes a full step of it, however small it is. Some parameters must not move,
+    such as rows of an embedding that no batch contains. Put these into ``parameters_to_ignore``, or zero their
+    gradients after the backward.
 
     Args:
         hierarchical: Add up gradients on each node first, in their own dtype, and send eight bits only between nodes;

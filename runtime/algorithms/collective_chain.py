@@ -22,9 +22,9 @@ class CollectiveChain(CommAlgorithm):
     """Base class: the generator `reduce` runs the collectives of a bucket one after the other.
 
     If a collective's ``wait()`` blocks the host, as gloo's does, the next collective of a bucket starts when the next
-    bucket is launched, or before the reducer waits; those of the last bucket start at once. So the backward goes on
-    during a transfer. Every rank starts the collectives of one module in the same order, but their place among those of
-    other modules, or of the user, differs from rank to rank. So a chain of several has a process group of its own. If
+    bucket is launched, or before the reducer waits; those of the last bucket start at once. So the backward continues
+    during a transfer. Every rank starts the collectives of one module in the same order, but may interleave them
+    differently with those of other modules or of the user. So a chain of several has a process group of its own. If
     ``wait()`` holds up a stream instead, as NCCL's does, all of them start at once, on a stream of the algorithm's own.
     """
 
@@ -33,19 +33,21 @@ class CollectiveChain(CommAlgorithm):
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
-        self._under_way: _Chain | None = None  # whose last collective has not been started
+        self._under_way: _Chain | None = None  # a chain whose last collective has not been started
         self._side_stream: SideStream | None = None  # from the first launch on
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Iterator[dist.Work]:
-        """Start each collective with ``async_op=True`` and yield its work; resumed when it has been waited for.
+        """Start each collective with ``async_op=True`` and yield its work. The generator is resumed when the work has
+        been waited for.
 
         Args:
             bucket: As for `CommAlgorithm.launch`. ``bucket.flat`` has to hold the result when the generator ends.
         """
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make a process group of its own for several collectives; it stays until all groups are destroyed."""
+        """Make a process group of its own if there are several collectives. It exists until all groups are
+        destroyed."""
         if self.num_collectives > 1:
             self.take_own_group(parameters)
 
@@ -69,8 +71,8 @@ class CollectiveChain(CommAlgorithm):
             return chain
         self._under_way = chain
         if is_last:
-            # Each rank launches the modules of one backward in the same order, but may finish them in another one:
-            # at the end, no rank may wait for a collective that another rank has yet to start.
+            # All ranks launch the modules of one backward in the same order, but may finish them in different orders.
+            # So at the end no rank may wait for a collective that another rank has not started.
             self.drain()
         return chain
 
@@ -144,7 +146,7 @@ class _Chain:
                 self.go_on()
 
     def finish(self) -> None:
-        """Start all collectives, and do what comes after the last one."""
+        """Run the chain to its end."""
         with self._side_stream.on():
             while self._done is None:
                 self.go_on()
@@ -188,8 +190,8 @@ class _Chain:
         if has_ended != has_to_end:
             raise self._error(
                 f"yielded {'fewer' if has_ended else 'more'} works than num_collectives = {algorithm.num_collectives}"
-                f" for {self._bucket.describe()}; it has to yield the work of each collective, and num_collectives has"
-                " to say how many these are"
+                f" for {self._bucket.describe()}; it must yield the work of each collective, and num_collectives must"
+                " be their number"
             )
         if has_ended:
             self._done = record(self._flat.device)

@@ -11,8 +11,8 @@ Note [One hook at a time on the CPU]
 gloo's futures run their callbacks on the process group's two threads, whenever a collective ends. A hook whose
 callbacks start further collectives (PowerSGD: three rounds, each waiting for the next) then blocks both threads as soon
 as two buckets are under way, and ranks start these collectives in different orders. Eager DistributedDataParallel hangs
-there. So with such a group no other collective starts before a hook is done, unless the hook is known to start all its
-communication before it returns. With NCCL, callbacks run at once, in the order of the launches.
+there. So with such a group no other collective is started until the hook is done, unless the hook is known to start all
+its communication before it returns. With NCCL, callbacks run at once, in the order of the launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HookFunction = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 @functools.cache
 def _hooks_of_torch_that_start() -> frozenset[object]:
-    """Those that start all their communication before they return; ours are marked by `starts_at_once`."""
+    """The hooks that start all their communication before they return. Ours are marked by `starts_at_once`."""
     # Imported here: they also import torch's optimizers for many ranks, which takes a second.
     from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 
@@ -53,7 +53,7 @@ def _hooks_of_torch_that_start() -> frozenset[object]:
 
 
 def starts_at_once(hook: HookFunction) -> HookFunction:
-    """Mark a hook that starts all its communication before it returns, so that on the CPU others may run beside it.
+    """Mark a hook that starts all its communication before it returns. On the CPU, others may run at the same time.
 
     See Note [One hook at a time on the CPU].
     """
@@ -61,7 +61,7 @@ def starts_at_once(hook: HookFunction) -> HookFunction:
     return hook
 
 
-#: torch exports it without saying so.
+#: torch exports it, but not in ``__all__``.
 _TORCH_GRAD_BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]
 
 _EXPECTED = "hook(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]"
@@ -76,8 +76,8 @@ class GradBucket:
         buffer: The gradients of this rank, shape (n,), without gaps; or one sparse gradient of its parameter's shape.
         parameters: The parameters, in the order of their gradients in ``buffer``.
 
-    The reducer owns ``buffer``. A hook may write it until its future is done, from any stream the future stands for.
-    Not a tuple, which torch's hooks would take for what Dynamo passes them.
+    The reducer owns ``buffer``. A hook may write to it until its future is done, from any stream that the future is
+    bound to. This is not a tuple, since torch's hooks take a tuple for the bucket that Dynamo passes.
 
     Source: ``GradBucket`` of torch 2.13, csrc/distributed/c10d/comm.hpp.
     """
@@ -101,7 +101,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Let `buffer` and `gradients` return another tensor; the result is still what the future holds."""
+        """Let `buffer` and `gradients` return another tensor. The result is still the future's value."""
         self._buffer = tensor
 
     def gradients(self) -> list[Tensor]:
@@ -123,7 +123,7 @@ class HookWork:
     """A hook under way: the `Pending` of a bucket.
 
     Args:
-        buffer: Receives the result, dense of shape (n,) or sparse; kept alive here while the hook may write it.
+        buffer: Receives the result, dense of shape (n,) or sparse. Kept alive here as long as the hook may write to it.
         bucket: The bucket's name and size, for errors.
     """
 
@@ -182,7 +182,7 @@ class CommHook(CommAlgorithm):
         ValueError: The annotation of its bucket or of its result is of another type.
     """
 
-    # A hook divides by itself, may look at the whole buffer and keep state, and is called at world size 1.
+    # A hook divides, may look at the whole buffer and keep state, and is called at world size 1 too.
     traits = Traits(prescale=False, layout="ddp", replayable=False, on_one_rank=True)
 
     def __init__(self, function: Callable[..., Any], state: object, process_group: dist.ProcessGroup) -> None:
@@ -238,7 +238,7 @@ def _starts_at_once(function: Callable[..., Any]) -> bool:
 
 
 def _name_of(function: object) -> str:
-    # The class of an object, since its repr holds an address, and ranks compare names.
+    # The class of an object: ranks compare names, and a repr would contain an address.
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
@@ -276,10 +276,10 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         try:
             return inspect.signature(function, eval_str=evaluate)
         except (NameError, AttributeError, SyntaxError, TypeError, ValueError):
-            continue  # a name that only type checkers see; or a built-in without a signature
+            continue  # a name that only type checkers know, or a built-in without a signature
     return None
 
 
 def _is_one_of(annotation: object, *expected: object) -> bool:
-    # An annotation that is still text names something that only type checkers see, and cannot be compared.
+    # An annotation that is still text cannot be compared: it names something that only type checkers know.
     return annotation in (inspect.Parameter.empty, Any, *expected) or isinstance(annotation, str)

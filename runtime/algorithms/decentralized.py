@@ -1,4 +1,4 @@
-"""Decentralised data parallelism: ranks average their parameters while each computes its gradients."""
+"""Decentralized data parallelism: ranks average their parameters while each computes its gradients."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._hierarchical = hierarchical
         self._num_exchanges = 0
         self._under_way: list[dist.Work] | None = None
-        self._versions: list[int] = []  # of the parameters that are under way
+        self._versions: list[int] = []  # of the parameters, when they were sent
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """With "shift_one", the process group has to send point-to-point messages from the parameters' device."""
+        """With "shift_one", the process group must be able to send messages from the parameters' device."""
         if not self._is_with_one_peer:
             return ""
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
@@ -79,7 +79,7 @@ class DecentralizedAlgorithm(ParameterAverage):
         self._num_exchanges = state["num_exchanges"]
 
     def _finish_exchanges(self) -> None:
-        self._send()  # another rank may have sent, at a forward without a backward
+        self._send()  # another rank may have sent, in a forward without a backward
         if self._under_way is not None:
             wait_for(self._under_way, self.name)
             self._under_way = None
@@ -120,8 +120,8 @@ class DecentralizedAlgorithm(ParameterAverage):
         if self._parameters.versions() != self._versions:
             raise ReductionError(
                 f"{this_rank()}: parameters were written between a forward and the end of its backward, while the"
-                f" {self.name} had them under way, whose result would undo that. Step, load and edit before the"
-                " forward; and put forwards that no backward follows into torch.no_grad() or model.no_sync()"
+                f" {self.name} was sending them; its result would undo the write. Step, load and edit before the"
+                " forward, and put forwards without a backward into torch.no_grad() or model.no_sync()"
             )
         self._parameters.write(self._flats)
         self._num_exchanges += 1
@@ -139,7 +139,7 @@ class DecentralizedAlgorithm(ParameterAverage):
 def peer_of_shift_one(place: int, size: int, num_exchanges: int) -> int:
     """The peer of one of ``size``, an even number: each of one half meets one of the other, shifted by one each time.
 
-    Source: the decentralised algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
+    Source: the decentralized algorithm of Bagua (Gan et al. 2021, arXiv 2107.01499), peer selection "shift_one".
     """
     half = size // 2
     if place < half:
@@ -157,17 +157,17 @@ def _refuse_odd(count: int, of_what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decentralized(AlgorithmConfig):
-    """Every rank trains parameters of its own and averages them with others; gradients stay its own.
+    """Every rank trains its own parameters with its own gradients, and averages the parameters with other ranks.
 
     Parameters are sent when a forward begins and averaged when its backward has ended, so that both hide the transfer.
-    It needs one copy of the parameters with "all", two with "shift_one".
+    This takes memory for one copy of the parameters with "all", and for two with "shift_one".
 
     Args:
         peer_selection: ``"all"``: the average over all ranks. ``"shift_one"``: the average with one other rank, a
             different one each time, which sends half as much as an all-reduce.
         communication_interval: Number of steps from one exchange to the next.
-        hierarchical: Average inside each node first, over equally many ranks or not, and exchange between one rank of
-            each node. A launcher tells the ranks by LOCAL_RANK which of them share a node.
+        hierarchical: Average inside each node first, then exchange between one rank of each node. Nodes may have
+            different sizes. LOCAL_RANK, set by the launcher, tells which ranks share a node.
 
     Raises:
         ValueError: A setting is out of range; when it is built, also an odd number of ranks for "shift_one".

@@ -32,7 +32,7 @@ class FlatParameters:
             self._kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
 
     def new(self) -> list[Tensor]:
-        """Buffers for all parameters, with zeros."""
+        """Buffers for all parameters, filled with zeros."""
         return [
             torch.zeros(sum(map(torch.numel, _local(parameters))), dtype=dtype, device=device)
             for (dtype, device), parameters in self._kinds.items()
@@ -73,7 +73,7 @@ class FlatParameters:
         return of_kinds
 
     def versions(self) -> list[int]:
-        """Numbers of which one changes with each write to a parameter, except through ``.data``."""
+        """The parameters' version numbers, of which each write to a parameter changes one, except through ``.data``."""
         return [parameter._version for parameters in self._kinds.values() for parameter in parameters]
 
 

@@ -1,4 +1,4 @@
-"""Local SGD: gradients are averaged at first; then parameters, after each period of steps."""
+"""Local SGD: averages gradients at first, and then parameters after each period of steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LocalSGDAlgorithm(AfterStep):
 
     Source: the steps in which ``PeriodicModelAverager`` of torch 2.13 averages
     (distributed/algorithms/model_averaging/averagers.py). It is not called: it leaves out parameters without gradients,
-    which may differ from rank to rank, and replaces the storages of the rest by views into one buffer, which are
-    contiguous and not aligned.
+    which may differ from rank to rank, and replaces the storages of the others by views of one buffer, which are
+    contiguous but not aligned.
     """
 
     traits = Traits(payload="both", takes_sparse=False, takes_dtypes=FLOATING)
@@ -32,7 +32,8 @@ class LocalSGDAlgorithm(AfterStep):
         self.name = f"local SGD (period {period} after {warmup_steps} steps)"
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make a process group of its own, since the ranks may send other things between two steps in another order."""
+        """Make a process group of its own, since between two steps the ranks may send other things in different
+        orders."""
         super().attach(parameters)
         self._group = own_group(self._process_group, parameters[0].device)
 
@@ -51,7 +52,7 @@ class LocalSGDAlgorithm(AfterStep):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGD(AlgorithmConfig):
-    """Every rank trains by itself; after each period of steps all parameters become their mean over the ranks.
+    """Every rank trains by itself. After each period of steps, all parameters become their mean over the ranks.
 
     Args:
         period: Number of steps from one average to the next.

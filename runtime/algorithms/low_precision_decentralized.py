@@ -1,4 +1,4 @@
-"""Low-precision decentralised data parallelism: ranks in a ring send each other changes in eight bits a value."""
+"""Low-precision decentralized data parallelism: ranks in a ring send each other changes in eight bits a value."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from ddp_compile.runtime.comm.process_groups import NodeGroups
 from ddp_compile.runtime.comm.streams import used_here, work_blocks_host
 from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 
-#: Values that share a minimum and a maximum on the wire, which take 8 to 23 bytes for each such chunk.
+#: Values that share a minimum and a maximum on the wire. These take 8 to 23 bytes for each such chunk.
 CHUNK_NUMEL = 1 << 16
-#: Values that are computed at once: inputs and outputs fit into a processor's cache.
+#: Values that are computed at a time, so that inputs and outputs fit into a processor's cache.
 BLOCK_NUMEL = 4 * CHUNK_NUMEL
-#: Values that are sent at once, while the next ones are computed; whole blocks.
+#: Values that are sent at a time, while the next ones are computed; whole blocks.
 SEGMENT_NUMEL = 8 * BLOCK_NUMEL
-#: Added to the tags of whole parameters, so that a rank that sends them alone times out instead of meeting others.
+#: Added to the tags of whole parameters. If only one rank sends them, it times out instead of being paired wrongly.
 _WHOLE = 1 << 30
 
 
 class LowPrecisionDecentralizedAlgorithm(AfterStep):
-    """Each rank keeps copies of its own parameters after the last exchange, W, and of both neighbours', L and R.
+    """Each rank keeps copies of its own parameters after the last exchange, W, and of both neighbors', L and R.
 
-    After a step has turned W into x, it sends q = D(C(z)) with z = x + L / 3 + R / 3 - 5 / 3 W to both neighbours, and
-    x becomes W + q, the new W. The neighbours' messages are added to L and R, which are not read before the next
+    After a step has turned W into x, it sends q = D(C(z)) with z = x + L / 3 + R / 3 - 5 / 3 W to both neighbors, and
+    x becomes W + q, the new W. The neighbors' messages are added to L and R, which are not read before the next
     exchange, so messages are under way while the rank trains on. Every rank adds the same bytes to the same values:
-    then L is the left neighbour's W, and R the right one's, in every bit.
+    then L is the left neighbor's W, and R the right one's, in every bit.
 
     Source: Bagua (Gan et al. 2021, arXiv 2107.01499), whose ring follows Tang et al. 2018 (arXiv 1803.06443).
     """
@@ -57,7 +57,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._begins_anew = False  # parameters were loaded, but not W, L and R
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """The process group has to send point-to-point messages from the parameters' device."""
+        """The process group must be able to send messages from the parameters' device."""
         return objection_to_messages(self.name, self._process_group, next(iter(parameters.values())).device)
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
@@ -66,18 +66,18 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         self._groups = NodeGroups.of(self._process_group, device, self.name, self._hierarchical)
         if len(set(self._groups.sizes)) > 1:
             raise ValueError(
-                f"the {self.name} takes nodes of one size, since in its ring every node counts alike, and these have"
-                f" {', '.join(map(str, self._groups.sizes))} ranks; pass hierarchical=False"
+                f"the {self.name} needs nodes of one size, since in its ring every node has the same weight, but these"
+                f" have {', '.join(map(str, self._groups.sizes))} ranks; pass hierarchical=False"
             )
         super().attach(parameters)
         leaders = self._groups.leaders
-        has_two_neighbours = leaders is not None and leaders.size() > 2
+        has_two_neighbors = leaders is not None and leaders.size() > 2
         self._own, self._left = self._parameters.new(), self._parameters.new()
-        self._right = self._parameters.new() if has_two_neighbours else self._left  # both are one rank
+        self._right = self._parameters.new() if has_two_neighbors else self._left  # both are the same rank
         for flats in self._kept().values():
             self._parameters.read(flats)
         if leaders is not None and work_blocks_host(leaders, device):
-            keep_after(self, partial(_let_neighbours_have, self._under_way))
+            keep_after(self, partial(_let_neighbors_have, self._under_way))
 
     @torch.no_grad()
     def communicate(self) -> None:
@@ -88,7 +88,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if blocks is None or groups.leaders is None:
             self._exchange_copies()
         else:
-            self._exchange_with_neighbours(blocks, groups.leaders)
+            self._exchange_with_neighbors(blocks, groups.leaders)
         self._num_exchanges += 1
 
     def _exchange_copies(self) -> None:
@@ -105,19 +105,19 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 self._exchange_whole(flats, groups.leaders)
             else:
                 blocks = [[[block] for block in flat.split(BLOCK_NUMEL)] for flat in flats]
-                self._exchange_with_neighbours(blocks, groups.leaders)
+                self._exchange_with_neighbors(blocks, groups.leaders)
         wait_for([groups.broadcast(flat) for flat in flats], self.name)
         self._parameters.write(flats)
 
-    def _exchange_with_neighbours(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
+    def _exchange_with_neighbors(self, blocks: Sequence[Sequence[Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
         """Let x become the new W, segment by segment; each is sent while the next one is computed."""
         for messages in self._under_way.values():
             self._await(messages)
-        left, right = _neighbours_in(group)
+        left, right = _neighbors_in(group)
         num_blocks = SEGMENT_NUMEL // BLOCK_NUMEL
         number = 0  # of the segment
         for of_kind, own, of_left, of_right in zip(blocks, self._own, self._left, self._right, strict=True):
-            kept = {left: of_left, right: of_right}  # by neighbour, of whom there may be one
+            kept = {left: of_left, right: of_right}  # by neighbor; there may be only one
             scratch = torch.empty(2, min(BLOCK_NUMEL, own.numel()), dtype=torch.float32, device=own.device)
             segments = zip(*(flat.split(SEGMENT_NUMEL) for flat in (own, *kept.values())), strict=True)
             for i, (in_own, *in_kept) in enumerate(segments):
@@ -133,9 +133,9 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
                 number += 1
 
     def _exchange_whole(self, flats: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        """Let W, L and R be the ranks' parameters, uncompressed."""
+        """Set W, L and R to the ranks' parameters, uncompressed."""
         self._receive()
-        left, right = _neighbours_in(group)
+        left, right = _neighbors_in(group)
         for x, own, of_left, of_right in zip(flats, self._own, self._left, self._right, strict=True):
             received = [(peer, [kept]) for peer, kept in {left: of_left, right: of_right}.items()]
             wait_for(exchange([x], received, group, _WHOLE + self._num_exchanges, self.name), self.name)
@@ -148,7 +148,7 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Let L and R be the neighbours' W after the last exchange; if that fails once, every further call fails."""
+        """Bring L and R up to date with the last exchange. If that fails once, every further call fails."""
         for number, messages in list(self._under_way.items()):
             self._await(messages)
             del self._under_way[number]
@@ -158,11 +158,11 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         return {"own": self._own, "left": self._left, "right": self._right}
 
     def before_load(self) -> None:
-        """The next exchange sends whole parameters, unless W, L and R are loaded after the module's parameters."""
+        """Make the next exchange send whole parameters, unless W, L and R are loaded after the module's parameters."""
         self._begins_anew = True
 
     def state_dict(self) -> dict[str, Any]:
-        """W, L and R, and the numbers of steps and exchanges; to be called on every rank."""
+        """W, L and R, and the numbers of steps and exchanges. Every rank calls it."""
         return {
             **super().state_dict(),
             "rank": self._process_group.rank(),
@@ -187,8 +187,9 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
         if (state["rank"], state["world_size"]) != (group.rank(), group.size()):
             raise ValueError(
                 f"rank {group.rank()} of {group.size()}: the {self.name} was given the state of rank {state['rank']} of"
-                f" {state['world_size']}, whose neighbours are others; every rank loads its own, on as many ranks. To"
-                " begin anew from one checkpoint, load none: parameters are broadcast when ddp_compile is called"
+                f" {state['world_size']}, which has other neighbors. Each rank must load its own state, with the same"
+                " number of ranks. To start from one checkpoint instead, load no state: parameters are broadcast when"
+                " ddp_compile is called"
             )
         for key, flats in self._kept().items():
             if [flat.shape for flat in flats] != [given.shape for given in state[key]]:
@@ -204,27 +205,27 @@ class LowPrecisionDecentralizedAlgorithm(AfterStep):
 
 
 class _Messages(NamedTuple):
-    """Messages to and from both neighbours, about one segment."""
+    """The messages to and from both neighbors for one segment."""
 
     transfer: Transfer
-    sent: Tensor  #: kept until it has gone
-    received: tuple[tuple[Tensor, Tensor], ...]  #: copies of neighbours, and the messages to add to them
+    sent: Tensor  #: kept until it has been sent
+    received: tuple[tuple[Tensor, Tensor], ...]  #: L and R, each with the message to add to it
 
     def add(self) -> None:
-        """Add the received messages, block by block, so that sums are rounded to 16 bits alike on every rank."""
+        """Add the received messages, block by block, so that every rank rounds sums to 16 bits in the same way."""
         for segment, message in self.received:
             blocks = segment.split(BLOCK_NUMEL)
             for block, rows in zip(blocks, message.split([_num_bytes(block) for block in blocks]), strict=True):
                 minmax_u8_decompress(rows.view(_num_chunks(block), -1), block, accumulate=True)
 
 
-def _let_neighbours_have(under_way: Mapping[int, _Messages]) -> None:
-    """Wait until the neighbours have received what this rank sent."""
+def _let_neighbors_have(under_way: Mapping[int, _Messages]) -> None:
+    """Wait until the neighbors have received what this rank sent."""
     for messages in list(under_way.values()):
         messages.transfer.wait_for_others()
 
 
-def _neighbours_in(ring: dist.ProcessGroup) -> tuple[int, int]:
+def _neighbors_in(ring: dist.ProcessGroup) -> tuple[int, int]:
     """The ranks on the left and on the right."""
     return (ring.rank() - 1) % ring.size(), (ring.rank() + 1) % ring.size()
 
@@ -238,15 +239,15 @@ def _num_bytes(block: Tensor) -> int:
     return num_chunks * row_bytes(-(-len(block) // num_chunks))
 
 
-def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Tensor], scratch: Tensor) -> Tensor:
-    """Let x and W of a segment be W + D(C(z)), and return C(z); a neighbour on both sides counts twice."""
+def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbors: Sequence[Tensor], scratch: Tensor) -> Tensor:
+    """Let x and W of a segment be W + D(C(z)), and return C(z); a neighbor on both sides counts twice."""
     message = []
-    for pieces, of_own, *of_neighbours in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbours)), strict=True):
+    for pieces, of_own, *of_neighbors in zip(x, *(f.split(BLOCK_NUMEL) for f in (own, *neighbors)), strict=True):
         z, of_x = scratch[:, : len(of_own)]
         torch.mul(of_own.float(), -5 / 3, out=z)
         z.add_(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), out=of_x))
-        for each in of_neighbours:
-            z.add_(each, alpha=2 / 3 / len(neighbours))
+        for each in of_neighbors:
+            z.add_(each, alpha=2 / 3 / len(neighbors))
         rows = minmax_u8_compress(z, _num_chunks(of_own))
         message.append(rows.view(-1))
         minmax_u8_decompress(rows, of_own, accumulate=True)
@@ -257,14 +258,16 @@ def _change(x: Sequence[Sequence[Tensor]], own: Tensor, neighbours: Sequence[Ten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecisionDecentralized(AlgorithmConfig):
-    """Every rank trains parameters of its own, and sends changes to its two neighbours in a ring, eight bits a value.
+    """Every rank trains its own parameters, and sends changes to its two neighbors in a ring with eight bits a value.
 
-    Messages are computed after the optimizer's step, and are under way while the rank trains on. It needs three copies
-    of the parameters, or two with two ranks, and for each a quarter of a copy for messages under way.
+    Messages are computed after the optimizer's step, and are under way while the rank continues to train. This takes
+    memory for three copies of the parameters, or two with two ranks, and for each a quarter of a copy for messages
+    under way.
 
     Args:
         communication_interval: Number of steps from one exchange to the next.
-        hierarchical: The ring has one rank of each node, whose ranks are averaged first; nodes have one size.
+        hierarchical: Average inside each node first; the ring connects one rank of each node. All nodes must have the
+            same size.
 
     Raises:
         ValueError: The interval is not positive.

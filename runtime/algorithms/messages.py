@@ -13,11 +13,11 @@ from ddp_compile.runtime.comm import error_messages, streams
 
 
 def objection_to_messages(name: str, process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks cannot send each other point-to-point messages, and the way out; empty if they can."""
+    """Why the ranks cannot send messages to each other, and the way out; empty if they can."""
     backend = torch_internals.backend_name(process_group, device)
     if backend == "gloo" and streams.has_streams(device):
         return (
-            f"the {name} sends point-to-point messages, for which gloo takes CPU tensors only, and the parameters are"
+            f"the {name} sends point-to-point messages, for which gloo takes CPU tensors only, but the parameters are"
             f" on {device}; use a process group of the device's own backend, or GradientAllReduce()"
         )
     return ""
@@ -30,7 +30,7 @@ def exchange(
     tag: int,
     name: str,
 ) -> list[dist.Work]:
-    """Start to send the same tensors to some ranks, and to receive from each of them.
+    """Start sending the same tensors to some ranks, and receiving from each of them.
 
     Args:
         sent: Goes to each of them.
@@ -38,7 +38,7 @@ def exchange(
         tag: Has to be equal on both sides; NCCL ignores it.
 
     Raises:
-        ReductionError: It cannot be started, as a rank is gone.
+        ReductionError: A rank is gone.
     """
     operations = [
         dist.P2POp(function, tensor, dist.get_global_rank(group, peer), group, tag)

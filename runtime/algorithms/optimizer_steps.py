@@ -1,4 +1,4 @@
-"""Callbacks around the steps of any optimizer of certain parameters."""
+"""Callbacks around the steps of every optimizer that has some of the parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddp_compile.runtime.comm import streams
 
 
 class OptimizerSteps:
-    """Calls back before and after the steps of any ``torch.optim.Optimizer`` of some of the parameters.
+    """Calls back before and after each step of a ``torch.optim.Optimizer`` that has some of the parameters.
 
-    If an optimizer wraps another one, as ``PostLocalSGDOptimizer`` does, the outermost step counts. Each of several
-    optimizers side by side calls back; `all_have_stepped` says whether all have. A step that raises has no end; the
-    next forward outside of a step resets it.
+    If an optimizer wraps another one, as ``PostLocalSGDOptimizer`` does, the outermost step counts. If there are
+    several optimizers side by side, each calls back, and `all_have_stepped` says whether all of them have stepped. A
+    step that raises does not call back at its end; the next forward outside a step resets it.
     """
 
     def __init__(self, parameters: Sequence[Parameter], before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class OptimizerSteps:
 
     @property
     def all_have_stepped(self) -> bool:
-        """Whether, since the last iteration, an optimizer of every parameter that has a gradient has stepped."""
+        """Whether each parameter with a gradient has been stepped since the last iteration."""
         return all(id(p) in self._stepped for p in self._parameters if p.grad is not None)
 
     @property
@@ -63,19 +63,19 @@ class OptimizerSteps:
         """A forward with gradients begins; returns whether that is in the closure of a step.
 
         Raises:
-            ReplicationError: It is the second iteration inside of one step.
+            ReplicationError: It is the second iteration inside one step.
         """
         if self._inside and not torch_internals.inside_optimizer_step():
-            self._inside = []  # the step has raised
+            self._inside = []  # the step raised
         if not self._inside:
             self._num_iterations_inside = 0
             return False
         if self._num_iterations_inside:
             optimizer = type(self._inside[0]()).__name__
             raise ReplicationError(
-                f"a step of {optimizer} calls its closure again, which with the {algorithm} would be another exchange"
-                " between the ranks, as many on each as its own loss asks for. Use an optimizer that computes gradients"
-                " once in a step, or GradientAllReduce()"
+                f"a step of {optimizer} calls its closure again. With the {algorithm}, each call is an exchange between"
+                " the ranks, but each rank's own loss decides how many there are. Use an optimizer that computes"
+                " gradients once in a step, or GradientAllReduce()"
             )
         return True
 

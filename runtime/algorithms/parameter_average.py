@@ -16,7 +16,7 @@ from ddp_compile.runtime.buckets.comm_algorithm import CommAlgorithm, Pending
 
 
 class ParameterAverage(CommAlgorithm):
-    """Gradients are all-reduced in warm-up, if there is one; then they stay each rank's own, and parameters are sent.
+    """Averages gradients in warm-up, if there is one, and parameters after it.
 
     Steps are counted by iterations: backwards that are reduced.
 
@@ -64,7 +64,7 @@ class ParameterAverage(CommAlgorithm):
         return {"algorithm": type(self).__name__, "num_steps": self._num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `CommAlgorithm.load_state_dict`; the settings may be others."""
+        """See `CommAlgorithm.load_state_dict`; the settings may differ."""
         self._refuse_state(state)
         self._num_steps = state["num_steps"]
 
@@ -72,7 +72,7 @@ class ParameterAverage(CommAlgorithm):
         given = state.get("algorithm", "unknown algorithm")
         if given != type(self).__name__:
             raise ValueError(
-                f"the {self.name} was given the state of {given}, and has that of {type(self).__name__}; load it into"
+                f"the {self.name} was given the state of {given}, but needs that of {type(self).__name__}; load it into"
                 " the algorithm whose state_dict() it is"
             )
 

@@ -1,4 +1,4 @@
-"""Excludes a thread that writes parameters while others use them."""
+"""Keeps a thread from writing parameters while others use them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ParameterGate:
     other threads may be inside for evaluations as well. Another forward, or one without a backward, finds the trainer
     inside already and does not wait.
 
-    Code that writes parameters without entering could collide with the writer. The parameters' versions reveal writes
-    while no thread was inside, except those through ``.data``.
+    Code that writes parameters without entering could collide with the writer. Such writes change the parameters'
+    versions, so they are noticed unless they go through ``.data``.
 
     Args:
-        device: Of the parameters. If it has streams, these wait for each other as the threads do, since the host is far
+        device: Of the parameters. If it has streams, these wait for each other as the threads do, since the host runs
             ahead of them.
         versions: Returns numbers that grow by one each with every write to the parameters.
         written_outside: Makes the error for a write while no thread was inside.
@@ -35,7 +35,7 @@ class ParameterGate:
         self._changed = threading.Condition()
         self._inside: Counter[str] = Counter()
         self._device = device
-        self._left: dict[Stream, Event] = {}  # when each stream last left, since the parameters were written
+        self._left: dict[Stream, Event] = {}  # when each stream last left after the last write
         self._written: Event | None = None
         self._writer_waits = False
         self._versions = versions
@@ -44,13 +44,13 @@ class ParameterGate:
         self._has_writer = False
 
     def writer_begins(self) -> None:
-        """There is a writer from now on; writes outside before this call are allowed."""
+        """Expect a writer from now on. Writes outside before this call are allowed."""
         with self._changed:
             self._has_writer = True
             self._left_at_versions()
 
     def enter(self, why: str) -> None:
-        """A thread starts to use the parameters; it waits while they are being written."""
+        """A thread starts using the parameters; it waits while they are being written."""
         with self._changed:
             if not self._inside.total():  # a trainer that comes back at once must not overtake the writer each time
                 self._changed.wait_for(lambda: not self._writer_waits)
@@ -67,7 +67,7 @@ class ParameterGate:
                 self._await_write()  # this stream may be another one
 
     def leave(self, why: str) -> None:
-        """It no longer uses them for this reason."""
+        """The thread stops using them for this reason."""
         with self._changed:
             if self._inside[why]:
                 self._inside[why] -= 1
@@ -85,7 +85,7 @@ class ParameterGate:
             self.leave(why)
 
     def note_reads(self) -> None:
-        """The current stream has been given work that reads the parameters; what is written next comes after it."""
+        """The current stream has been given work that reads the parameters. The next write waits for it."""
         with self._changed:
             self._note_left()
 

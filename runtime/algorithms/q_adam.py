@@ -3,10 +3,10 @@
 Note [Gradients that bring the mean momentum]
 After warm-up, each rank sends the momentum that its own gradient would give, m_r = b1 m + (1 - b1) g_r; the optimizer
 needs the mean, q. ``.grad`` then becomes (q - b1 m) / (1 - b1), the one gradient from which Adam computes q. So
-``.grad`` is a gradient in all steps, and operations on gradients keep their meaning: another backward adds to it and is
-reduced again, a GradScaler divides by its scale, it is clipped, it may be zero for a parameter that no rank has used. A
-momentum in its place would be right only with one reduction in each step, and nothing between that and the step. It
-needs no memory, and the new momentum is q up to the rounding of its dtype.
+``.grad`` is a gradient in all steps, and operations on gradients keep their meaning. Another backward adds to it and is
+reduced again, a GradScaler divides it by its scale, it can be clipped, and it may be zero for a parameter that no rank
+has used. A momentum in its place would be right only with one reduction in each step, and with nothing between the
+reduction and the step. This needs no memory, and the new momentum is q up to the rounding of its dtype.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MomentumExchange(CollectiveChain):
         super().__init__(process_group)
         self._optimizer = optimizer
         self._in_warmup = AllReduceInChain(process_group)
-        self._afterwards = ByteGradAlgorithm(process_group)
+        self._afterward = ByteGradAlgorithm(process_group)
         self._group_numbers: dict[Parameter, int] = {}
 
     @property
@@ -71,16 +71,16 @@ class MomentumExchange(CollectiveChain):
     @property
     def num_collectives(self) -> int:  # type: ignore[override]
         """Changes only in an optimizer's step, so between two iterations."""
-        return (self._in_warmup if self._optimizer.in_warmup else self._afterwards).num_collectives
+        return (self._in_warmup if self._optimizer.in_warmup else self._afterward).num_collectives
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """The parameters have to be those of the optimizer, which may have frozen ones as well."""
+        """Every parameter must be one of the optimizer's, which may also have frozen ones."""
         groups = self._optimizer.param_groups
         owned = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
         if missing := [name for name, parameter in parameters.items() if parameter not in owned]:
             return (
-                f"QAdam exchanges the momentum of its own parameters, and these of the model are not among them:"
-                f" {shorten_names(missing)}. Make one QAdam of all parameters of each model, or name them in"
+                "QAdam exchanges the momentum of its own parameters, but these of the model are not among"
+                f" them: {shorten_names(missing)}. Make one QAdam of all parameters of each model, or name them in"
                 " parameters_to_ignore"
             )
         reduced = set(parameters.values())
@@ -92,9 +92,9 @@ class MomentumExchange(CollectiveChain):
         return ""
 
     def attach(self, parameters: Sequence[Parameter]) -> None:
-        """Make a process group of its own, in warm-up too, and exchange for the optimizer."""
+        """Make a process group of its own, which warm-up uses too, and exchange for the optimizer."""
         self.take_own_group(parameters)
-        self._in_warmup.process_group = self._afterwards.process_group = self.process_group
+        self._in_warmup.process_group = self._afterward.process_group = self.process_group
         groups = self._optimizer.param_groups
         self._group_numbers = {p: number for number, group in enumerate(groups) for p in group["params"]}
         self._optimizer.exchange = weakref.ref(self)
@@ -108,12 +108,12 @@ class MomentumExchange(CollectiveChain):
         if self._optimizer.in_warmup:
             yield from self._in_warmup.reduce(bucket)
             return
-        share = 1.0 / self.process_group.size()  # by which gradients arrive divided as well
+        share = 1.0 / self.process_group.size()  # gradients arrive divided by the number of ranks as well
         for beta1, part in self._parts(bucket).items():
             torch._foreach_mul_(part.places, 1 - beta1)
             if part.momenta:
                 torch._foreach_add_(part.places_of_momenta, part.momenta, alpha=beta1 * share)
-        yield from self._afterwards.reduce(bucket)
+        yield from self._afterward.reduce(bucket)
         for beta1, part in self._parts(bucket).items():
             if part.momenta:
                 torch._foreach_sub_(part.places_of_momenta, part.momenta, alpha=beta1)
@@ -134,7 +134,7 @@ class MomentumExchange(CollectiveChain):
 
 
 class _Part(NamedTuple):
-    """The parameters of a bucket whose momenta decay alike."""
+    """The parameters of a bucket whose momenta decay at the same rate."""
 
     places: list[Tensor]  #: views of the flat buffer
     places_of_momenta: list[Tensor]  #: those of parameters that have a momentum

@@ -1,1 +1,1 @@
-"""How the reducer learns which gradients have come, and which will not."""
+"""How the reducer learns which gradients have arrived, and which will not."""

@@ -29,7 +29,7 @@ class Accumulators:
     It keeps the nodes alive, since a user's hook on a node would die with it.
 
     Args:
-        parameters: The parameters; their place is their number.
+        parameters: The parameters, in the order of their numbers.
 
     Source: ``grad_accumulators_`` of ``Reducer`` in torch 2.13, csrc/distributed/c10d/reducer.cpp.
     """
@@ -52,13 +52,13 @@ class Accumulators:
         return index in self._prehooks
 
     def add_prehook(self, index: int, prehook: Callable[[tuple[Any, ...]], None]) -> None:
-        """Call a function with what comes to a parameter's node: one gradient, or None if it is undefined."""
+        """Call a function with each gradient that reaches a parameter's node, or with None if it is undefined."""
         self._prehooks[index] = torch_internals.register_own(self._nodes[index].register_prehook, prehook)
 
     def run_last(self, index: int, hook: Callable[[object, object], None]) -> None:
         """From a parameter's own hook: run this hook after all others on the parameter and its node.
 
-        Hooks that users have registered since the last call go before it, too.
+        Hooks that users have registered since the last call also run before it.
         """
         if index not in self._last_hooks:
             self._last_hooks[index] = torch_internals.register_own(self._nodes[index].register_hook, hook)

@@ -13,7 +13,7 @@ _MOST_ALONE = 8
 
 
 class BackwardsAlone:
-    """Tells which backwards before the first call of the module are to be reduced.
+    """Decides which backwards before the first call of the module are reduced.
 
     If the user calls ``module.forward`` or another method, a backward brings all gradients, and they are
     reduced. If it was a regulariser, its gradients stay where they are, and are reduced in the first iteration.
@@ -28,7 +28,7 @@ class BackwardsAlone:
         self._arrived.add(index)
 
     def forget(self) -> None:
-        """The module is called: what has come before stays where it is."""
+        """The module is called: earlier gradients stay where they are."""
         self._arrived = set()
 
     def backward_ends(self) -> bool:

@@ -57,7 +57,7 @@ class ParameterHooks:
         self._notify_after_others = _hook_after_others_for(self._listener)
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._batch_of: list[_Batch | None] = [None] * len(parameters)
-        self._batching: dict[_Batch, None] = {}  # an ordered set; some of them have stopped
+        self._batching: dict[_Batch, None] = {}  # an ordered set; some batches have stopped
 
     def batch(self, bucket: Bucket, arriving: Sequence[int] = (), notify_of_last: bool = True) -> None:
         """Batch the gradients of one bucket from now on.
@@ -69,7 +69,7 @@ class ParameterHooks:
         param_indices = bucket.param_indices
         batch = self._batch_of[param_indices[0]]
         if batch is None or batch.bucket is not bucket:
-            if batch is not None:  # of a plan before
+            if batch is not None:  # of an earlier plan
                 batch.notify_of_each()
             slots = [(self._all_hooks[index], self._handles[index].id, self._notify[index]) for index in param_indices]
             batch = _Batch(bucket, slots)
@@ -79,9 +79,9 @@ class ParameterHooks:
         self._batching[batch] = None
 
     def flush(self, index: int) -> None:
-        """When notified of a parameter: count the batched gradients of its bucket.
+        """After a notification, count the batched gradients of the parameter's bucket.
 
-        Notifies the listener of those that were not missing any more.
+        Notifies the listener of those that were no longer missing.
         """
         batch = self._batch_of[index]
         if batch is None:
@@ -104,7 +104,7 @@ class ParameterHooks:
             batch.expected_last = index
 
     def notify_of_each(self) -> None:
-        """Notify the listener of every gradient from now on, and forget what is batched."""
+        """Notify the listener of every gradient from now on, and discard the batched ones."""
         for batch in self._batching:
             batch.notify_of_each()
         self._batching.clear()
@@ -124,8 +124,8 @@ class ParameterHooks:
         self._accumulators.remove_hooks()
 
     def _count(self, batch: _Batch) -> list[int]:
-        """Count what has come; returns the gradients that were not missing any more."""
-        # One by one in Python would cost as much as the hooks that are saved.
+        """Count the gradients that have come; returns those that were no longer missing."""
+        # Counting one by one in Python would cost as much as the hooks that batching saves.
         return batch.bucket.arrive_all(list(map(self._index_of.__getitem__, map(id, batch.take()))))
 
     def _notify_again(self, indices: Sequence[int]) -> None:
@@ -146,7 +146,7 @@ class _Batch:
         self.bucket = bucket
         self.last: int | None = None  #: the parameter that notifies; None if none does
         self.expected_last = bucket.param_indices[-1]
-        self._iteration: BucketIteration | None = None  # in which it batches
+        self._iteration: BucketIteration | None = None  # the iteration in which it batches
         self._slots = slots
         self._arrived: list[Tensor] = []
         self._append = self._arrived.append

@@ -24,14 +24,14 @@ class AllRequired:
     used_by_nobody: Set[int] = frozenset()
     #: Whether `counts` must be called with every gradient.
     counts_each = False
-    #: Whether the ranks tell each other, in this iteration, what was used; the same on every rank.
+    #: Whether the ranks exchange in this iteration which parameters were used; the same on every rank.
     has_message = False
 
     def note(self, index: int) -> None:
         """A gradient has come, inside ``no_sync`` or not."""
 
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
-        """After a synchronised forward, find the parameters that no backward from its outputs can reach.
+        """After a synchronized forward, find the parameters that no backward from its outputs can reach.
 
         Args:
             on_reached: Called in each pass of a backward that differentiates the outputs, if the iteration may end when
@@ -39,7 +39,7 @@ class AllRequired:
         """
 
     def leaves_out(self, bucket: Bucket) -> bool:
-        """When an iteration begins: whether a bucket is not sent in it; the same on every rank."""
+        """When an iteration begins, whether it leaves a bucket out; the same on every rank."""
         return False
 
     def absent_from_the_start(self, arriving: Sequence[int]) -> Set[int]:
@@ -51,15 +51,16 @@ class AllRequired:
         return True
 
     def is_last_pass(self) -> bool:
-        """While a reentrant pass ends: whether the passes around it bring no more gradients."""
+        """When a reentrant pass ends, whether the passes around it will bring no more gradients."""
         return False
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
-        """At the end of a backward: which of the missing will not come; None if another backward may bring them."""
+        """At the end of a backward, the missing gradients that will not come; None if another backward may bring
+        them."""
         return None
 
     def refuse_shadow(self) -> None:
-        """Raise a ReplicationError if this rank, which has no input left, cannot go on without ever having had any."""
+        """Raise a ReplicationError if this rank, which has no input left, would have needed some earlier."""
 
     def message(self, is_shadow: bool) -> bytearray:
         """What this rank tells the others: a 1 for each parameter that was used here; a shadow says nothing yet."""
@@ -70,12 +71,12 @@ class AllRequired:
 
 
 class UnusedAllowed(AllRequired):
-    """``find_unused_parameters``: an iteration does without the gradients that its backward does not bring.
+    """``find_unused_parameters``: an iteration ends without the gradients that its backward does not bring.
 
     Before the backward, the autograd graph shows the parameters to which no output of a forward leads, so that their
-    buckets are launched early. They are marked at the backward's first gradient and not before, since the outputs may
-    never be used. Other parameters turn out to be missing at its end: a compiled graph may return None for a parameter
-    to which the graph around it leads.
+    buckets are launched early. They are marked at the backward's first gradient and not earlier, since the outputs may
+    never be used. At the end of the backward, more may turn out to be missing: a compiled graph may return None for a
+    parameter to which the autograd graph leads.
 
     Args:
         leaves_out_unused: Whether a bucket that no rank uses in the first iteration is never sent again.
@@ -119,7 +120,7 @@ class UnusedAllowed(AllRequired):
         if not is_undefined:
             if not bucket.is_pending:
                 raise error_messages.arrived_unused(self._set.names[index], static_graph=False)
-            bucket.mark_used((index,))  # the bucket will find its gradient when the last one has come
+            bucket.mark_used((index,))  # the bucket finds its gradient after the last one has arrived
         return False
 
     def absent_at_the_end(self, missing: Set[int]) -> Set[int] | None:
@@ -140,11 +141,11 @@ class UnusedAllowed(AllRequired):
 
 
 class StaticGraph(UnusedAllowed):
-    """``static_graph``: the first iteration teaches which gradients come and how often; all others are the same.
+    """``static_graph``: the first iteration shows which gradients come and how often; all later ones are the same.
 
     The first iteration launches nothing before its end, since a gradient may come again until then: once for each of
-    several reentrant checkpoints over one weight. From the second iteration on a bucket is launched as soon as all have
-    come as often.
+    several reentrant checkpoints over one weight. From the second iteration on, a bucket is launched as soon as each
+    has come that often.
     """
 
     def __init__(self, bucket_set: BucketSet, leaves_out_unused: bool) -> None:
@@ -154,9 +155,9 @@ class StaticGraph(UnusedAllowed):
     def search(self, outputs: Any, on_reached: weakref.ReferenceType[Callable[[], None]]) -> None:
         """Find the pass of a backward that differentiates the outputs; the first iteration ends when that pass does.
 
-        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. It need
-        not bring a gradient itself, if all parameters are used inside reentrant checkpoints. Arrivals are counted, so
-        it makes no difference what leads to the gradients.
+        It is not always the outermost one: a reentrant checkpoint around the whole module opens one inside it. It may
+        bring no gradient itself, if all parameters are used inside reentrant checkpoints. Arrivals are counted, so it
+        does not matter which pass brings a gradient.
 
         Source: the place of ``_DDPSink`` of torch 2.13, nn/parallel/distributed.py, whose backward queues the end.
         """

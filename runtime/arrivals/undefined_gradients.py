@@ -1,4 +1,4 @@
-"""Gradients that are undefined: the engine comes to a parameter and has nothing to add to its ``.grad``."""
+"""Undefined gradients: the engine reaches a parameter and has nothing to add to its ``.grad``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class UndefinedGradients:
     A custom Function that returns None leads to an undefined gradient. So does compiled code that reads a parameter
     without giving it a gradient: under ``torch.no_grad()``, through ``detach()``, for an argmax. AccumulateGrad runs
     all the same, and so do the hooks after it: the parameter has arrived, and contributes zeros if it has no ``.grad``.
-    But ``.grad`` is None as well if a hook has taken it away, one that steps an optimizer for example, and zeros would
-    be wrong.
+    But ``.grad`` is also None if a hook has removed it, for example one that steps an optimizer. Then zeros would be
+    wrong.
 
-    Only a prehook of AccumulateGrad can tell these apart for certain. It costs a Python function, so only parameters
-    get one that have hooks of others, or whose gradient has been undefined once. For the rest, a gradient that was
-    there on arrival has been taken away, and one that was not is undefined.
+    Only a prehook of AccumulateGrad can tell these apart for certain. It costs a Python call, so only two kinds of
+    parameters get one: those with hooks of others, and those whose gradient has been undefined before. For the others,
+    a missing gradient was removed if it was there on arrival, and is undefined otherwise.
 
     Source: ``Reducer::mark_variable_ready_dense`` of torch 2.13, csrc/distributed/c10d/reducer.cpp, which contributes
     zeros in both cases.
@@ -33,7 +33,8 @@ class UndefinedGradients:
         self._accumulators = accumulators
 
     def watch(self, index: int) -> None:
-        """From the next run of a parameter's node on, know for certain whether its gradient is undefined."""
+        """Put a prehook on a parameter's node, so that from its next run on it is certain whether its gradient is
+        undefined."""
         if not self._accumulators.has_prehook(index):
             self._accumulators.add_prehook(index, _prehook_for(weakref.ref(self._set), index))
 

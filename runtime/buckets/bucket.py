@@ -1,8 +1,8 @@
 """One bucket: its parameters, its flat buffer, its state, and the ``.grad`` of its parameters.
 
 Note [Who writes gradients]
-`Bucket` writes ``.grad`` of reduced parameters, and `ddp_compile.runtime.sharded` does with a sharded optimizer, under
-which no rank has the whole gradient. Nothing else in the runtime does.
+`Bucket` writes ``.grad`` of reduced parameters. With a sharded optimizer no rank has the whole gradient, so
+`ddp_compile.runtime.sharded` writes it. Nothing else in the runtime does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Bucket:
         self._checks_finite = checks_finite
         self._sparse: Tensor | None = None
         self._device = parameters[0].device
-        self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on the same one
+        self._accumulated_on: set[streams.Stream] = set()  # of AccumulateGrad nodes: each always runs on one
 
     def begin_iteration(self) -> None:
         self.iteration = BucketIteration(set(self.param_indices))
@@ -75,11 +75,11 @@ class Bucket:
             self._buffer.drop()
 
     def allow_early_launch(self) -> None:
-        """Let compiled backwards launch it from the next iteration on; all ranks have agreed on that."""
+        """Let compiled backwards launch it from the next iteration on, as all ranks have agreed."""
         self.may_launch_early = True
 
     def forbid_early_launch(self) -> None:
-        """It was launched too early on some rank: let its hooks launch it from now on."""
+        """Let its hooks launch it from now on, since some rank launched it too early."""
         self.may_launch_early, self.was_launched_too_early = False, True
 
     # Gradients arrive.
@@ -100,7 +100,7 @@ class Bucket:
         return not self.iteration.pending
 
     def arrive_all(self, indices: Sequence[int]) -> list[int]:
-        """AccumulateGrad has stored several gradients; returns those that were not missing any more."""
+        """AccumulateGrad has stored several gradients; returns those that were no longer missing."""
         pending, once = self.iteration.pending, set(indices)
         if len(once) == len(indices) and once <= pending:
             pending -= once
@@ -114,7 +114,7 @@ class Bucket:
         return again
 
     def mark_unused(self, index: int) -> None:
-        """A parameter gets no gradient on this rank: it will contribute what it holds, or zeros."""
+        """A parameter gets no gradient on this rank. It contributes its previous ``.grad``, or zeros."""
         self.iteration.unused.add(index)
 
     def mark_used(self, indices: Iterable[int]) -> None:
@@ -126,7 +126,7 @@ class Bucket:
         self.iteration.computed = computed
 
     def note_stream(self) -> None:
-        """Remember on which stream AccumulateGrad, whose hook is running, stores a gradient of this bucket."""
+        """Record on which stream AccumulateGrad, whose hook is running, stores a gradient of this bucket."""
         if (stream := streams.current(self._device)) is not None:
             self._accumulated_on.add(stream)
 
@@ -137,7 +137,7 @@ class Bucket:
     # It becomes ready.
 
     def contributions(self, sends: bool, verify_undefined: Callable[[int], None], keeps_own: bool) -> list[Tensor]:
-        """What this rank sends: the ``.grad`` of each parameter, or what stands for it. Nothing is missing from now on.
+        """What this rank sends: the ``.grad`` of each parameter, or its stand-in. From now on nothing is missing.
 
         Args:
             sends: Whether anything is sent; otherwise what stands for a gradient is not read.
@@ -146,7 +146,7 @@ class Bucket:
             keeps_own: Whether the bucket may have to be launched again.
 
         Raises:
-            GradientArrivalError: A gradient has been taken away, or was computed with ``create_graph=True``.
+            GradientArrivalError: A gradient was removed, or was computed with ``create_graph=True``.
         """
         self.iteration.pending.clear()
         for stream in self._accumulated_elsewhere:
@@ -183,9 +183,9 @@ class Bucket:
             self._buffer.claim(gradients)
 
     def flatten(self, gradients: Sequence[Tensor], scale: float) -> None:
-        """Bring the gradients, times ``scale``, into the flat buffer; the bucket is ready then.
+        """Write the gradients, times ``scale``, to the flat buffer; the bucket is ready then.
 
-        A gradient that lies there already, accumulated over several backwards, is scaled in place.
+        A gradient that is already there, accumulated over several backwards, is scaled in place.
         """
         if self.spec.is_sparse:
             with torch.no_grad():
@@ -201,31 +201,31 @@ class Bucket:
         self.iteration.state = BucketState.READY
 
     def flatten_zeros(self) -> None:
-        """Bring zeros into a new flat buffer, so that ``.grad`` stays what it is; the bucket is ready then."""
+        """Send zeros from a new flat buffer, so that ``.grad`` does not change; the bucket is ready then."""
         self.iteration.pending.clear()
         if self.spec.is_sparse:
             self._sparse = self._without_rows()
         else:
             self.drop_flat()
-            _ = self._buffer.places  # allocated, and zeros
+            _ = self._buffer.places  # allocates it, filled with zeros
         self.iteration.state = BucketState.READY
 
     def skip(self) -> None:
-        """It is not sent in this iteration, and waits for nothing."""
+        """Leave it out of this iteration, so that it waits for nothing."""
         self.iteration.pending.clear()
         self.iteration.is_skipped = True
         self.iteration.state = BucketState.READY
 
     def keep_local(self) -> None:
-        """Its gradients stay this rank's own, since nothing is sent in this iteration."""
+        """Keep this rank's own gradients, since nothing is sent in this iteration."""
         self.iteration.state = BucketState.READY
 
     def note_flattened(self) -> None:
-        """Remember where in the current stream the flatten is: the launch may come on another one."""
+        """Record an event after the flatten, since the launch may come on another stream."""
         self.iteration.flattened_at = streams.record(self.flat.device)
 
     def release_flattened(self) -> None:
-        """Let go of what was flattened, which is not ``.grad``."""
+        """Release the flattened tensors, which are not ``.grad``."""
         self.iteration.flattened = ()
 
     def check_local_gradients(self) -> None:
@@ -235,9 +235,9 @@ class Bucket:
         self.iteration.non_finite = non_finite_flags(torch_internals.local_tensors(gradients))
 
     def _contribution(self, position: int, gradient: Tensor | None, sends: bool) -> Tensor:
-        """What a parameter sends: its gradient of this iteration, else what it holds from before, else zeros.
+        """What a parameter sends: its gradient of this iteration, else its earlier ``.grad``, else zeros.
 
-        What it holds from before is saved if it lies in the flat buffer, and restored if no other rank adds to it.
+        An earlier ``.grad`` in the flat buffer is saved, and restored if no other rank adds to it.
         """
         parameter = self.parameters[position]
         if gradient is not None and self.param_indices[position] not in self.iteration.unused:
@@ -254,7 +254,7 @@ class Bucket:
         return parameter.grad
 
     def _without_rows(self) -> Tensor:
-        """A sparse gradient of zeros, as embeddings give them: one sparse dimension, on which ranks have to agree."""
+        """A sparse gradient of zeros with one sparse dimension, like those of embeddings; ranks must agree on that."""
         parameter = self.parameters[0]
         rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
@@ -263,19 +263,19 @@ class Bucket:
     # It is reduced.
 
     def await_flatten(self) -> None:
-        """Before a launch: let the current stream wait for the flatten, if it may have run on another one."""
+        """Before a launch, let the current stream wait for the flatten, which may have run on another one."""
         if self.iteration.flattened_at is not None:
             self.iteration.flattened_at.wait()
 
     def reduction_begins(self, work: Pending) -> None:
-        """The flat buffer is being reduced."""
+        """Record that the flat buffer is being reduced."""
         self.iteration.work = work
         self.iteration.state = BucketState.LAUNCHED
         self._buffer.follow()  # a comm hook may have resized it
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its reduction has been started and not been waited for."""
+        """Whether its reduction has started and has not been waited for."""
         return self.iteration.state is BucketState.LAUNCHED
 
     def wait(self) -> None:
@@ -304,13 +304,13 @@ class Bucket:
         [Gradients that others hold].
 
         Args:
-            untouched: Numbers of parameters whose ``.grad`` stays what it is.
+            untouched: Numbers of parameters whose ``.grad`` does not change.
         """
         if not self.gradient_as_bucket_view or self.spec.is_sparse:
             return
         views = self._buffer.gradient_views
         gradients = self.gradients()
-        self.iteration.flattened = ()  # `gradients` keeps the objects, and is the only list that does
+        self.iteration.flattened = ()  # `gradients` keeps the objects, and must be the only list that does
         if views.are(gradients):
             return
         self.iteration.copied_back = held_by_others(gradients, views.tensors)
@@ -325,7 +325,7 @@ class Bucket:
         """Let every ``.grad`` be the reduced gradient, except those that no rank has touched."""
         left_alone = self._positions_of(untouched)
         if self.spec.is_sparse:
-            # A sparse sum has other indices than the sparse tensor it started from, so it is a new tensor.
+            # A sparse sum has other indices than the tensor that was sent, so it is a new tensor.
             assert self.iteration.work is not None
             if not left_alone:
                 self.store(0, self.iteration.work.result()[0])
@@ -348,7 +348,7 @@ class Bucket:
                 self.store(position, torch.zeros_like(self.parameters[position]))
 
     def adopt_gradients(self) -> None:
-        """Between two backwards, move all gradients into the flat buffer, which frees their old memory."""
+        """Between two backwards, move all gradients into the flat buffer, to free their old memory."""
         if self.spec.is_sparse or not self.gradient_as_bucket_view or self._lazy_allocation:
             return
         views = self._buffer.gradient_views.tensors
@@ -361,7 +361,7 @@ class Bucket:
         gradients = []
         for position, (parameter, view) in enumerate(zip(self.parameters, self._buffer.places, strict=True)):
             if position in left_alone:
-                gradients.append(torch.empty_like(view))  # thrown away
+                gradients.append(torch.empty_like(view))  # discarded
                 continue
             if parameter.grad is None:  # other ranks have used it
                 self.store(position, torch.empty_like(parameter if self._buffer.has_dtensors else view))
@@ -378,12 +378,12 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """What is reduced, once it has been flattened: shape (n,) of the gradients' dtype, or a sparse gradient."""
+        """After the flatten, what is reduced: shape (n,) of the gradients' dtype, or a sparse gradient."""
         return self._buffer.tensor if self._sparse is None else self._sparse
 
     @property
     def places(self) -> Sequence[Tensor]:
-        """Where each gradient lies in the flat buffer: views of the shape of what this rank has of its parameter.
+        """The place of each gradient in the flat buffer: a view of the shape of this rank's part of its parameter.
 
         Do not keep them after the reduction.
         """
@@ -395,11 +395,11 @@ class Bucket:
         return all(offset % 16 == 0 for offset in self.spec.byte_offsets)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the flat buffer."""
+        """Whether a tensor is in the flat buffer."""
         return self._buffer.holds(tensor)
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all of these are zeros in their places in the flat buffer; False if the host had to wait to know."""
+        """Whether all of these are zeros in their places in the flat buffer; False if only a wait could tell."""
         return self._buffer.holds_zeros(gradients)
 
     def new_views(self) -> list[Tensor]:
@@ -412,7 +412,7 @@ class Bucket:
         self._buffer.lay_out_as(spec)
 
     def drop_flat(self) -> None:
-        """Leave the flat buffer to those who hold a part of it; the next use allocates another one."""
+        """Leave the flat buffer to its other holders; the next use allocates another one."""
         self._buffer.drop()
 
     def describe(self) -> str:

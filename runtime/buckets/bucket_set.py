@@ -37,11 +37,11 @@ class BucketSet:
         config: ReplicateConfig,
         monitor: DesyncMonitor,
     ) -> None:
-        self.iteration = Iteration(1)  #: under way, or next
+        self.iteration = Iteration(1)  #: the one under way, or the next one
         self.buckets: tuple[Bucket, ...] = ()  #: in plan order; none until the plan is sealed
         self.of_parameter: list[Bucket] = []  #: by parameter number
         self.of_param_indices: dict[tuple[int, ...], Bucket] = {}
-        self.parameters = tuple(parameters)  #: in registration order; their place is their number
+        self.parameters = tuple(parameters)  #: in registration order, which is that of their numbers
         self.names = [gradient.fqn for gradient in builder.gradients]  #: fully qualified, of the parameters
         self._builder = builder
         self.process_group = process_group
@@ -64,7 +64,7 @@ class BucketSet:
             bucket.begin_iteration()
 
     def seal(self, algorithm: str) -> BucketPlan:
-        """Agree on the plan before anything is launched.
+        """Agree on the plan with the other ranks before anything is launched.
 
         Raises:
             RanksDifferError: The ranks have different algorithms.
@@ -96,7 +96,7 @@ class BucketSet:
     def rebuild_once(self) -> None:
         """After the first iteration, repack the eager tail in the order in which its gradients came on rank 0.
 
-        To be called before a forward, so that the old buffers are gone when its activations are there.
+        Call it before a forward, so that the old buffers are freed before its activations are allocated.
 
         Raises:
             ReductionError: Another rank did not come.
@@ -110,7 +110,7 @@ class BucketSet:
         if not any(bucket.frame is None for bucket in self.plan.buckets):
             return
         before, old_buckets = self.plan, self.buckets
-        # Inside ``Join``, a rank without input in the first iteration knows no order.
+        # Inside ``Join``, a rank that had no input in the first iteration knows no order.
         proposed = self._builder.reorder_tail(tuple(order)) if order else self.plan
         try:
             plan = plan_of_rank_0(proposed, self.process_group, self.parameters[0].device)

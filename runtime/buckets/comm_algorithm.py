@@ -1,10 +1,10 @@
 """The interface between the reducer and the algorithms that communicate.
 
 Note [Algorithms]
-The reducer decides *when* a bucket is launched: when all its gradients are there, and it is its turn in plan order,
-which is the same on every rank. A `CommAlgorithm` decides *what* is sent then. Nothing else in the runtime asks which
-algorithm it is: if the reducer has to act differently, a trait says so. Users write an `AlgorithmConfig`, from which
-each replicated module builds an algorithm of its own, since algorithms hold buffers, futures and other state.
+The reducer decides *when* a bucket is launched: as soon as all its gradients are there and it is its turn in plan
+order, which is the same on every rank. A `CommAlgorithm` decides *what* is sent. Nothing else in the runtime checks
+which algorithm it is: if the reducer has to act differently, a trait says so. Algorithms hold buffers, futures and
+other state. So users pass an `AlgorithmConfig`, from which each replicated module builds its own algorithm.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ class Traits:
     """What the reducer does differently for an algorithm.
 
     Args:
-        payload: ``"gradients"`` are sent, bucket by bucket; or ``"parameters"``, so that gradients stay this rank's
-            own, no bucket is launched, and the ranks' parameters differ; or ``"both"``: gradients in the iterations in
-            which `CommAlgorithm.sends_gradients` is true.
-        prescale: The flat buffer arrives divided by the world size, in the pass that fills it; otherwise it holds this
-            rank's sums, and the algorithm divides.
-        layout: Of the flat buffers, see `BucketSpec`: ``"ddp"`` if the algorithm looks at a buffer as a whole, so that
-            padding would change its results.
-        replayable: A bucket may be launched twice in one iteration, if a gradient came after the first launch. False
-            for algorithms that keep state from launch to launch.
+        payload: ``"gradients"``: gradients are sent, bucket by bucket. ``"parameters"``: parameters are sent, each rank
+            keeps its own gradients, no bucket is launched, and parameters may differ between ranks. ``"both"``:
+            gradients are sent in iterations in which `CommAlgorithm.sends_gradients` is true.
+        prescale: The pass that fills the flat buffer divides by the world size. Otherwise the algorithm has to divide.
+        layout: The layout of flat buffers, see `BucketSpec`. ``"ddp"`` has no padding, for algorithms that look at a
+            buffer as a whole.
+        replayable: A bucket may be launched again in the same iteration if a gradient arrives after its launch. Set it
+            to False if the algorithm keeps state from launch to launch.
         on_one_rank: Buckets are launched at world size 1 as well.
         takes_sparse: A bucket may be one sparse gradient.
         takes_dtypes: The dtypes that gradients may have; all if None.
@@ -75,27 +74,28 @@ class Traits:
                 raise ValueError(f"Traits({name}={value!r}): pass one of {', '.join(map(repr, allowed))}")
         if self.payload == "gradients" and not self.in_step:
             raise ValueError(
-                "Traits(in_step=False) together with payload='gradients': each rank waits for the gradients of all"
-                " others in every iteration; say payload='both' or 'parameters'"
+                "Traits(in_step=False) does not work with payload='gradients', since each rank waits for the gradients"
+                " of all others in every iteration; pass payload='both' or 'parameters'"
             )
         if self.payload == "parameters" and not (self.replayable and self.prescale and self.layout == "padded"):
             raise ValueError(
-                "Traits(payload='parameters') together with replayable=False, prescale=False or layout='ddp': these are"
-                " about launches of gradient buckets, of which such an algorithm has none; leave them out"
+                "Traits(payload='parameters') does not work with replayable=False, prescale=False or layout='ddp',"
+                " since these describe how gradient buckets are launched, and such an algorithm launches none; leave"
+                " them out"
             )
 
 
 class Pending(Protocol):
-    """A reduction under way, as ``torch.distributed.Work``."""
+    """A reduction under way, such as a ``torch.distributed.Work``."""
 
     def wait(self) -> object:
         """Return when the reduced gradients are in the bucket's flat buffer, or will be before later work on the
         current stream.
 
-        It must not start a collective, since the reducer waits at another time on each rank.
+        It must not start a collective, since each rank calls it at a different time.
 
         Raises:
-            RuntimeError: The reduction failed; a ReductionError if there is more to say.
+            RuntimeError: The reduction failed. Raise a ReductionError to say more.
         """
 
     def result(self) -> list[Tensor]:
@@ -105,99 +105,100 @@ class Pending(Protocol):
 class CommAlgorithm(ABC):
     """How one module's ranks communicate; built by an `AlgorithmConfig`.
 
-    Every rank calls all methods but `evaluation` and the states in the same order; the thread that runs the backward
-    calls `launch` and `after_backward`. docs/custom_algorithms.md says when each is called, and what it may rely on.
+    Every rank calls the methods in the same order, except for `evaluation` and the states. The thread that runs the
+    backward calls `launch` and `after_backward`. docs/custom_algorithms.md says when each method is called and what it
+    may rely on.
     """
 
-    #: For people, and compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
+    #: Appears in errors, and is compared between the ranks: "gradient all-reduce", "comm hook fp16_compress_hook".
     name: str
     traits: Traits = Traits()
-    #: Whether buckets are sent over the process group that the module was given, which other modules may use too.
+    #: Whether buckets are sent over the module's own process group, which other modules may share.
     shares_process_group: bool = True
     #: Whether ``register_comm_hook`` may replace it by a hook.
     gives_way_to_comm_hook: bool = False
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether the buckets of this iteration are launched; changes only in `after_backward`, on every rank.
+        """Whether buckets are launched in this iteration. May change only in `after_backward`, on every rank.
 
-        To be overridden if the payload is ``"both"``.
+        Override it if the payload is ``"both"``.
         """
         return self.traits.payload == "gradients"
 
     def objection(self, parameters: Mapping[str, Parameter]) -> str:
-        """Why these parameters cannot be reduced, and the way out; empty if they can.
+        """Why these parameters cannot be reduced, and the way out; empty if they can be.
 
-        Called once, before anything is sent. The ranks compare it, so that all of them raise if one objects.
+        Called once, before anything is sent. The ranks compare the result, so all of them raise if one objects.
 
         Args:
-            parameters: Those that are to be reduced, by name, in registration order.
+            parameters: The parameters to reduce, by name, in registration order.
         """
         return ""
 
     @property
     def sharding(self) -> Sharding:
-        """Who hands gradients over, and waits for parameters that are read."""
+        """How gradients are handed over, and how reads of parameters wait."""
         return NOT_SHARDED
 
     @property
     def meets_others(self) -> bool:
-        """Whether the ranks exchange something else than buckets in this iteration."""
+        """Whether the ranks exchange anything besides buckets in this iteration."""
         return not self.sends_gradients and self.traits.in_step
 
     def attach(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  # most have nothing to do
-        """Called once, when the parameters are equal on all ranks, before anything else.
+        """Called once, before all methods below, with parameters that are equal on all ranks.
 
-        Called again after `detach` if the algorithm that was to replace it could not be attached.
+        Called again after `detach` if its replacement could not be attached.
 
         Args:
-            parameters: Those that are reduced, in registration order: the ``index`` of a bucket's gradient is a place
-                in this sequence.
+            parameters: The parameters to reduce, in registration order. The ``index`` of a bucket's gradient is its
+                position here.
         """
 
     def detach(self, together: bool) -> None:  # noqa: B027  # most have nothing to do
-        """Another algorithm or a comm hook replaces it, or the module is unwrapped.
+        """Called when another algorithm or a comm hook replaces it, or when the module is unwrapped.
 
         Args:
-            together: Every rank calls this between the same two steps: leave the parameters equal on all of them, and
-                nothing under way. False after an error: only release what this rank holds.
+            together: Every rank calls this between the same two steps. Leave equal parameters on all ranks, and nothing
+                under way. False after an error: only release this rank's resources.
         """
 
     def before_forward(self, synchronize: bool) -> None:  # noqa: B027  # most have nothing to do
-        """A forward with gradients begins; inside ``Join`` also on ranks that have no input left.
+        """Called when a forward with gradients begins; inside ``Join`` also on ranks that have no input left.
 
-        There may be several forwards for one backward, and forwards without any.
+        There may be several forwards for one backward, and forwards without a backward.
 
         Args:
-            synchronize: Whether its backward is to be reduced. False inside ``no_sync``, where a rank may be alone, so
-                nothing may be sent.
+            synchronize: Whether its backward is to be reduced. False inside ``no_sync``: other ranks may not be there,
+                so send nothing.
         """
 
     def after_forward(self) -> None:  # noqa: B027  # most have nothing to do
-        """A forward with gradients has ended, or raised, inside ``no_sync`` too; on the stream on which it ran."""
+        """Called after a forward with gradients, also if it raised and inside ``no_sync``, on the forward's stream."""
 
     def after_backward(self) -> None:  # noqa: B027  # most have nothing to do
-        """An iteration ends: every ``.grad`` has its final value, reduced or this rank's own.
+        """Called when an iteration ends: every ``.grad`` has its final value, reduced or this rank's own.
 
-        Inside ``Join`` also called on ranks that have no input left, and contribute zeros. Not called if a backward
-        without a forward before it skipped a bucket, because a parameter there has no gradient yet.
+        Inside ``Join`` also called on ranks that have no input left and contribute zeros. Not called if a backward
+        without a forward before it skipped a bucket because one of its parameters has no gradient yet.
         """
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """A context for forwards without gradients, and for optimizers that step inside of a backward."""
+        """A context for forwards without gradients, and for optimizers that step inside a backward."""
         return nullcontext()
 
     def before_load(self) -> None:  # noqa: B027  # most have nothing to do
-        """``load_state_dict`` of the module is about to write its parameters, maybe on this rank alone.
+        """Called before ``load_state_dict`` of the module writes its parameters, perhaps on this rank alone.
 
         Raises:
-            ReplicationError: It may not be called now.
+            ReplicationError: Parameters must not be loaded now.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, needed beside those of module and optimizer to resume from here bit for bit.
+        """This rank's state. With those of the module and the optimizer, training resumes bit for bit.
 
-        Tensors are copies. Called between two steps; every rank has a state of its own.
+        Tensors are copies. Called between two steps. Each rank has its own state.
         """
         return {}
 
@@ -208,15 +209,15 @@ class CommAlgorithm(ABC):
             ValueError: It belongs to another algorithm, or to other parameters.
         """
         if state:
-            raise ValueError(f"the {self.name} has no state, and was given {', '.join(state)}; it is another one's")
+            raise ValueError(f"the {self.name} has no state, but was given another algorithm's: {', '.join(state)}")
 
     def launch(self, bucket: Bucket, is_last: bool) -> Pending:
-        """Start to reduce a bucket; to be overridden unless the payload is ``"parameters"``.
+        """Start reducing a bucket. Override it unless the payload is ``"parameters"``.
 
         Args:
             bucket: ``bucket.flat`` holds this rank's gradients, dense of shape (n,), or sparse of the parameter's
-                shape; it may be written until the reduction is done. ``bucket.parameters`` and ``bucket.spec`` say
-                whose gradients lie where.
+                shape. It may be written until the reduction is done. ``bucket.parameters`` and ``bucket.spec`` say
+                which part belongs to which parameter.
             is_last: Whether no bucket follows in this iteration.
 
         Raises:
@@ -225,10 +226,10 @@ class CommAlgorithm(ABC):
         raise NotImplementedError(f"the {self.name} has no launch()")
 
     def drain(self) -> None:  # noqa: B027  # most have nothing to do
-        """Return when no launched reduction will start another collective.
+        """Return when no launched reduction will start further collectives.
 
-        Called before anything else is sent, and before the reducer waits, which one rank may do between two launches
-        and another may not. So an algorithm of several collectives for a bucket calls it at the start of `launch`.
+        Called before anything else is sent and before the reducer waits. One rank may do that between two launches and
+        another may not. So an algorithm with several collectives for a bucket calls it at the start of `launch`.
 
         Raises:
             ReductionError: A launched reduction has failed.
@@ -242,5 +243,5 @@ class AlgorithmConfig(ABC):
     def build(self, process_group: dist.ProcessGroup) -> CommAlgorithm:
         """A new algorithm for one module, over the ranks of a process group.
 
-        It must not communicate: the ranks have not yet compared whether all were given the same algorithm.
+        It must not communicate, since the ranks have not yet compared their algorithms.
         """

@@ -12,20 +12,20 @@ from ddp_compile.runtime.buckets.bucket import Bucket, drop_gradients
 
 
 class EarlyDecision(Enum):
-    """What becomes of a bucket that a compiled backward has computed."""
+    """What happens to a bucket that a compiled backward has computed."""
 
     WAIT = auto()  #: its parameters' hooks launch it
-    WATCH = auto()  #: the same, and its gradients show whether it may be launched early in later iterations
+    WATCH = auto()  #: the same, and its gradients are checked: may it be launched early in later iterations?
     LAUNCH = auto()  #: it is launched now
-    LAUNCH_OBSERVED = auto()  #: the same, while hooks look at its gradients; see Note [Observed gradients]
+    LAUNCH_OBSERVED = auto()  #: the same, although hooks see its gradients; see Note [Observed gradients]
 
 
 class ComputedBucket:
-    """The gradients of one bucket as a graph has computed them in this iteration.
+    """The gradients of one bucket, as a graph computed them in this iteration.
 
-    Unless hooks observe the gradients, it takes ``.grad`` away: AccumulateGrad stores a gradient as it is only if there
-    is none. `restore_gradients` brings it back when the iteration ends; a bucket that is only watched gets it back as
-    its gradients arrive.
+    Unless hooks observe the gradients, it removes ``.grad``, since AccumulateGrad stores a gradient unchanged only if
+    there is none before. `restore_gradients` brings it back when the iteration ends. In a bucket that is only watched,
+    each ``.grad`` comes back when its gradient arrives.
 
     Args:
         gradients: What the graph returns for them.
@@ -49,9 +49,9 @@ class ComputedBucket:
         self._is_observed = decision is EarlyDecision.LAUNCH_OBSERVED
         self._moved = moved
         self._is_compared = False
-        self._arrived: set[int] = set()  # if only watched
-        self._has_more = False  # if only watched: whether another contribution has come
-        # Other tensors on the same memory: the engine must be able to steal the gradients themselves.
+        self._arrived: set[int] = set()  # of a bucket that is only watched
+        self._has_more = False  # of a bucket that is only watched: whether another contribution has come
+        # Aliases, since the engine must be able to steal the gradients themselves.
         self._aliases = [gradient.detach() for gradient in gradients]
         self._versions: list[int] = []
         self.watch()
@@ -62,23 +62,23 @@ class ComputedBucket:
 
     @property
     def has_one_contributor(self) -> bool:
-        """Of a watched bucket: whether each ``.grad`` was the very tensor that was computed, and came once."""
+        """For a watched bucket, whether each ``.grad`` was the computed tensor itself, and arrived once."""
         return not self.is_launched and len(self._arrived) == len(self._bucket.param_indices) and not self._has_more
 
     def watch(self) -> None:
-        """From now on only the engine should touch the gradients."""
+        """Notice all changes of the gradients from now on; only the engine should touch them."""
         self._versions = [alias._version for alias in self._aliases]
 
     def contributions(self) -> list[Tensor]:
-        """What the launch sends: the gradients, and what earlier backwards had left in ``.grad``."""
+        """What the launch sends: the gradients, plus the ``.grad`` that earlier backwards left."""
         bucket = self._bucket
         if not self._is_observed and bucket.holds_zeros(self._before):
-            # ``.grad`` will be the same views again, and there is nothing to add: zero_grad(set_to_none=False).
+            # After zero_grad(set_to_none=False) there is nothing to add, and ``.grad`` will be the same views again.
             self._before = [None] * len(self._before)
         if self._moved is not None:
             moved, self._moved, self.is_lost = self._moved, None, True
             return _sums(self._before, moved)
-        # What lies in the flat buffer will be overwritten, and is needed again if the bucket is launched again.
+        # The flat buffer will be overwritten, and these gradients are needed if the bucket is launched again.
         before = [old.clone() if old is not None and bucket.holds(old) else old for old in self._before]
         if self._is_observed:
             self._before = [None] * len(before)
@@ -89,20 +89,20 @@ class ComputedBucket:
         return _sums(before, self._aliases)
 
     def expect_another_launch(self) -> None:
-        """It is launched too early, whatever comes."""
+        """Count it as launched too early, whatever arrives."""
         self.late.update(self._bucket.param_indices)
         self._is_compared = True
 
     def arrive(self, index: int) -> None:
         """AccumulateGrad has stored a gradient.
 
-        Of a launched bucket, a batch of hooks may have counted the first one already: `compare` finds what matters of
-        it. A second one is late.
+        If the bucket is launched, a batch of hooks may have counted its first one already, and `compare` finds any
+        difference. A second one is late.
         """
         if self.is_launched:
             if self._bucket.arrive_all((index,)):
                 self.late.add(index)
-                # Its bucket's means may have been handed over, which lack it.
+                # The bucket's means, which lack it, may have been handed over.
                 self.is_lost = self.is_lost or self._bucket.iteration.own is not None
             return
         position = self._bucket.position_of[index]
@@ -111,16 +111,16 @@ class ComputedBucket:
             self._has_more = True
         old = self._before[position]
         if old is not None and index not in self._arrived:
-            # As AccumulateGrad would have done it, had the gradient of before been there.
+            # As AccumulateGrad would have done if the earlier gradient had been there.
             self._bucket.store(position, old if gradient is None else old.add_(gradient))
         self._arrived.add(index)
 
     def compare(self) -> list[Tensor]:
-        """Find the parameters whose ``.grad`` is not, or not only, what was computed.
+        """Find the parameters whose ``.grad`` is not the computed gradient, or has more added to it.
 
         Returns:
-            Bools of shape (), on the device of the gradients. Pass their values to `read`, which completes the search.
-            Reading makes the host wait for the device, so read those of many buckets at once.
+            Bools of shape (), on the gradients' device. Pass their values to `read`, which completes the search.
+            Getting the values makes the host wait for the device, so do it for many buckets at once.
         """
         if self.is_launched and not self._is_compared:
             pairs = zip(self._bucket.param_indices, self._bucket.gradients(), strict=True)
@@ -139,17 +139,17 @@ class ComputedBucket:
 
     @property
     def holds_its_own(self) -> bool:
-        """Whether this rank's complete gradients are at hand although the bucket has been launched."""
+        """Whether this rank still has its complete gradients although the bucket has been launched."""
         if self.is_lost or not self.is_launched:
             return False
         return not self.late or all(gradient is not None for gradient in self._bucket.gradients())
 
     def own_gradients(self) -> list[Tensor]:
-        """This rank's gradients, complete now."""
+        """This rank's complete gradients."""
         return _sums(self._before, [gradient for gradient in self._bucket.gradients() if gradient is not None])
 
     def restore_gradients(self) -> None:
-        """Bring the ``.grad`` of before the iteration back, for the result to be copied into."""
+        """Restore the ``.grad`` that the iteration began with; the result is copied into it."""
         before, self._before = self._before, [None] * len(self._before)
         for position, old in enumerate(before):
             if self.is_launched and old is not None:
@@ -159,8 +159,8 @@ class ComputedBucket:
     def _is_another(self, position: int, gradient: Tensor | None) -> bool:
         """Whether AccumulateGrad has stored another tensor than was computed, or has added to it.
 
-        A compiler may return another tensor object than it computes. Both are new then, and have the version 0. If only
-        the values can tell, `read` finds out, so that the host does not wait for the device here.
+        A compiler may return another tensor object than it computes; both are new and have version 0. If only the
+        values can show a change, `read` compares them, so that the host does not wait for the device here.
         """
         if (
             gradient is None
@@ -169,12 +169,12 @@ class ComputedBucket:
         ):
             return True
         if self._values is not None:
-            # With a copy and not a hash: one that sees signs and permutations takes as much memory to compute.
+            # A copy and not a hash, since a hash that sees signs and permutations takes as much memory to compute.
             are_equal = gradient.isclose(self._values[position], rtol=0, atol=0, equal_nan=True).all()
             self._comparisons.append((position, are_equal))
         return False
 
 
 def _sums(before: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> list[Tensor]:
-    # In this order: a sparse gradient of before can be added to a dense one.
+    # In this order, since an earlier sparse gradient can be added to a dense one.
     return [new if old is None else new + old for old, new in zip(before, gradients, strict=True)]

@@ -1,4 +1,4 @@
-"""The flat buffer of one bucket: where each gradient lies in it, and whether others hold a part of it."""
+"""The flat buffer of one bucket: the place of each gradient, and whether others hold a part of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FlatBuffer:
 
     @property
     def tensor(self) -> Tensor:
-        """All of it, shape (n,) of the gradients' dtype. Only after its first use."""
+        """The whole buffer, shape (n,) of the gradients' dtype. Only after its first use."""
         assert self._tensor is not None
         return self._tensor
 
@@ -46,7 +46,7 @@ class FlatBuffer:
 
     @property
     def gradient_views(self) -> GradientViews:
-        """Tensors on the same memory that may be ``.grad``."""
+        """Tensors on the same memory that can become ``.grad``."""
         if self._views is None:
             with torch.inference_mode(False):
                 self._views = GradientViews(self.places)
@@ -58,7 +58,7 @@ class FlatBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Leave the memory to those who hold a part of it."""
+        """Leave the memory to its other holders."""
         self._tensor = None
         self._flatten_plan = None
         self._views = None
@@ -69,12 +69,12 @@ class FlatBuffer:
             self.drop()
 
     def follow(self) -> None:
-        """After a comm hook may have resized it: let the views lie in it again."""
+        """Make the views refer to it again, after a comm hook may have resized it."""
         if self._views is not None:
             self._views.follow()
 
     def flatten(self, gradients: Sequence[Tensor], scale: float, checks_finite: bool = False) -> Tensor | None:
-        """Write each gradient times ``scale`` to its place; one that lies there already is scaled in place.
+        """Write each gradient times ``scale`` to its place. A gradient that is already there is scaled in place.
 
         Args:
             gradients: One for each place.
@@ -88,15 +88,15 @@ class FlatBuffer:
         """
         plan, gradients = self._plan(), self._on_this_rank(gradients)
         self.used_here()
-        if gradients[0].dtype != self.tensor.dtype:  # cheap, and sees nearly every conversion
+        if gradients[0].dtype != self.tensor.dtype:  # cheap, and finds nearly every conversion
             self._refuse_converted()
-        # Without streams the kernel answers at once, at no measurable cost. With streams the host would have to wait.
+        # Without streams the kernel's answer is there at once, at no measurable cost. With streams the host would wait.
         asks_kernel = checks_finite and not streams.has_streams(self.tensor.device)
         try:
             stats = plan.flatten(gradients, scale, with_stats=asks_kernel)
         except ValueError:
             self._refuse_converted()
-            # A functional embedding can give a sparse gradient that no module announced. Asking every gradient in
+            # A functional embedding can give a sparse gradient that no module announced. Checking every gradient in
             # every step would cost more than reading its address.
             if not any(gradient.is_sparse for gradient in gradients):
                 raise
@@ -108,7 +108,7 @@ class FlatBuffer:
         return non_finite_flags(plan.views)
 
     def used_here(self) -> None:
-        """Keep the memory until the current stream, which may not have allocated it, is done with it."""
+        """Keep the memory until the current stream is done with it, even if another stream allocated it."""
         if self._tensor is not None and (stream := streams.current(self._tensor.device)) not in self._used_on:
             self._used_on.add(stream)
             streams.used_here([self._tensor])
@@ -125,7 +125,7 @@ class FlatBuffer:
         return begin <= tensor.data_ptr() < begin + self._tensor.nbytes
 
     def holds_zeros(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all of these are its views, and zeros; False if the host had to wait to know."""
+        """Whether all of these are its views and hold zeros; False if only a wait of the host could tell."""
         if self._views is None or self._tensor is None or not self._views.are(gradients):
             return False
         return not streams.has_streams(self._tensor.device) and not self._tensor.any()
@@ -140,8 +140,8 @@ class FlatBuffer:
             first = parameters[0]
             offsets = [offset // first.element_size() for offset in self._spec.byte_offsets]
             num_elements = self._spec.num_bytes // first.element_size()
-            with torch.inference_mode(False):  # or no later backward could write it
-                # Zeros, so that the padding is and stays zero.
+            with torch.inference_mode(False):  # else no later backward could write to it
+                # The padding must be zero, and stays zero.
                 self._tensor = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
                 self._used_on = {streams.current(first.device)}
                 make = RealParts if self._tensor.is_complex() else FlattenPlan.for_bucket

@@ -1,4 +1,4 @@
-"""What ``.grad`` is while a gradient lies in the flat buffer of its bucket.
+"""What ``.grad`` is while a gradient is in its bucket's flat buffer.
 
 Note [Gradients that others hold]
 Users keep gradients (gradient surgery, logging), put others in their place (``p.grad.data = ...``), let them be views
@@ -12,8 +12,8 @@ only if no other code can tell the difference:
   if it has been written in place and so is not what the engine has just made. Then that tensor stays ``.grad``, and the
   reduced gradient is copied into it.
 - A view that has been given other memory is an ordinary gradient from then on; its place gets another view.
-- Each view has a storage of its own on the buffer's memory, so that ``torch.save(p.grad)`` and ``copy.deepcopy`` take
-  one gradient and not the bucket.
+- Each view has its own storage on the buffer's memory, so that ``torch.save(p.grad)`` and ``copy.deepcopy`` take one
+  gradient and not the bucket.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GradientViews:
         self._references_to_storage = max(map(sys.getrefcount, self._storages), default=0)
 
     def are_free(self) -> bool:
-        """Whether each tensor lies in its place, and nothing holds one or its memory, not even ``.grad``."""
+        """Whether each tensor is in its place, and nothing holds one or its memory, not even as ``.grad``."""
         return (
             max(torch_internals.num_references(self.tensors), default=0) <= self._own_references
             and max(map(sys.getrefcount, self._storages), default=0) <= self._references_to_storage
@@ -60,7 +60,7 @@ class GradientViews:
         )
 
     def follow(self) -> None:
-        """If a comm hook has resized the flat buffer, and so given it other memory, lie in the places again.
+        """Refer to the places again, if a comm hook has resized the flat buffer and so given it other memory.
 
         The tensors stay the same objects; views of them that were made before are lost with the old memory.
         """
@@ -74,12 +74,12 @@ class GradientViews:
         return all(map(operator.is_, gradients, self.tensors))
 
     def make_free(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Make sure that a write to the places shows in ``.grad`` only.
+        """Make sure that a write to the places is visible in ``.grad`` only.
 
         Replaces tensors that have been given other memory.
 
         Args:
-            gradients: The ``.grad`` of each parameter. If one of them is one of these tensors, others who hold it see
+            gradients: The ``.grad`` of each parameter. If one of them is one of these tensors, its other holders see
                 the write, as with any code that writes gradients in place.
 
         Returns:
@@ -116,11 +116,11 @@ class GradientViews:
 
 
 def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) -> frozenset[int]:
-    """Which ``.grad`` must stay the tensors that they are; see Note [Gradients that others hold].
+    """Which ``.grad`` must stay the same tensors; see Note [Gradients that others hold].
 
     Args:
         gradients: The ``.grad`` of each parameter of a bucket, in the only list that has them.
-        views: What they are to become; some may be that already.
+        views: What they are to become. Some may already be that.
 
     Returns:
         Positions in the bucket.
@@ -139,7 +139,7 @@ def held_by_others(gradients: Sequence[Tensor | None], views: Sequence[Tensor]) 
 
 
 def _any_written(gradients: Sequence[Tensor | None]) -> bool:
-    """Whether one may have been written in place; tensors made in inference mode count no versions."""
+    """Whether a tensor may have been written in place. Tensors made in inference mode have no versions."""
     try:
         return any(map(operator.attrgetter("_version"), gradients))
     except RuntimeError:
@@ -155,7 +155,7 @@ def _references_to_a_gradient() -> int:
 
 
 def _shares_memory(gradient: Tensor) -> bool:
-    """Whether another tensor, or another process, may see what is written into a gradient."""
+    """Whether a write to a gradient may be visible in another tensor or another process."""
     if gradient.layout is not torch.strided:
         return False
     storage = gradient.untyped_storage()
@@ -168,6 +168,6 @@ def with_own_storage(place: Tensor) -> Tensor:
     if not place.numel():
         return torch.empty_like(place)
     shared = torch.utils.dlpack.from_dlpack(place)
-    # DLPack may make strides of dimensions of one element up. Not a view of it, which would use the storage as well.
+    # DLPack may invent strides for dimensions of one element. A view would use the storage as well, so make no view.
     tensor = torch.empty(0, dtype=place.dtype, device=place.device)
     return tensor.set_(shared.untyped_storage(), shared.storage_offset(), place.shape, place.stride())

@@ -53,7 +53,7 @@ class Iteration:
 
 
 class BucketState(Enum):
-    """Where a bucket stands in an iteration."""
+    """The state of a bucket in an iteration."""
 
     PENDING = auto()  #: gradients are missing
     READY = auto()  #: nothing is missing; it waits for the buckets before it

@@ -1,4 +1,4 @@
-"""What a sharded optimizer does otherwise with parameters and gradients than every other algorithm."""
+"""What only a sharded optimizer does differently with parameters and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sharding:
     A sharded optimizer overrides all of it.
     """
 
-    #: Whether parameters may still be written when a forward begins, so that graphs are compiled with waits in them.
+    #: Whether parameters may still be written when a forward begins, so that graphs are compiled with waits.
     gathers_parameters: bool = False
     #: The rank that steps all of a parameter, by the parameter's number; the others are cut into a part for each rank.
     owners: Mapping[int, int] = MappingProxyType({})
@@ -32,21 +32,21 @@ class Sharding:
         """The buckets of an iteration have been reduced: set every ``.grad``.
 
         Args:
-            buckets: All of the module, in plan order.
-            launched: Those that were launched, and have been waited for.
-            untouched: Numbers of parameters that got no gradient on any rank: theirs stay as they were.
+            buckets: All buckets of the module, in plan order.
+            launched: The buckets that were launched, and have been waited for.
+            untouched: Numbers of parameters that got no gradient on any rank; their ``.grad`` does not change.
         """
         for bucket in launched:
             bucket.hand_over(untouched)
 
     def await_parameters(self, indices: Sequence[int] | None = None) -> None:
-        """Parameters are about to be read: return when they are complete.
+        """Return when parameters, which are about to be read, are complete.
 
         Args:
             indices: Their numbers; all if None.
 
         Raises:
-            ReductionError: A rank has not come to the same step.
+            ReductionError: A rank has not reached the same step.
         """
 
     def forward_ends(self, as_one_graph: bool, has_waited: bool) -> None:
@@ -62,7 +62,7 @@ class Sharding:
         return []
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """The module's own ``zero_grad`` has returned: zero what else there is."""
+        """Called after the module's own ``zero_grad``, to zero the other gradients."""
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -75,5 +75,5 @@ class Sharding:
         return {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
 
 
-#: Of every algorithm but the sharded optimizer's.
+#: For every algorithm except the sharded optimizer's.
 NOT_SHARDED = Sharding()

@@ -1,1 +1,1 @@
-"""What one rank tells another: process groups, collectives, messages, streams, and the errors of it."""
+"""Communication between ranks: process groups, collectives, messages, streams, and their errors."""

@@ -1,4 +1,4 @@
-"""What the ranks exchange before they reduce anything: descriptions of their models, parameters, one bucket plan."""
+"""What the ranks exchange before they reduce anything: model descriptions, parameters, and one bucket plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # As DistributedDataParallel's broadcast_bucket_size (torch 2.13): large enough for bandwidth, small enough to stage.
 _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
-# Limits for the texts of errors, so that the size of a message does not depend on the model.
+# Limits on the texts of errors, so that the size of a message does not depend on the model.
 _MOST_BYTES_OF_A_LINE = 2048
 _MOST_BYTES_OF_A_NAME = 256
 
@@ -29,7 +29,7 @@ _MOST_BYTES_OF_A_NAME = 256
 def verify_modules_agree(description: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Check, by one small all-gather, that every rank was given the same module and settings.
 
-    Only if they differ does rank 0's description travel, and then the first difference of one rank.
+    Only if they differ, rank 0 sends its description, and then one rank sends its first difference.
 
     Args:
         description: One line for each thing that has to agree: ``"weight: float32[4, 4]"``.
@@ -41,7 +41,7 @@ def verify_modules_agree(description: Sequence[str], process_group: dist.Process
     different = ranks_unlike_rank_0(json.dumps(description).encode(), process_group, device)
     if not different:
         return
-    # Descriptions from all ranks would be gigabytes with a thousand ranks and layers.
+    # With a thousand ranks and layers, the descriptions of all ranks would be gigabytes.
     first, other = dist.get_global_rank(process_group, 0), different[0]
     text_of_first = _broadcast_bytes(json.dumps(description).encode(), process_group, device, first)
     difference = ""
@@ -65,7 +65,7 @@ def _first_difference(expected: list[str], found: list[str], first_rank: int) ->
 
 
 def name_from_rank_0(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Sixteen characters drawn by the group's rank 0, the same on every rank and new in each call."""
+    """Sixteen random characters, drawn by the group's rank 0, the same on every rank and new in each call."""
     drawn = _to_tensor(os.urandom(8), device)
     if process_group.size() > 1:
         dist.broadcast(drawn, dist.get_global_rank(process_group, 0), group=process_group)
@@ -76,7 +76,7 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
     """Check, before anything is reduced, that every rank reduces the same model in the same way.
 
     Args:
-        model: What this model is called among those that share the process group.
+        model: This model's name among those that share the process group.
 
     Raises:
         RanksDifferError: On every rank, with the model or the algorithm of each.
@@ -87,9 +87,9 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
         models = gather_texts(model, process_group, device, _MOST_BYTES_OF_A_NAME)
         if len(set(models.values())) > 1:
             raise RanksDifferError(
-                f"{this_rank()}: the ranks have come to the first backwards of different models:"
-                f" {name_values(models)}. Call the backwards of the models in one order on every rank, or give each"
-                " model a process group of its own"
+                f"{this_rank()}: the ranks have reached the first backwards of different models: {name_values(models)}."
+                " Call the backwards of the models in one order on every rank, or give each model a process group of"
+                " its own"
             )
         algorithms = gather_texts(algorithm, process_group, device, _MOST_BYTES_OF_A_NAME)
         raise error_messages.algorithms_differ(name_values(algorithms))
@@ -98,16 +98,16 @@ def verify_algorithms_agree(algorithm: str, process_group: dist.ProcessGroup, de
 def gather_texts(
     text: str, process_group: dist.ProcessGroup, device: torch.device, most_bytes: int = _MOST_BYTES_OF_A_LINE
 ) -> dict[int, str]:
-    """The texts of all ranks, by global rank, each cut off after ``most_bytes``. Every rank calls it."""
+    """The texts of all ranks, by global rank, each truncated to ``most_bytes``. Every rank calls it."""
     line = _shorten(text, most_bytes).encode().ljust(most_bytes, b"\0")
     gathered = _all_gather(line, process_group, device)
     return {rank: theirs.rstrip(b"\0").decode() for rank, theirs in gathered.items()}
 
 
 def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
-    """Rank 0's plan, on every rank; a rank whose own plan differed says so in its log and goes on.
+    """Rank 0's plan, on every rank. A rank whose own plan differs logs that and continues.
 
-    Splits that follow another plan cost overlap, never correctness.
+    A graph that was cut for another plan overlaps less, but its results are correct.
     """
     agreed = plan_of_rank_0(plan, process_group, device)
     if agreed.digest != plan.digest:
@@ -124,7 +124,7 @@ def agree_on_plan(plan: BucketPlan, process_group: dist.ProcessGroup, device: to
 
 
 def plan_of_rank_0(plan: BucketPlan, process_group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
-    """Rank 0's plan, on every rank. It travels as JSON bytes."""
+    """Rank 0's plan, on every rank, sent as JSON bytes."""
     if process_group.size() == 1:
         return plan
     first = dist.get_global_rank(process_group, 0)
@@ -132,7 +132,7 @@ def plan_of_rank_0(plan: BucketPlan, process_group: dist.ProcessGroup, device: t
 
 
 def broadcast_all(tensors: Sequence[Tensor], process_group: dist.ProcessGroup, source_in_group: int = 0) -> None:
-    """Overwrite each tensor with that of one rank; tensors of one dtype and device travel together."""
+    """Overwrite each tensor with that of one rank. Tensors of one dtype and device are sent together."""
     if process_group.size() == 1 or not tensors:
         return
     detached = [torch_internals.local_tensor(tensor.detach()) for tensor in tensors]
@@ -151,14 +151,14 @@ def _broadcast_bytes(payload: bytes, process_group: dist.ProcessGroup, device: t
 
 
 def ranks_unlike_rank_0(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The global ranks that hold other bytes than the group's rank 0; each rank sends 32 bytes."""
+    """The global ranks whose bytes differ from those of the group's rank 0. Each rank sends 32 bytes."""
     digests = _all_gather(hashlib.sha256(payload).digest(), process_group, device)
     expected = next(iter(digests.values()))
     return [rank for rank, digest in digests.items() if digest != expected]
 
 
 def _all_gather(payload: bytes, process_group: dist.ProcessGroup, device: torch.device) -> dict[int, bytes]:
-    """What each rank gives, of one length, by its global rank, in the order of the group."""
+    """The bytes of each rank, all of one length, by global rank in the order of the group."""
     message = _to_tensor(payload, device)
     messages = [torch.empty_like(message) for _ in range(process_group.size())]
     dist.all_gather(messages, message, group=process_group)
@@ -167,7 +167,7 @@ def _all_gather(payload: bytes, process_group: dist.ProcessGroup, device: torch.
 
 
 def _shorten(text: str, most_bytes: int) -> str:
-    """A text of so many bytes at most; one that is cut off ends with a digest that tells it from others."""
+    """A text of at most this many bytes. A truncated text ends with a digest that tells it from others."""
     if len(text.encode()) <= most_bytes:
         return text
     end = f"... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"

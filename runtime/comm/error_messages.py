@@ -22,7 +22,7 @@ from ddp_compile.errors import (
 def look_elsewhere(where: str, error: Exception) -> str:
     """What may have gone wrong on another rank."""
     return (
-        f"Another rank has raised, exited, or not come to {where} within the process group's timeout; look for its"
+        f"Another rank has raised, exited, or not reached {where} within the process group's timeout; look for its"
         f" error. ({error})"
     )
 
@@ -40,8 +40,8 @@ def exchange_failed(name: str, error: Exception) -> ReductionError:
 def nothing_to_wait_for(name: str, bucket: str, returned: object) -> TypeError:
     """``launch`` of a user's algorithm returned no `Pending`."""
     return TypeError(
-        f"{this_rank()}: launch() of the {name} returned {returned!r} for {bucket}; return an object that has wait()"
-        " and result(), such as the work of a collective with async_op=True"
+        f"{this_rank()}: launch() of the {name} returned {returned!r} for {bucket}; return an object with wait() and"
+        " result(), such as the work of a collective with async_op=True"
     )
 
 
@@ -50,24 +50,24 @@ def nothing_to_wait_for(name: str, bucket: str, returned: object) -> TypeError:
 
 def algorithms_differ(described: str) -> RanksDifferError:
     return RanksDifferError(
-        f"{this_rank()}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank; call"
-        " register_comm_hook on every rank, with the same hook, between the same two steps"
+        f"{this_rank()}: the ranks reduce in different ways: {described}. Pass the same algorithm on every rank, and"
+        " call register_comm_hook with the same hook on every rank, between the same two steps"
     )
 
 
 def ranks_out_of_step(iteration_number: int, difference: str) -> RanksDifferError:
     return RanksDifferError(
         f"{this_rank()}: at the end of iteration {iteration_number} the ranks are out of step. {difference}. Gradients"
-        " of different steps may have been averaged since the agreement point before: start again from a checkpoint"
+        " of different steps may have been averaged since the previous agreement point: start again from a checkpoint"
     )
 
 
 def out_of_step() -> ReductionError:
     return ReductionError(
-        f"{this_rank()}: the last backward raised after its reduction had started, so the ranks may be out of"
-        " step, and going on could average gradients of different steps. Start again from a checkpoint; or, if"
-        " every rank has caught the error, let every rank go on in a new group:"
-        " model = ddp_compile(model.unwrap(), process_group=torch.distributed.new_group(), ...)"
+        f"{this_rank()}: the last backward raised after its reduction had started, so the ranks may be out of step, and"
+        " continuing could average gradients of different steps. Start again from a checkpoint; or, if every rank has"
+        " caught the error, continue on every rank in a new group: model = ddp_compile(model.unwrap(),"
+        " process_group=torch.distributed.new_group(), ...)"
     )
 
 
@@ -83,10 +83,10 @@ def missing_gradients(missing: Mapping[str, Tensor], num_parameters: int, static
         else ""
     )
     advice = (
-        "With static_graph=True the parameters of the first iteration have to get gradients in every one: drop it, or"
-        " pass find_unused_parameters=True instead"
+        "With static_graph=True, a parameter that gets a gradient in the first iteration must get one in every"
+        " iteration: drop static_graph, or pass find_unused_parameters=True instead"
         if static_graph
-        else "Pass find_unused_parameters=True; or let every parameter take part in the loss, freeze unused ones with"
+        else "Pass find_unused_parameters=True; or use every parameter in the loss, freeze unused ones with"
         " requires_grad_(False) before ddp_compile, or name them in parameters_to_ignore"
     )
     return MissingGradientError(
@@ -109,20 +109,21 @@ def parameters_changed(changes: Sequence[str]) -> ParametersChangedError:
 
 def arrived_twice(name: str) -> GradientArrivalError:
     return GradientArrivalError(
-        f"{this_rank()}: the gradient of {name} arrived twice before all others had arrived."
-        " Either a reentrant checkpoint runs over shared weights: use use_reentrant=False, or static_graph=True; or"
-        " one of several backwards does not reach every parameter: add the losses up, or put all but the last into"
+        f"{this_rank()}: the gradient of {name} arrived twice before all others had arrived. Either a reentrant"
+        " checkpoint runs over shared weights: use use_reentrant=False, or static_graph=True; or one of several"
+        " backwards does not reach every parameter: add up the losses, or put all backwards but the last into"
         " no_sync()"
     )
 
 
 def arrived_unused(name: str, static_graph: bool) -> GradientArrivalError:
     reason = (
-        "it got none in the first iteration, and static_graph=True promises that this stays so; drop static_graph"
+        "it got none in the first iteration, and static_graph=True promises that this does not change; drop"
+        " static_graph"
         if static_graph
         else "no path led to it from the module's outputs, or its path had brought an undefined gradient before. It is"
-        " used outside of the module's forward, inside of a reentrant checkpoint, or by several backwards: use it in"
-        " the forward, use use_reentrant=False, add the losses up, or drop find_unused_parameters"
+        " used outside the module's forward, inside a reentrant checkpoint, or by several backwards: use it in the"
+        " forward, pass use_reentrant=False, add up the losses, or drop find_unused_parameters"
     )
     return GradientArrivalError(
         f"{this_rank()}: {name} got a gradient after its bucket had been launched without one, because {reason}"
@@ -130,42 +131,42 @@ def arrived_unused(name: str, static_graph: bool) -> GradientArrivalError:
 
 
 def used_after_all(names: Sequence[str]) -> GradientArrivalError:
-    """With ``skip_all_reduce_unused_params``, something was used that no rank had used in the first iteration."""
+    """With ``skip_all_reduce_unused_params``, a parameter was used that no rank had used in the first iteration."""
     return GradientArrivalError(
         f"{this_rank()}: {', '.join(names)} got a gradient, on this rank or another one, but none in the first"
-        " iteration: skip_all_reduce_unused_params=True promises that what is unused stays so, and their gradients have"
-        " not been averaged. Every rank has raised this: set the gradients to zero, and replicate the module again"
-        " without it: ddp_compile(model.unwrap(), ...)"
+        " iteration. skip_all_reduce_unused_params=True promises that unused parameters stay unused, so their"
+        " gradients have not been averaged. Every rank has raised this: set the gradients to zero, and replicate the"
+        " module again without that setting: ddp_compile(model.unwrap(), ...)"
     )
 
 
 def contributor_after_launch(names: Sequence[str], launched_once: str | None, has_moved: bool) -> GradientArrivalError:
-    """Gradients came after a compiled backward had handed their buckets over, which cannot be launched again.
+    """Gradients came after a compiled backward had handed over their buckets, which cannot be launched again.
 
     Args:
-        launched_once: Name of an algorithm that is not replayable, if that is why.
+        launched_once: Name of the algorithm if it is not replayable; else None.
         has_moved: Whether gradients were moved into the flat buffer.
     """
     if launched_once is not None:
         reason = f"the {launched_once} must not be called twice for one"
     elif has_moved:
-        reason = "static_graph=True, which promises that every iteration is like the first, lets their memory go"
+        reason = "static_graph=True, which promises that every iteration is like the first, frees their memory"
     else:
         reason = "some rank no longer holds its own gradients of them"
     return GradientArrivalError(
         f"{this_rank()}: {', '.join(names)} got another gradient, on this rank or another one, after the compiled"
-        " backward had handed the bucket over, for example from a regulariser outside the model or a hook that returns"
-        f" another one. The reduced gradients lack it, and the buckets cannot be launched again, because {reason}."
-        " Every rank has raised this: set the gradients to zero and do the step again, in which those buckets wait for"
-        " all of it; or pass split='forward'"
+        " backward had handed over the bucket, for example from a regularizer outside the model or a hook that returns"
+        f" another gradient. The reduced gradients lack it, and the buckets cannot be launched again, because {reason}."
+        " Every rank has raised this: set the gradients to zero and repeat the step, in which those buckets will wait"
+        " for all gradients; or pass split='forward'"
     )
 
 
 def gradient_with_graph(name: str) -> GradientArrivalError:
     return GradientArrivalError(
         f"{this_rank()}: the gradient of {name} requires a gradient itself, because of create_graph=True, but its mean"
-        " over the ranks does not lead back to the ranks' gradients. Take the gradients that the loss is made of with"
-        " torch.autograd.grad(..., create_graph=True), and call backward() on the loss without it"
+        " over the ranks does not lead back to the ranks' gradients. Compute the gradients that the loss contains with"
+        " torch.autograd.grad(..., create_graph=True), and call backward() on the loss without create_graph"
     )
 
 
@@ -174,8 +175,8 @@ def gradient_with_graph(name: str) -> GradientArrivalError:
 
 def algorithm_in_backward(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{this_rank()}: the {name} was to reduce from now on while a backward has not been completed; register a hook,"
-        " or set an algorithm, before the first backward or between two steps"
+        f"{this_rank()}: the {name} cannot take over while a backward has not been completed; register a hook, or set"
+        " an algorithm, before the first backward or between two steps"
     )
 
 
@@ -184,8 +185,8 @@ def not_finalized(what: str) -> ReductionError:
     return ReductionError(
         f"{this_rank()}: {what} before finalize_backward(): with require_manual_backward_finalization = True the"
         " reductions of a backward are under way until model.finalize_backward() waits for them. Call it once after"
-        " each backward that is reduced, before the gradients are used. If an optimizer has stepped meanwhile, it has"
-        " used gradients that are not averaged: start again from a checkpoint"
+        " each backward that is reduced, before the gradients are used. If an optimizer has stepped since, it has used"
+        " gradients that are not averaged: start again from a checkpoint"
     )
 
 
@@ -198,7 +199,7 @@ def manual_finalization_in_backward(required: bool) -> RuntimeError:
 
 def second_forward_in_join() -> ReplicationError:
     return ReplicationError(
-        f"{this_rank()}: a second forward inside a Join before the backward of the first one: ranks that have no input"
-        " left take part in one backward for each forward. Call backward after each forward, put forwards that need"
-        " none into torch.no_grad() and those whose gradients accumulate into model.no_sync()"
+        f"{this_rank()}: a second forward was called inside a Join before the backward of the first one: ranks that"
+        " have no input left join one backward for each forward. Call backward after each forward. Put forwards"
+        " without a backward into torch.no_grad(), and forwards whose gradients accumulate into model.no_sync()"
     )

@@ -1,10 +1,10 @@
 """The message that ranks exchange at the end of an iteration: one for all parts of the runtime that have flags to add.
 
 Note [Words on the host]
-Which rank used which parameter, and whose gradient came late, is known to Python and asked for by Python. Sent as a
-tensor on a GPU, after the buckets, it would make the host wait until the device has finished the backward. So it
-travels over a process group of the hosts: the module's own if its gradients are on the CPU, otherwise a gloo group of
-the same ranks. The host then waits for the other hosts, and for no device.
+Python knows which rank used which parameter and which gradient came late, and Python needs the answer. If the message
+were a tensor on a GPU, sent after the buckets, the host would wait until the device has finished the backward. So it is
+sent over a process group of the hosts: the module's own if its gradients are on the CPU, otherwise a gloo group of the
+same ranks. Then the host waits for the other hosts, and for no device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class IterationMessage:
     """Combines flags over the ranks: a flag is set in the result if any rank has set it.
 
     Args:
-        process_group: The ranks. All of them make one at the same time.
+        process_group: The ranks. All of them construct this object at the same time.
         is_needed: Whether anything will be sent; the same on every rank.
-        sender: Number of the model, which tells its messages from those of other models in the process group.
+        sender: Number of the model, to tell its messages from those of other models in the process group.
     """
 
     def __init__(
         self, process_group: dist.ProcessGroup, device: torch.device, is_needed: bool, sender: int = 1
     ) -> None:
         self._is_alone = process_group.size() == 1
-        # The reduction returns the maximum of each byte: both come back unchanged only if all ranks sent the same.
+        # The reduction returns the maximum of each byte, so both come back unchanged only if all ranks sent the same.
         self._sender = bytes([sender % 256, 255 - sender % 256])
         self.has_met_another = False  #: whether another rank sent another model's message
         self._group, self._device = process_group, device
@@ -45,14 +45,14 @@ class IterationMessage:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has been sent and not been waited for."""
+        """Whether a message has been sent and has not been waited for."""
         return self._flags is not None
 
     def send(self, parts: Sequence[bytearray]) -> None:
-        """Start to tell the other ranks.
+        """Start sending flags to the other ranks.
 
         Args:
-            parts: Flags, 0 or 1; every rank sends as many parts of the same lengths. They are only read.
+            parts: Flags, 0 or 1. Every rank sends equally many parts of the same lengths. They are only read.
         """
         self._lengths = [len(part) for part in parts]
         self._flags = torch.frombuffer(bytearray().join([*parts, self._sender]), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The process groups that the package makes beside the one that a module was given, and the nodes of its ranks."""
+"""The process groups that the package makes in addition to a module's own, and the nodes of its ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ddp_compile.runtime.comm.collectives import name_from_rank_0
 def group_of(
     ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, name: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group of some ranks of another one, with its backend and timeout.
+    """A process group of some ranks of another group, with that group's backend and timeout.
 
-    It stays until ``torch.distributed.destroy_process_group()``.
+    It exists until ``torch.distributed.destroy_process_group()``.
 
     Args:
-        name: What the ranks have agreed on. If None, they draw one; then all ranks of ``like`` must call this.
+        name: A name that the ranks have agreed on. If None, they draw one, and all ranks of ``like`` must call this.
     """
     timeout = torch_internals.group_timeout(like, device)
     name = name_from_rank_0(like, device) if name is None else name
@@ -47,9 +47,9 @@ def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[
     without ``torch.distributed.new_group``, which would keep it until all groups are destroyed.
     """
     store: Any = process_group.get_group_store() if streams.has_streams(device) else None
-    if store is None:  # of a process group written in Python, whose peers gloo could not find, or not needed
+    if store is None:  # the process group is written in Python, so gloo could not find the peers; or no group is needed
         return process_group, device
-    torch_distributed: Any = dist  # which exports these without saying so
+    torch_distributed: Any = dist  # it exports these, but not in ``__all__``
     own_store = torch_distributed.PrefixStore(f"ddp_compile/{name_from_rank_0(process_group, device)}/hosts", store)
     timeout = torch_internals.group_timeout(process_group, device)
     group = torch_distributed.ProcessGroupGloo(own_store, process_group.rank(), process_group.size(), timeout)
@@ -57,9 +57,9 @@ def host_group(process_group: dist.ProcessGroup, device: torch.device) -> tuple[
 
 
 def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int]]:
-    """The global ranks of each node that are in the process group, ascending.
+    """The global ranks that are in the process group, ascending, grouped by node.
 
-    A launcher numbers the ranks of a node without a gap, and tells each its place there as LOCAL_RANK.
+    A launcher numbers the ranks of a node without gaps, and sets LOCAL_RANK to the position on the node.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     own = (dist.get_rank(), dist.get_rank() - int(local_rank) if local_rank.isdecimal() else None)
@@ -68,9 +68,9 @@ def ranks_of_nodes(process_group: dist.ProcessGroup, name: str) -> list[list[int
     unknown = [rank for rank, first_of_node in everyone if first_of_node is None]
     if unknown:
         raise ValueError(
-            f"{this_rank()}: the {name} has to know which ranks are on one node, and LOCAL_RANK is no number"
-            f" {on_ranks(unknown)}. Start with torchrun, set it on every rank to its place on its node, or pass"
-            " hierarchical=False"
+            f"{this_rank()}: the {name} has to know which ranks share a node, but LOCAL_RANK is not a number"
+            f" {on_ranks(unknown)}. Start with torchrun, set LOCAL_RANK on every rank to its position on its node, or"
+            " pass hierarchical=False"
         )
     nodes: dict[int, list[int]] = {}
     for rank, first_of_node in sorted(everyone):
@@ -92,13 +92,13 @@ class NodeGroups:
     def of(
         cls, process_group: dist.ProcessGroup, device: torch.device, name: str, hierarchical: bool = True
     ) -> NodeGroups:
-        """The nodes of a process group, as the launcher numbered them; every rank of it calls this.
+        """The nodes of a process group, as the launcher numbered them. Every rank of it calls this.
 
         Args:
             hierarchical: If False, every rank counts as a node.
 
         Raises:
-            ValueError: On every rank, if any of them does not know its place on its node.
+            ValueError: On every rank, if any rank does not know its position on its node.
         """
         if not hierarchical:
             group = own_group(process_group, device)
@@ -116,13 +116,13 @@ class NodeGroups:
         )
 
     def reduce(self, flat: Tensor) -> dist.Work | None:
-        """Start to add up the node's buffers on its leader."""
+        """Start adding up the node's buffers on its leader."""
         if self.within is None:
             return None
         return dist.reduce(flat, self.leader, group=self.within, async_op=True)
 
     def broadcast(self, flat: Tensor) -> dist.Work | None:
-        """Start to give the leader's buffer to its node."""
+        """Start broadcasting the leader's buffer to its node."""
         if self.within is None:
             return None
         return dist.broadcast(flat, self.leader, group=self.within, async_op=True)

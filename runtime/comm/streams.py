@@ -1,4 +1,4 @@
-"""Streams and events of accelerators; the only file of the runtime that knows them.
+"""Streams and events of accelerators. No other file of the runtime deals with them directly.
 
 docs/streams.md says which streams meet in an iteration, and which waits for which. A stream that reads another one's
 writes waits for an `Event` of it. `used_here` announces memory that is used outside of the stream that allocated it.
@@ -19,15 +19,15 @@ from torch import Tensor
 from ddp_compile import torch_internals
 from ddp_compile.errors import ReplicationError, this_rank
 
-# Their ``Work.wait()`` returns when a transfer is over, whatever the device of its tensors.
+# The ``Work.wait()`` of these returns when a transfer is over, whatever the device of its tensors.
 _BLOCKING_BACKENDS = frozenset({"gloo", "mpi"})
 
-#: A stream as the device's module of torch has it: ``torch.cuda.Stream``, ``torch.xpu.Stream``.
+#: The stream type of the device's module of torch: ``torch.cuda.Stream``, ``torch.xpu.Stream``.
 Stream = Any
 
 
 class Backend:
-    """Calls the module of a device: ``torch.cuda``, ``torch.xpu`` and those that vendors register share their names.
+    """Calls a device's module of torch. ``torch.cuda``, ``torch.xpu`` and those of vendors have the same functions.
 
     Devices are those of tensors.
     """
@@ -73,7 +73,7 @@ class Backend:
         return nullcontext()
 
     def launched(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Kernels order themselves on their streams."""
+        """Does nothing: kernels run in the order of their streams."""
 
 
 #: Everything here calls it; only tests replace it.
@@ -91,17 +91,17 @@ class Event:
         self._recorded = recorded
 
     def wait(self) -> None:
-        """Let the current stream wait for it; the host does not."""
+        """Make the current stream wait for it. The host does not wait."""
         if self.stream is not None:
             backend.wait(self._device, self._recorded)
 
     def reads_racing(self) -> AbstractContextManager[Any]:
-        """Inside, operators may race with writes after this event, and with no others."""
+        """Inside, operators may race with writes after this event, but with no others."""
         return nullcontext() if self.stream is None else backend.reads_racing(self._device, self._recorded)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether operators on a device run on streams, which the host runs ahead of."""
+    """Whether a device has streams, so that the host runs ahead of operators."""
     return backend.has_streams(device)
 
 
@@ -116,8 +116,8 @@ def refuse_capture(device: torch.device, what: str) -> None:
         raise ReplicationError(
             f"{this_rank()}: {what} was called while work for {device} is being captured into a graph"
             " (torch.cuda.graph). A replay repeats kernels and collectives, but not the messages by which the ranks"
-            " notice that they are out of step. Call it outside of the capture; mode='reduce-overhead' captures"
-            " the work between the collectives"
+            " notice that they are out of step. Call it outside the capture; mode='reduce-overhead' captures the work"
+            " between the collectives"
         )
 
 
@@ -134,16 +134,16 @@ def record(device: torch.device) -> Event:
 
 
 def record_on(stream: Stream, device: torch.device) -> Event:
-    """As `record`, on another stream than the current one."""
+    """Like `record`, on another stream than the current one."""
     with backend.on(stream):
         return record(device)
 
 
 def used_here(tensors: Sequence[Tensor]) -> None:
-    """Keep memory from being reused before the current stream, which did not allocate it, is done with it.
+    """Keep memory from being reused before the current stream is done with it, if another stream allocated it.
 
     Args:
-        tensors: Of one device, in memory of torch's allocator, so no views made by DLPack.
+        tensors: On one device, in memory of torch's allocator; so no views made by DLPack.
     """
     if tensors and backend.has_streams(tensors[0].device):
         stream = backend.current(tensors[0].device)
@@ -152,7 +152,7 @@ def used_here(tensors: Sequence[Tensor]) -> None:
 
 
 class SideStream:
-    """A stream beside the caller's, made when it is first used; on a device without streams it does nothing."""
+    """A stream in addition to the caller's, made at its first use. On a device without streams it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,7 +168,7 @@ class SideStream:
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """Inside, it is the current stream, and has waited for the previous one."""
+        """Inside, it is the current stream, after waiting for the previous one."""
         so_far = record(self._device)
         with self.on():
             so_far.wait()
@@ -182,7 +182,7 @@ def run_on_own_stream(device: torch.device, function: Callable[[], None]) -> Non
 
 
 def launched(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-    """Report a kernel that was started on the current stream without torch's dispatcher."""
+    """Report a kernel that was started on the current stream, bypassing torch's dispatcher."""
     backend.launched(name, reads, writes)
 
 

@@ -1,10 +1,10 @@
-"""Messages under way between ranks, also after their owner is gone.
+"""Messages under way between ranks, even after their owner is gone.
 
 Note [Messages outlive their owners]
-Unreceived messages must outlive their sender. A rank may be done, let its model go and destroy its process groups, or
-end, before another rank has received its messages. The garbage collector may run on any thread at any time, even inside
-of a collective that only this thread can complete; so it must not wait. A thread of its own waits instead, and keeps
-messages, and thereby their connections, for as long as the process group's timeout allows. Only the end of the process
+Messages must outlive their sender until they are received. A rank may finish, free its model and destroy its process
+groups, or end, before another rank has received its messages. The garbage collector may run on any thread at any time,
+even inside a collective that only this thread can complete, so it must not wait. Instead, a separate thread waits. It
+keeps messages, and so their connections, for as long as the process group's timeout allows. Only the end of the process
 waits for that thread. None of this is done if a wait holds up a stream and not the host, as with NCCL.
 """
 
@@ -29,11 +29,11 @@ LONGEST_AT_END_S = 10.0
 
 
 class Transfer:
-    """Works that belong together.
+    """A group of works that are waited for together.
 
     A gloo message may be waited for only once: a second wait lasts until the timeout, and closes the connection (torch
-    2.13). So all waits, on whatever thread, are made here, and no Python code runs between a wait and the note that it
-    was done: a signal's handler, which may raise, could run there.
+    2.13). So all waits, on any thread, are made here. No Python code runs between a wait and the record that it is
+    done, since a signal handler, which may raise, could run there.
     """
 
     def __init__(self, works: Sequence[dist.Work] = ()) -> None:
@@ -48,7 +48,7 @@ class Transfer:
         """Return when all messages have arrived, or will have before later work on the current stream.
 
         Raises:
-            RuntimeError: One failed or timed out; every further call raises it again.
+            RuntimeError: One failed or timed out. Every further call raises this again.
         """
         with self._lock:
             if self._failure is not None:
@@ -56,13 +56,13 @@ class Transfer:
             try:
                 self._done.extend(self._waits)
             except BaseException as error:
-                if not self.is_done:  # else a handler has raised, and all have arrived
+                if not self.is_done:  # otherwise a handler raised after all had arrived
                     self._num_failed += 1
                     self._failure = error
                 raise
 
     def wait_for_others(self) -> None:
-        """Return when no other rank will receive any of these messages any more, whatever fails."""
+        """Return when no other rank will receive any more of these messages, whatever fails."""
         with self._lock:
             while not self.is_done:
                 try:
@@ -70,7 +70,7 @@ class Transfer:
                 except Exception as error:
                     self._num_failed += 1
                     self._failure = self._failure or error
-                    log.info("a message that nobody waits for any more has failed: %s", error)
+                    log.info("a message that is no longer waited for has failed: %s", error)
 
     @property
     def is_done(self) -> bool:
@@ -79,12 +79,12 @@ class Transfer:
 
 
 def keep_after(owner: object, finish: Callable[[], None]) -> None:
-    """Let other ranks receive an object's messages after it has been collected, or the process ends.
+    """Let other ranks receive an object's messages even if it has been collected or the process ends.
 
     Args:
-        owner: Its messages may be under way.
-        finish: Waits for them, with `Transfer.wait_for_others`; called by the keeper's thread, maybe more than once. It
-            holds the messages, and must not refer to ``owner``, which would live as long as the process.
+        owner: The owner of the messages.
+        finish: Waits for them, with `Transfer.wait_for_others`. The keeper's thread calls it, perhaps more than once.
+            It holds the messages, and must not refer to ``owner``, which would then live as long as the process.
     """
     global _keeper  # one for each process: a fork has no threads
     if _keeper is None or _keeper.pid != os.getpid():
@@ -126,10 +126,10 @@ class _Keeper:
             try:
                 kept.finish()
             except Exception:
-                log.exception("messages of a rank could not be waited for")
+                log.exception("failed to wait for the messages of a rank")
             self._kept.discard(kept)
             kept.is_finished.set()
-            del kept  # the next one may take long to come
+            del kept  # it may be long until the next one comes
 
     def _process_ends(self) -> None:
         deadline = time.monotonic() + LONGEST_AT_END_S

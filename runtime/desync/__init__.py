@@ -1,1 +1,1 @@
-"""What ranks compare and post, so that those out of step are found and named."""
+"""What the ranks compare and post, so that ranks out of step are found and named."""

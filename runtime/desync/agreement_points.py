@@ -1,15 +1,15 @@
-"""In some iterations, the ranks compare whether they have done the same.
+"""In some iterations, the ranks check that all of them have done the same.
 
 Note [Agreement points]
 Agreement points are iterations 1, 2, 4, 8, ... and then every 128th. An iteration is one reduction of all buckets of a
 model; all models that share a process group are counted together, see Note [Whose message]. Before its last bucket is
-launched, each rank adds 1 to a counter in the store whose name is a digest of its fingerprint. When the iteration's
-collectives are over, all ranks have added, since the last collective needed them all: no rank waits for another. A
-counter that equals the world size proves that all fingerprints are equal, with one question from each rank, however
-many ranks there are. Otherwise the ranks post the fingerprints themselves, and one of them compares them for all, see
+launched, each rank adds 1 to a counter in the store that is named by a digest of its fingerprint. When the iteration's
+collectives are over, all ranks have added, since the last collective needed them all. So no rank waits for another. A
+counter that equals the world size proves that all fingerprints are equal. Each rank asks once, however many ranks there
+are. If the counter is lower, the ranks post the fingerprints themselves, and one of them compares them for all, see
 Note [One rank reads]. The counter of an agreement point is deleted after the next one, which no rank reaches before all
 have read the previous one. If ``wait`` returns before a collective is over, as with NCCL, a rank may read before the
-others have added. It then asks again for some seconds and leaves the rest to the next agreement point; fingerprints
+others have added. Then it asks again for some seconds, and leaves the rest to the next agreement point. Fingerprints
 accumulate, so nothing is missed.
 """
 
@@ -32,7 +32,7 @@ from ddp_compile.runtime.desync.model_order import ModelOrder
 
 log = logging.getLogger(__name__)
 
-#: After so many agreement points at which some rank did not answer, there are no more.
+#: Comparing ends after this many agreement points at which some rank did not answer.
 _MOST_UNANSWERED = 3
 
 
@@ -41,14 +41,14 @@ class AgreementPoints:
 
     Args:
         shared: The order of the models that share the process group.
-        own: An order of this model alone, for iterations that send nothing over that group.
+        own: The order of this model alone, for iterations that send nothing over that group.
         rank: The global rank of this process.
         ranks: The global ranks of the process group.
     """
 
     def __init__(self, shared: ModelOrder, own: ModelOrder, class_name: str, rank: int, ranks: Sequence[int]) -> None:
         self.iteration_number = 1  #: see `Iteration.number`
-        self.begins_after_forward = True  #: whether a synchronised forward has come since the previous iteration
+        self.begins_after_forward = True  #: whether a synchronized forward has come since the previous iteration
         self.is_paused = False  #: while ranks do different things on purpose
         self.forwards = ForwardsLeftOut()
         self._models = {order: order.add(class_name) for order in (shared, own)}
@@ -57,11 +57,11 @@ class AgreementPoints:
         self._ranks = ranks
         self._backwards_repeated = 0
         self._digest_of: tuple[BucketPlan, str] | None = None
-        self._added: _Added | None = None  # in this iteration
+        self._added: _Added | None = None  # what this iteration added
         self._old_counter: str | None = None
 
     def last_bucket_is_launched(self, plan: BucketPlan, algorithm: str, is_shared: bool) -> None:
-        """The last bucket of an iteration is about to be launched: tell the other ranks, if this is an agreement point.
+        """Before the last bucket of an iteration is launched, tell the other ranks, if this is an agreement point.
 
         Args:
             is_shared: Whether it is sent over the process group that models share.
@@ -80,11 +80,11 @@ class AgreementPoints:
             self._add(order, fingerprint)
 
     def buffers_are_broadcast(self) -> None:
-        """Rank 0 broadcasts its buffers over the process group that models share."""
+        """Record that rank 0 broadcasts its buffers over the process group that models share."""
         self._shared.sends("buffers", self.model)
 
     def compare(self) -> None:
-        """The iteration's collectives are over: compare the ranks' fingerprints, if this is an agreement point.
+        """After an iteration's collectives, compare the ranks' fingerprints, if this is an agreement point.
 
         Raises:
             RanksDifferError: On every rank, naming the ranks and the difference.
@@ -120,7 +120,7 @@ class AgreementPoints:
         return self._shared.number_of(self.model)
 
     def refuse_other_model(self) -> NoReturn:
-        """Raise a RanksDifferError: this iteration's message met another model's, as every rank has found out."""
+        """Raise the RanksDifferError of every rank: this iteration's message was paired with another model's."""
         fingerprint = self._shared.fingerprint()
         try:
             self._compare_fingerprints(_Added.of(self._shared, fingerprint))
@@ -145,7 +145,7 @@ class AgreementPoints:
         keys = {rank: f"{name}/{rank}" for rank in self._ranks}
         store.post(keys[self._rank], fingerprint.to_json())
 
-        def agree() -> bool:  # ranks that come later and see it post nothing
+        def agree() -> bool:  # ranks that see it later post nothing
             return store.has_come_to(counter, len(keys))
 
         def describe(found: dict[str, str]) -> str:
@@ -166,22 +166,22 @@ class AgreementPoints:
     def _count_silence(self, order: ModelOrder, ranks: str) -> None:
         order.num_unanswered += 1
         log.warning(
-            "%s: ranks that said nothing at the end of iteration %d: %s. Either they are late, or they cannot reach"
+            "%s: these ranks posted nothing at the end of iteration %d: %s. Either they are late, or they cannot reach"
             " the store of the process group; nothing was compared",
             this_rank(),
             self.iteration_number,
             ranks,
         )
         if order.num_unanswered == _MOST_UNANSWERED:
-            self._give_up(order, f"{_MOST_UNANSWERED} times not every rank answered")
+            self._give_up(order, f"some rank did not answer {_MOST_UNANSWERED} times")
 
     def _give_up(self, order: ModelOrder, why: str) -> None:
         order.num_unanswered = _MOST_UNANSWERED
-        log.warning("%s: from now on it is not noticed when ranks get out of step: %s", this_rank(), why)
+        log.warning("%s: from now on, ranks that get out of step are not noticed: %s", this_rank(), why)
 
 
 class _Added(NamedTuple):
-    """What this rank told the others in an iteration."""
+    """What this rank added to the store in an iteration."""
 
     order: ModelOrder  #: whose iterations are compared
     fingerprint: Fingerprint
@@ -193,11 +193,11 @@ class _Added(NamedTuple):
 
 
 class ForwardsLeftOut:
-    """Counts forwards that no backward has reached, although a backward has reached a later forward.
+    """Counts forwards that no backward reached although a backward reached a later forward.
 
-    Several forwards for one backward are no difference between ranks, nor is a forward whose backward is yet to come.
-    A hook on the autograd node of an output notices that a backward reaches it, even if the backward raises further
-    down: such a step may be repeated.
+    Several forwards for one backward do not count, nor does a forward whose backward may still come. A hook on the
+    autograd node of an output notices that a backward reaches it, even if the backward raises later, since such a step
+    may be repeated.
     """
 
     def __init__(self) -> None:
@@ -207,20 +207,20 @@ class ForwardsLeftOut:
 
     @property
     def num_left_out(self) -> int:
-        """How many, of the forwards before the latest one that a backward has reached."""
+        """How many forwards before the latest one that a backward reached."""
         return self._latest_reached - self._num_reached
 
     def watch(self, outputs: Any) -> None:
         """Count a forward that has returned.
 
         Args:
-            outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. A forward none of
-                whose outputs has an autograd graph is not counted.
+            outputs: What it returned: tensors in containers that pytree knows, and in dataclasses. A forward is not
+                counted if none of its outputs has an autograd graph.
         """
-        if isinstance(outputs, Tensor):  # by far the most frequent case
+        if isinstance(outputs, Tensor):  # by far the most common case
             nodes = [] if outputs.grad_fn is None else [outputs.grad_fn]
         else:
-            # Outputs of one compiled graph have one node.
+            # Outputs of one compiled graph share one node.
             nodes = list(
                 {tensor.grad_fn: None for tensor in torch_internals.tensors_in(outputs) if tensor.grad_fn is not None}
             )

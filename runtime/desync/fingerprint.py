@@ -1,4 +1,4 @@
-"""What has to be equal on all ranks at an agreement point, and how an error describes differences."""
+"""What must be equal on all ranks at an agreement point, and the words for differences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Field(NamedTuple):
 
 
 _FIELDS = {
-    "plan": _Field("bucket plan", "Call ddp_compile and register_comm_hook alike on every rank"),
+    "plan": _Field("bucket plan", "Call ddp_compile and register_comm_hook in the same way on every rank"),
     "algorithm": _Field(
         "way to reduce", "Pass the same algorithm, or register the same comm hook between the same two steps"
     ),
@@ -61,13 +61,13 @@ _FIELDS = {
         " model.no_sync()",
     ),
     "backwards_repeated": _Field(
-        "backwards without a forward before them", "Call backward equally often on every rank"
+        "backwards without a forward before them", "Call backward the same number of times on every rank"
     ),
 }
 
 ORDER_WAY_OUT = (
-    "Call the forwards and backwards of the models in one order on every rank, or give each model a process group of"
-    " its own"
+    "Call the forwards and backwards of the models in the same order on every rank, or give each model a process group"
+    " of its own"
 )
 
 
@@ -81,7 +81,7 @@ def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
     for model in first.models:
         done = {rank: theirs.models[model] for rank, theirs in fingerprints.items() if model in theirs.models}
         if len(done) < len(fingerprints):
-            continue  # the order, described above, says that this model's iteration was another's on some rank
+            continue  # the order, described above, says that some rank ran another model's iteration here
         for name, field in _FIELDS.items():
             values = {rank: getattr(theirs, name) for rank, theirs in done.items()}
             if len(set(values.values())) > 1:
@@ -92,7 +92,7 @@ def describe_differences(fingerprints: Mapping[int, Fingerprint]) -> str | None:
 
 
 def _describe_order(first: Fingerprint, fingerprints: Mapping[int, Fingerprint]) -> str:
-    """The first of the latest messages in which the ranks differ."""
+    """The first of the latest messages that differs between the ranks."""
     for back in range(min(len(theirs.latest) for theirs in fingerprints.values()), 0, -1):
         sent = {rank: theirs.latest[-back] for rank, theirs in fingerprints.items()}
         if len(set(sent.values())) > 1:

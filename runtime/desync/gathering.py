@@ -1,11 +1,11 @@
-"""The posts of all ranks, read by one of them and passed on to the others as one text.
+"""The posts of all ranks, read by one rank and passed on to the others as one text.
 
 Note [One rank reads]
-A store is one thread. If every rank read every other rank's post, 4,096 ranks would ask it for 17 million values, which
-takes minutes. So each rank that wants to read draws a ticket. The rank with the first ticket reads all posts, waits for
-those yet to come, and posts a summary, with the number of tickets drawn before it read: the holders of these tickets
-had posted before, and take the summary. The holder of the next ticket reads again. Ranks that wait for a summary look
-at one key, so the number of questions grows only linearly with the number of ranks.
+A store has one thread. If every rank read every other rank's post, 4,096 ranks would ask it for 17 million values,
+which takes minutes. So each rank that wants to read draws a ticket. The rank with the first ticket reads all posts,
+waits for those that are still missing, and posts a summary with the number of tickets drawn before it read. The holders
+of these tickets posted before they drew, so they take the summary. The holder of the next ticket reads again. Ranks
+that wait for a summary ask for one key, so the number of questions grows only linearly with the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ddp_compile.runtime.desync.group_store import ANSWER_LIMIT_S, GroupStore
 
-#: Up to so many ranks, each reads for itself if the reader posts no summary.
+#: Up to this many ranks, each reads for itself if the reader posts no summary.
 _MOST_WHO_READ_ALONE = 64
-#: Of a summary, which every rank fetches.
+#: Length of a summary, which every rank fetches.
 _MOST_CHARACTERS = 16_384
 
 Posts = dict[str, str]
@@ -40,19 +40,20 @@ class Gathering:
         self,
         wait_s: float,
         enough: Callable[[Posts], bool],
-        summarise: Callable[[Posts], str],
+        summarize: Callable[[Posts], str],
         at_least_s: float = 0.0,
     ) -> str | None:
-        """The text that one rank makes of all posts; to be called after this rank has posted.
+        """The text that one rank makes of all posts. Call it after this rank has posted.
 
         Args:
             wait_s: How long that rank waits for posts.
-            enough: Given the posts so far by their keys, whether it need not wait for more.
-            summarise: Makes the text of the posts; it is cut off after 16,384 characters.
-            at_least_s: How long it waits for further tickets, so that ranks that come one by one read only a few times.
+            enough: Given the posts so far by their keys, whether that rank can stop waiting for more.
+            summarize: Makes the text from the posts. It is truncated to 16,384 characters.
+            at_least_s: How long it waits for further tickets, so that ranks that arrive one by one cause only a few
+                reads.
 
         Returns:
-            The text; None if the reader posts none in time, and there are too many ranks for each to read for itself.
+            The text; None if the reader posts none in time and there are too many ranks for each to read for itself.
 
         Raises:
             StoreLostError: The store has not answered.
@@ -62,7 +63,7 @@ class Gathering:
         if covered < ticket:
             if covered != ticket - 1 and len(self._keys) > _MOST_WHO_READ_ALONE:
                 return None
-            text = self._gather(wait_s, at_least_s, enough, summarise)
+            text = self._gather(wait_s, at_least_s, enough, summarize)
         self._store.add(self._readers, 1)
         return text
 
@@ -74,7 +75,7 @@ class Gathering:
                 return
 
     def _wait_for(self, ticket: int, wait_s: float) -> tuple[int, str]:
-        """The number of tickets and text of the latest summary, once it covers this ticket or this one is next."""
+        """Number of tickets and text of the latest summary, once it covers this ticket or this ticket is next."""
         covered, text = 0, ""
         for _ in pauses(wait_s):
             told = self._store.read([self._told]).get(self._told, "0 ")
@@ -89,16 +90,16 @@ class Gathering:
         wait_s: float,
         at_least_s: float,
         enough: Callable[[Posts], bool],
-        summarise: Callable[[Posts], str],
+        summarize: Callable[[Posts], str],
     ) -> str:
         earliest = time.monotonic() + at_least_s
         covered, found = 0, Posts()
         for _ in pauses(wait_s):
-            covered = self._store.add(self._tickets, 0)  # first: the holder of a ticket has posted before
+            covered = self._store.add(self._tickets, 0)  # first, since the holder of a ticket has posted before
             found = self._store.read(self._keys)
             if time.monotonic() >= earliest and enough(found):
                 break
-        text = summarise(found)
+        text = summarize(found)
         if len(text) > _MOST_CHARACTERS:
             text = f"{text[:_MOST_CHARACTERS]} ..."
         self._store.post(self._told, f"{covered} {text}")
@@ -109,7 +110,7 @@ def pauses(wait_s: float, longest_s: float = 0.2) -> Iterator[None]:
     """Yield between pauses, each twice as long as the one before, and once more when the time is over."""
     end, pause_s = time.monotonic() + wait_s, 0.01
     while True:
-        is_over = time.monotonic() >= end  # asked first, so that the caller sees what came in time
+        is_over = time.monotonic() >= end  # checked first, so that the caller sees what came in time
         yield
         if is_over:
             return

@@ -1,16 +1,15 @@
-"""The store of a process group, asked with a limit on every wait.
+"""The store of a process group, with a limit on every wait.
 
 Note [Stores that do not answer]
 A training step needs no store, so a store that is slow, frozen or gone must never stop one. torch's TCPStore waits
-without a limit for the answer of a server that was stopped, or whose machine is gone, whatever its timeout is (seen on
-torch 2.13 with a stopped server process). So every question that waits for an answer runs on a thread of its own. If it
-takes too long, the store's connection is shut down; the wait then fails, the thread ends, and the store is not asked
-again. No thread may stay in the wait: if its answer came while the interpreter ends, the thread would be made to exit
-through C++ frames that must not be unwound so, and the process would abort ("terminate called without an active
-exception"). Only TCPStore has a connection to shut down; a thread that waits in another store, for the lock of a
-FileStore for example, is left there.
-``set`` waits for no answer and runs in place: it blocks only when the socket's buffer is full, some 30 000 posts after
-the server has stopped answering, and the questions of `monitor` notice that long before.
+without a limit, whatever its timeout is, if its server was stopped or the server's machine is gone (seen on torch 2.13
+with a stopped server process). So every question that waits for an answer runs on a thread of its own. If it takes too
+long, the store's connection is shut down; the wait then fails, the thread ends, and the store is not asked again. No
+thread may remain in the wait. If its answer came while the interpreter ends, the thread would exit through C++ frames
+that must not be unwound, and the process would abort ("terminate called without an active exception"). Only TCPStore
+has a connection to shut down. A thread that waits in another store, for the lock of a FileStore for example, is left
+there. ``set`` waits for no answer and runs in the calling thread. It blocks only when the socket's buffer is full,
+about 30,000 posts after the server has stopped answering. The questions of `monitor` notice that long before.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ Answer = TypeVar("Answer")
 
 
 class StoreLostError(Exception):
-    """The store did not answer, or its connection broke. Never leaves the runtime: training goes on without it."""
+    """The store did not answer, or its connection broke. The runtime always catches this and continues without it."""
 
 
 class GroupStore:
-    """A separate connection to the store of a process group; if the group has no store, every question fails.
+    """A separate connection to the store of a process group. If the group has no store, every question fails.
 
-    Another thread may hold the group's own connection for minutes while it waits for a key.
+    It is separate because another thread may hold the group's own connection for minutes while it waits for a key.
 
     Args:
         prefix: Prepended to every key.
@@ -50,7 +49,7 @@ class GroupStore:
         self._prefix = prefix
         self._store: Any = None
         self.lost: str | None = None  #: why it is no longer asked
-        self.ends_here = False  #: whether it ends with this process, although other processes use it
+        self.ends_here = False  #: whether the store ends with this process although other processes use it
         if process_group.size() == 1:
             self.lost = "there is no other rank"
             return
@@ -67,11 +66,11 @@ class GroupStore:
 
     @property
     def only_grows(self) -> bool:
-        """Whether every post stays on a disk for good, as in a FileStore."""
+        """Whether every post stays on a disk forever, as in a FileStore."""
         return self._store is not None and not self._store.has_extended_api()
 
     def post(self, key: str, value: str) -> None:
-        """Set a key, if the store is there; waits for no answer."""
+        """Set a key, if there is a store, without waiting for an answer."""
         if self.lost is None:
             try:
                 self._store.set(self._prefix + key, value)
@@ -128,7 +127,7 @@ class GroupStore:
         return answers[0]
 
     def _values(self, keys: Sequence[str]) -> dict[str, str]:
-        # One by one only while some are missing: with many ranks, two answers instead of thousands.
+        # All at once if none is missing: with many ranks, two answers instead of thousands.
         names = [self._prefix + key for key in keys]
         if not self.only_grows and self._store.check(names):
             return {key: value.decode() for key, value in zip(keys, self._store.multi_get(names), strict=True)}
@@ -137,7 +136,7 @@ class GroupStore:
 
     def _lose(self, reason: str) -> None:
         self.lost = reason
-        log.info("the store of the process group is not asked any more: %s", reason)
+        log.info("the store of the process group is no longer asked: %s", reason)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,15 +1,15 @@
-"""The order in which the models that share a process group send.
+"""The order in which models that share a process group send.
 
 Note [Whose message]
-Collectives pair up by order alone, over all models that reduce in one process group. If one rank calls the backwards of
-two models of equal sizes in another order, each model gets the other one's gradients. So the ranks also compare the
-order of the models' iterations. Agreement points are counted in iterations of the process group, whichever the model.
-All ranks come to them together, even if one of them sends another model's bucket there: the last bucket of the n-th
-iteration is always paired with that of the n-th iteration on every other rank. A model's iterations are compared at the
-next agreement point, which may be in another model's iteration.
+Collectives pair up by order alone, across all models that reduce in one process group. If one rank calls the backwards
+of two models of equal sizes in another order, each model gets the other one's gradients. So the ranks also compare the
+order of the models' iterations. Agreement points count the iterations of all models in the process group. All ranks
+reach them together, even if one of them sends another model's bucket there: the last bucket of the n-th iteration is
+always paired with that of the n-th iteration on every other rank. A model's iterations are compared at the next
+agreement point, which may be in another model's iteration.
 
-An algorithm that sends over process groups of its own cannot be mixed up with another model. Each such model has its
-own order.
+If an algorithm sends over its own process groups, its model cannot be mixed up with others. Each such model has its own
+order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_compile.runtime.desync.fingerprint import Fingerprint, ModelFingerprint
 from ddp_compile.runtime.desync.group_store import GroupStore
 
-#: Iterations from one agreement point to the next, after the first so many.
+#: Iterations from one agreement point to the next, after the first this many iterations.
 ITERATIONS_BETWEEN_AGREEMENTS = 128
 
 
@@ -41,12 +41,12 @@ class ModelOrder:
         self.store = store
         self.prefix = prefix
         self.num_unanswered = 0  #: agreement points at which some rank did not answer
-        self.num_iterations = 0  #: of all models
+        self.num_iterations = 0  #: iterations of all models
         self._numbers: dict[str, int] = {}  # of the models, by name
         self._num_before_latest_model = 0
         self._digest = 0
         self._latest: deque[str] = deque(maxlen=2 * ITERATIONS_BETWEEN_AGREEMENTS)
-        self._done: dict[str, ModelFingerprint] = {}  # since the last agreement point
+        self._done: dict[str, ModelFingerprint] = {}  # iterations since the last agreement point
 
     def add(self, class_name: str) -> str:
         """Add a model, on every rank the same ones in the same order; returns its name in errors."""
@@ -68,7 +68,7 @@ class ModelOrder:
         self.sends("gradients", model)
         self.num_iterations += 1
         self._done[model] = done
-        # The count restarts with each new model, since ranks differ most often in the first iterations.
+        # The count restarts with each new model, since ranks differ most often in a model's first iterations.
         if not is_agreement_point(self.num_iterations - self._num_before_latest_model):
             return None
         return self.fingerprint(forget=True)

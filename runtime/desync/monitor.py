@@ -1,4 +1,4 @@
-"""Keeps the ranks in step: they compare what they have done, and say where they stood when a collective fails.
+"""Keeps the ranks in step: they compare what they have done, and report where they were when a collective fails.
 
 Note [Ranks that get out of step]
 Collectives pair up by order alone. A rank that leaves out a backward, or calls one twice, reduces with another step of
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class DesyncMonitor:
-    """Lets the ranks of one module compare and post while they train, through the store of their process group.
+    """Lets the ranks of one module compare and post through the store of their process group while they train.
 
-    Every rank makes one at the same time. With one rank, or a process group without a store, nothing is exchanged.
+    Every rank constructs it at the same time. With one rank, or a process group without a store, nothing is exchanged.
 
     Args:
         device: Device for messages, one that the process group can reach.
@@ -46,21 +46,21 @@ class DesyncMonitor:
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, class_name: str) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
         self._timeout_s = torch_internals.group_timeout(process_group, device).total_seconds()
-        # The name keeps it apart from other modules, and from an earlier process group in the same store.
+        # The name separates it from other modules, and from an earlier process group in the same store.
         self._store = GroupStore(process_group, f"ddp_compile/{name_from_rank_0(process_group, device)}/")
         shared, own = order_in(process_group, self._store), ModelOrder(self._store, "own/")
         self._points = AgreementPoints(shared, own, class_name, self._rank, self._ranks)
         self._statuses = RankStatuses(self._store, self._rank, self._ranks)
         self._num_forwards: Counter[str] = Counter()
         self._num_algorithms = 0
-        #: The points' own methods, since a call in between would take time in every step.
+        #: The methods of the points themselves, since a wrapper would take time in every step.
         self.last_bucket_is_launched = self._points.last_bucket_is_launched
         self.iteration_ends = self._points.iteration_ends
         self.refuse_other_model = self._points.refuse_other_model
         self.model = self._points.model  #: this model's name among those that share the process group
         self.model_number = self._points.model_number  #: its number among them
         if self._store.lost is None:
-            # torch keeps these callbacks for good, so they must not lead here.
+            # torch keeps these callbacks forever, so they must not refer to this object.
             stop = torch_internals.watch_compilations(*_compilation_notes(weakref.ref(self._statuses)))
             weakref.finalize(self, stop)
             weakref.finalize(self, post_uncaught_error(self._statuses)).atexit = False
@@ -80,7 +80,7 @@ class DesyncMonitor:
         self._statuses.note(kind, self._num_forwards[kind])
 
     def buffers_are_broadcast(self, kind: str) -> None:
-        """The forward waits for rank 0's buffers."""
+        """Record that the forward waits for rank 0's buffers."""
         self._points.buffers_are_broadcast()
         self._statuses.note(kind, self._num_forwards[kind], ", broadcast of buffers")
 
@@ -91,16 +91,16 @@ class DesyncMonitor:
         self._statuses.note(kind, self._num_forwards[kind], " has returned")
 
     def backward_begins(self, after_forward: bool) -> None:
-        """The first gradient of an iteration has arrived, after a synchronised forward or without one."""
+        """The first gradient of an iteration has arrived, after a synchronized forward or without one."""
         self._points.begins_after_forward = after_forward
         self._statuses.note("backward of iteration", self._points.iteration_number)
 
     def buckets_are_awaited(self) -> None:
-        """The backward has ended, and buckets may still be under way."""
+        """The backward has ended, but buckets may still be under way."""
         self._statuses.note("waiting for the buckets of iteration", self._points.iteration_number)
 
     def backward_is_incomplete(self) -> None:
-        """The backward has ended without all gradients, and another one may bring them."""
+        """The backward has ended without all gradients, but another one may bring them."""
         self._statuses.note("backward of iteration", self._points.iteration_number, " has left gradients out")
 
     def compare(self) -> None:
@@ -119,14 +119,14 @@ class DesyncMonitor:
         iteration_number = self._points.iteration_number
         self._statuses.note(f"registering the {algorithm} before iteration", iteration_number)
         self._num_algorithms += 1
-        # Counters left by an earlier call, in which the ranks differed, must not count in this one.
+        # Counters of an earlier call in which the ranks differed must not count in this one.
         name = f"algorithm/{iteration_number}/{self._num_algorithms}"
         try:
             described = self._compare_algorithms(name, algorithm)
         except StoreLostError as error:
             described = None
             log.warning(
-                "%s: whether every rank has registered the %s is not known: the store of the process group is gone"
+                "%s: it is not known whether every rank has registered the %s: the store of the process group is gone"
                 " (%s)",
                 this_rank(),
                 algorithm,
@@ -141,7 +141,7 @@ class DesyncMonitor:
         self._store.post(keys[self._rank], algorithm)
         alike = f"{name}/{hashlib.sha256(algorithm.encode()).hexdigest()[:16]}/registered"
         self._store.add(alike, 1)
-        self._store.add(f"{name}/registered", 1)  # last: a rank that sees all of these sees all additions above
+        self._store.add(f"{name}/registered", 1)  # last: a rank that sees all of these also sees all additions above
         for _ in pauses(self._timeout_s, longest_s=1.0):
             if self._store.add(f"{name}/registered", 0) == len(keys):
                 break
@@ -155,16 +155,16 @@ class DesyncMonitor:
         return f"{algorithm} on rank {self._rank}, and others elsewhere" if described is None else described
 
     def raised(self, error: Exception) -> None:
-        """A forward raised: the others read it when they miss this rank."""
+        """A forward raised: post the error for the ranks that will wait for this one."""
         self._statuses.raised(error)
 
     def report_failure(self, error: ReductionError, what: str = "") -> ReductionError:
-        """The error of a failed collective, with a table of where every rank stands.
+        """The error of a failed collective, with a table of where every rank is.
 
         Waits about a second for ranks whose collectives fail at the same time.
 
         Args:
-            what: Text after the step at which this rank stands, ", bucket 0" for example.
+            what: Text after the step that this rank is in, ", bucket 0" for example.
         """
         if len(self._ranks) == 1:
             return error
@@ -173,7 +173,7 @@ class DesyncMonitor:
 
 
 def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
-    """Tell the others of the exception that ends the process; nothing else notices exceptions of a backward.
+    """Post the exception that ends the process. Nothing else notices exceptions of a backward.
 
     Args:
         statuses: Of this rank; not kept alive.
@@ -184,15 +184,15 @@ def post_uncaught_error(statuses: RankStatuses) -> Callable[[], None]:
     alive = weakref.ref(statuses)
 
     def post() -> None:
-        # A process started by multiprocessing is still handling the exception; the interpreter has stored it away.
+        # A process started by multiprocessing is still handling the exception; otherwise the interpreter has stored it.
         error = sys.exception() or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit):
             error = error.__context__  # torch.multiprocessing.spawn ends with it
         if isinstance(error, BaseException) and (left := alive()) is not None:
             left.raised(error)
 
-    # Not ``atexit``, which processes started by multiprocessing skip. The priority makes it run before the averaging
-    # thread tells the others that this rank has ended: they then read the error.
+    # Not ``atexit``, which processes started by multiprocessing skip. By its priority it runs before the averaging
+    # thread tells the other ranks that this rank has ended, so they can read the error.
     finalizer: Any = multiprocessing.util.Finalize(None, post, exitpriority=1)
     return finalizer.cancel
 

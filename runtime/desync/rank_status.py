@@ -1,11 +1,11 @@
-"""Where each rank stands: noted at every step of the training loop, told to the others when a collective fails.
+"""Where each rank is: noted at every step of the training loop, and reported when a collective fails.
 
 Note [What a post may cost]
-A rank posts where it stands to the store, so that others can read it when it can no longer answer. Posts are paid from
-a budget that grows by 0.1 % of the time that passes: usually every note is posted; in steps of a few milliseconds many
-are not. A post is charged its time here, as a moving average, and at least the time that the posts of all ranks take on
-the one thread of the store's server. If posts stay on a disk for good (FileStore), the budget is one a second. A note
-that is not posted takes less than a microsecond, and its text is not made.
+A rank posts where it is to the store, so that others can read it when the rank can no longer answer. Posts are paid
+from a budget of 0.1 % of the elapsed time. Usually every note is posted; with steps of a few milliseconds, many are
+not. A post costs the time that it takes here, as a moving average, but at least the time that the posts of all ranks
+take on the single thread of the store's server. If posts stay on a disk forever (FileStore), the budget is one post a
+second. A note that is not posted takes less than a microsecond, and its text is not made.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _SHARE_OF_TIME = 0.001
 _SERVER_S = 5e-6  # a post on the server of a TCPStore: 1.4 us was measured on an idle machine
 _GROWING_STORE_S = 1e-3
 _MOST_POSTS_SAVED = 32
-_MOST_CHARACTERS = 200  # of another's error
-#: How long a rank whose collective failed waits for the others to say where theirs failed.
+_MOST_CHARACTERS = 200  # of another rank's error
+#: How long a rank whose collective failed waits for the others to report where theirs failed.
 WAIT_FOR_OTHERS_S = 1.0
-_TICKETS_S = 0.2  # how long it waits at least, as ranks do not come at once
-#: How long a rank waits for the others to have read the table, if the store ends with its process.
+_TICKETS_S = 0.2  # how long it waits at least, since ranks do not come at the same time
+#: How long a rank waits until the others have read the table, if the store ends with its process.
 OWNER_STAYS_S = 3.0
 
 
 class RankStatus(NamedTuple):
-    """Where one rank stood."""
+    """Where one rank was."""
 
     at: str  #: the step of the training loop
-    since: float  #: when it came there, in seconds of its machine's clock
+    since: float  #: when it got there, in seconds of its machine's clock
     failed: bool  #: whether it raised there
 
     def to_text(self) -> str:
@@ -48,7 +48,7 @@ class RankStatus(NamedTuple):
 
 
 class RankStatuses:
-    """Where this rank stands, and where the others were heard last.
+    """Where this rank is, and where the others were when they last posted.
 
     Args:
         rank: The global rank of this process.
@@ -78,7 +78,7 @@ class RankStatuses:
         return RankStatus(text, time.time() - (time.perf_counter() - self._noted_at), failed=False)
 
     def note(self, at: str, number: int | None = None, then: str = "") -> None:
-        """This rank has come to another step of the training loop; posted if the budget allows it.
+        """This rank has reached another step of the training loop. Posted if the budget allows it.
 
         Args:
             at: The step, "training forward" for example.
@@ -99,15 +99,15 @@ class RankStatuses:
             self._post(self._failure)
 
     def raised(self, error: BaseException) -> None:
-        """As `fail`, for an error that the reducer did not raise."""
+        """Like `fail`, for an error that the reducer did not raise."""
         first_line = (str(error).strip().splitlines() or [""])[0][:_MOST_CHARACTERS]
         self.fail(f": raised {type(error).__name__}: {first_line}")
 
     def report(self) -> str:
-        """Where every rank was heard last, as text of several lines; to be called after `fail`.
+        """Where every rank was when it last posted, as text of several lines. Call it after `fail`.
 
-        One rank reads for all, see Note [One rank reads], and waits at most a second for the others to fail as well.
-        The rank that holds the store stays until the others have read the table, at most three seconds.
+        One rank reads for all, see Note [One rank reads], and waits at most a second for the others to fail too. The
+        rank that holds the store stays until the others have read the table, for at most three seconds.
         """
         try:
             table = self._gathering.summary(WAIT_FOR_OTHERS_S, self._have_all_failed, self._table, _TICKETS_S)
@@ -115,11 +115,11 @@ class RankStatuses:
                 self._gathering.wait_for_readers(len(self._keys), OWNER_STAYS_S)
         except StoreLostError as error:
             return (
-                f"Where the other ranks stood is not known: the store that they tell it to is gone ({error}). It ends"
-                " with the process that made it, which is rank 0's unless torchrun has started the ranks"
+                f"It is not known where the other ranks were: the store that they post to is gone ({error}). It ends"
+                " with the process that made it, which is rank 0's unless torchrun started the ranks"
             )
         if table is None:
-            return "Where the other ranks stood is not known: the rank that was to read it for all has not done so"
+            return "It is not known where the other ranks were: the rank that reads the posts for all has not done so"
         return table
 
     def _have_all_failed(self, found: Mapping[str, str]) -> bool:
@@ -162,7 +162,7 @@ def format_rank_statuses(statuses: Mapping[int, RankStatus | None], now: float) 
     ]
     widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
     table = [f"  {ranks:<{widths[0]}}  {since:<{widths[1]}}  {where}" for ranks, since, where in lines]
-    return "\n".join(["Where each rank was heard last, and for how long it had stood there:", *table])
+    return "\n".join(["Where each rank was when it last posted, and for how long it had been there:", *table])
 
 
 def _format_ages(ages_s: list[float] | None) -> str:

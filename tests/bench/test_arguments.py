@@ -63,7 +63,7 @@ def test_a_command_can_be_asked_for_again(parser: argparse.ArgumentParser, argum
     [
         ("--link simulated:none", "simulated:none: a simulated link has a rate"),
         ("--link simulated:1gbit,none", "--link has simulated rates and others"),
-        ("--link simulated:1gbit --ranks 2", "a simulated link has one real rank; say with --simulated-ranks"),
+        ("--link simulated:1gbit --ranks 2", "a simulated link has one real rank; set the number of"),
     ],
 )
 def test_simulated_links_of_the_cpu_are_asked_for_alone(

@@ -95,7 +95,7 @@ def test_the_link_can_be_changed_but_not_the_world() -> None:
 # Time
 
 
-def test_an_all_reduce_takes_the_modelled_time() -> None:
+def test_an_all_reduce_takes_the_modeled_time() -> None:
     tensor = payload()
     assert SLOW.all_reduce_s(tensor.nbytes) == pytest.approx(SLOW_S)
     with simulated_group(SLOW):
@@ -242,7 +242,7 @@ class Sleep(nn.Module):
         return sleep(x, 0.030)
 
 
-def normalised_net() -> nn.Module:
+def normalized_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
 
@@ -255,7 +255,7 @@ def one_bucket_each(bucket_cap_mb: float) -> list[Any]:
 
 def train_beside_one_process(replicate: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
     """Three steps of a replicated model have to leave the gradients that one process computes from the same batch."""
-    alone = normalised_net().to(device)
+    alone = normalized_net().to(device)
     replicated = replicate(copy.deepcopy(alone))
     for step in range(3):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).to(device)
@@ -355,7 +355,7 @@ def test_the_host_waits_for_nothing_and_the_stream_for_the_result() -> None:
 
 
 @on_gpu
-def test_gpu_transfers_take_turns_and_the_modelled_time() -> None:
+def test_gpu_transfers_take_turns_and_the_modeled_time() -> None:
     with simulated_gpu_group() as device:
 
         def reduce(num_transfers: int) -> None:

@@ -212,7 +212,7 @@ LEAVES: dict[str, Callable[[Leaf, Tensor, Arguments], Tensor]] = {
     "weight": lambda b, h, a: h * b.weight,
     "bias_": lambda b, h, a: h.add_(b.weight),
     "bias_half_": lambda b, h, a: add_to_half(h, b.weight[:2]),
-    "normalised": lambda b, h, a: h * (b.weight / b.weight.norm()),
+    "normalized": lambda b, h, a: h * (b.weight / b.weight.norm()),
     "weight_read_without_gradient": lambda b, h, a: apply_no_gradient(h, b),
     "function": lambda b, h, a: TimesTwo.apply(h, b.weight),
     "counter": lambda b, h, a: counter(b, h),

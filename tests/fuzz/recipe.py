@@ -75,7 +75,7 @@ def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eag
     others = _blocks(random, 2, excluded, depth=2) if random.random() < 0.2 else ()
     program = _program(random, parameters, bool(others))
     # Of a hook that is no mean, how often it is called makes a difference, which nothing promises in these.
-    hooks = ("", "allreduce", "allreduce" if {"halves", "regulariser"} & set(program) else "halves")
+    hooks = ("", "allreduce", "allreduce" if {"halves", "regularizer"} & set(program) else "halves")
     ways = ["first"] if parameters != "find_unused" else ["first", "in turns", "by rank"]
     return Recipe(
         blocks=blocks,
@@ -125,7 +125,7 @@ def _program(random: Random, parameters: str, with_other: bool) -> tuple[str, ..
         before = ("evaluate", "micro", "micro", "hook", "post_hook", "data_hook", "raise", "reload", "late_hook")
         program += random.choices(before, (3, 3, 3, 1, 1, 1, 1, 1, 0.5), k=random.choice((0, 0, 1, 1)))
         program.append(random.choice(backwards))
-        after = ("regulariser", "autograd_grad", "drop_some", "replace_grads", "detach_grads", "evaluate")
+        after = ("regularizer", "autograd_grad", "drop_some", "replace_grads", "detach_grads", "evaluate")
         program += random.choices(after, k=random.choice((0, 0, 0, 1)))
         program += random.sample(REPEATED_STEPS, k=random.choice((0, 1, 2, 2)))
     return tuple(program)

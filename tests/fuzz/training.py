@@ -179,7 +179,7 @@ class MeanOfRanks(nn.Module):
         self.arrived: set[Tensor] = set()
         self.awaited: set[Tensor] = set()
         self.incomplete = False
-        self.expects_backward = False  # of a synchronised forward
+        self.expects_backward = False  # of a synchronized forward
         for parameter in self.parameters_reduced:
             parameter.register_post_accumulate_grad_hook(self.arrived.add)
 
@@ -329,7 +329,7 @@ def fail(t: Training) -> None:
     raise AssertionError("the forward did not raise")
 
 
-def regulariser(t: Training) -> None:
+def regularizer(t: Training) -> None:
     (0.1 * t.nets[0].first.weight.square().sum()).backward()
 
 
@@ -394,7 +394,7 @@ ACTIONS: dict[str, Callable[[Training], None]] = {
     "evaluate": evaluate,
     "evaluate_on_rank_0": evaluate_on_rank_0,
     "raise": fail,
-    "regulariser": regulariser,
+    "regularizer": regularizer,
     "autograd_grad": autograd_grad,
     "hook": lambda t: register(t, "register_hook", lambda gradient: 2 * gradient),
     "post_hook": lambda t: register(t, "register_post_accumulate_grad_hook", _clamp_gradient),

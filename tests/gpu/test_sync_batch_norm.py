@@ -19,10 +19,10 @@ pytestmark = [*on_gpu, pytest.mark.usefixtures("each_split")]
 ROWS, WIDTH = 6, 17
 
 
-def make(device: torch.device, synchronised: bool = True) -> nn.Module:
+def make(device: torch.device, synchronized: bool = True) -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
-    return (nn.SyncBatchNorm.convert_sync_batchnorm(model) if synchronised else model).to(device)
+    return (nn.SyncBatchNorm.convert_sync_batchnorm(model) if synchronized else model).to(device)
 
 
 def largest_differences() -> tuple[float, float]:
@@ -33,7 +33,7 @@ def largest_differences() -> tuple[float, float]:
     rank = dist.get_rank()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     ours: Any = ddp_compile(make(device), bucket_cap_mb=0.0005, backend="aot_eager")
-    theirs, alone = DistributedDataParallel(make(device)), make(device, synchronised=False)
+    theirs, alone = DistributedDataParallel(make(device)), make(device, synchronized=False)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, theirs, alone)]
     to_ddp, to_whole = 0.0, 0.0
     for step in range(5):

@@ -62,24 +62,24 @@ def replicated() -> nn.Module:
 
 
 CASES: list[tuple[Callable[[], Any], str]] = [
-    (one_process, r"rank .: .*one process \(DistributedType.NO\).*cpu=True.*leave use\(\) out"),
-    (with_state(distributed_type=DistributedType("FSDP")), "distributed_type=FSDP, which shards.*leave its plugin"),
+    (one_process, r"rank .: .*one process \(DistributedType.NO\).*cpu=True.*leave out use\(\)"),
+    (with_state(distributed_type=DistributedType("FSDP")), "distributed_type=FSDP, which shards.*leave out its plugin"),
     (with_state(distributed_type=DistributedType("DEEPSPEED")), "distributed_type=DEEPSPEED"),
     (with_state(distributed_type=DistributedType("MEGATRON_LM")), "distributed_type=MEGATRON_LM"),
-    (with_state(parallelism_config=object()), "parallelism_config.*leave it out"),
+    (with_state(parallelism_config=object()), "parallelism_config.*leave out parallelism_config"),
     (with_state(_mixed_precision="fp8"), "mixed_precision='fp8'.*use 'bf16'"),
     (too_old, r"accelerate \d.* is older than 99.0; pip install -U accelerate"),
     (
         lambda: use(new_accelerator(dynamo_backend="inductor")),
-        r"dynamo_backend=INDUCTOR; torch_compile=True of TrainingArguments.*give backend=",
+        r"dynamo_backend=INDUCTOR; torch_compile=True of TrainingArguments.*pass backend=",
     ),
     (lambda: use(used(), bucket_cap_mb=1), r"use\(\) was called twice"),
-    (prepared_before_use, r"has prepared Sequential already; call use\(\) before"),
+    (prepared_before_use, r"has already prepared Sequential; call use\(\) before"),
     (lambda: use(new_model()), "TypeError: .*an accelerate.Accelerator or a Trainer, not a Sequential"),
     (lambda: use(new_accelerator(), process_group=torch.distributed.group.WORLD), "TypeError: .*drop process_group"),
     (
         lambda: used().prepare(replicated()),
-        r"replicated this Sequential before accelerator.prepare\(\); leave that call out",
+        r"replicated this Sequential before accelerator.prepare\(\); leave out that call",
     ),
     (
         lambda: used().prepare(nn.Sequential(replicated(), nn.Linear(3, 3))),
@@ -92,7 +92,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: with_kwargs({"bucket_cap_mb": 1}, bucket_cap_mb=5),
-        "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; give it once",
+        "bucket_cap_mb=1 and DistributedDataParallelKwargs bucket_cap_mb=5; pass it once",
     ),
     (lambda: with_kwargs({}, dim=1), "TypeError: .*does not take dim=1; drop dim"),
     (

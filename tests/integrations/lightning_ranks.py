@@ -293,24 +293,24 @@ REFUSED: list[tuple[type[DDPStrategy], Callable[[], Any], str]] = [
     (
         DDPCompileStrategy,
         lambda: ddp_compile(Net(), backend="eager"),
-        "the LightningModule is replicated already; leave ddp_compile(...) out",
+        "the LightningModule is already replicated; leave out ddp_compile(...)",
     ),
-    (DDPCompileStrategy, replicated_inside, "body is replicated already; leave ddp_compile(...) out"),
+    (DDPCompileStrategy, replicated_inside, "body is already replicated; leave out ddp_compile(...)"),
     (
         DDPCompileStrategy,
         lambda: torch.compile(Net(), backend="eager"),
-        "the Trainer was given torch.compile(module); give it the module itself",
+        "the Trainer was given torch.compile(module); pass it the module itself",
     ),
     (
         DDPCompileStrategy,
         HoldsParts,
-        "head.weight are DTensors, of which a checkpoint of this strategy would hold rank 0's part alone",
+        "head.weight are DTensors, but a checkpoint of this strategy would hold only rank 0's part of them",
     ),
     (DDPCompileStrategy, ShardsOptimizer, "DDPCompileStrategy cannot be used with the sharded optimizer"),
     (
         DDPStrategy,
         lambda: ddp_compile(Net(), backend="eager"),
-        "DistributedDataParallel, which takes 7 of its 7 parameters",
+        "DistributedDataParallel, which also takes 7 of its 7 parameters",
     ),
     (DDPStrategy, replicated_inside, "integrations.lightning.DDPCompileStrategy()"),
 ]

@@ -98,10 +98,10 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(ranks: Ranks) -> None:
 
 
 def test_arguments_and_versions_are_refused_when_the_strategy_is_made(ranks: Ranks) -> None:
-    for misspelt, not_taken, too_old in ranks(2).run(call, "lightning_ranks.errors_of_strategies"):
-        assert misspelt.endswith("did you mean find_unused_parameters?")
+    for misspelled, not_taken, too_old in ranks(2).run(call, "lightning_ranks.errors_of_strategies"):
+        assert misspelled.endswith("did you mean find_unused_parameters?")
         assert "use torch.autocast" in not_taken
-        assert "needs Lightning 2.5 or newer, and this is 2.4.0.post0; run pip" in too_old
+        assert "needs Lightning 2.5 or newer, but this is 2.4.0.post0; run pip" in too_old
 
 
 def test_after_an_error_the_module_is_plain_again(ranks: Ranks) -> None:

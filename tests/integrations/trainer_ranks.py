@@ -189,7 +189,7 @@ def refused_otherwise() -> list[tuple[str, str]]:
 
 
 def train_and_delete_adapters() -> list[bool]:
-    """Adapters and prompts that come first: whether the ranks have equal gradients; adapters are deleted afterwards."""
+    """Adapters and prompts that come first: whether the ranks have equal gradients; adapters are deleted afterward."""
     forget_state()
     accelerator = use(Accelerator(cpu=True), backend="eager", bucket_cap_mb=0.001)
     tokens = torch.arange(12)[None] + accelerator.process_index

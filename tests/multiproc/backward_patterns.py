@@ -34,11 +34,11 @@ def plain(model: nn.Module, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
 
 
-def regulariser_built_after(model: nn.Module, x: Tensor, step: int) -> None:
+def regularizer_built_after(model: nn.Module, x: Tensor, step: int) -> None:
     (loss_of(model(x)) + penalty(model)).backward()
 
 
-def regulariser_built_before(model: nn.Module, x: Tensor, step: int) -> None:
+def regularizer_built_before(model: nn.Module, x: Tensor, step: int) -> None:
     extra = penalty(model)
     (extra + loss_of(model(x))).backward()
 
@@ -52,11 +52,11 @@ def two_forwards_later(model: nn.Module, x: Tensor, step: int) -> None:
 
 
 def contributor_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
-    (regulariser_built_after if dist.get_rank() == 1 else plain)(model, x, step)
+    (regularizer_built_after if dist.get_rank() == 1 else plain)(model, x, step)
 
 
 def contributor_that_appears(model: nn.Module, x: Tensor, step: int) -> None:
-    (regulariser_built_before if step >= APPEARS_AT else plain)(model, x, step)
+    (regularizer_built_before if step >= APPEARS_AT else plain)(model, x, step)
 
 
 def contributor_that_appears_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
@@ -74,13 +74,13 @@ def accumulate_in_no_sync(model: nn.Module, x: Tensor, step: int) -> None:
             loss_of(model(scale * x)).backward()
 
 
-def accumulate_and_regularise(model: nn.Module, x: Tensor, step: int) -> None:
+def accumulate_and_regularize(model: nn.Module, x: Tensor, step: int) -> None:
     with model.no_sync():
         loss_of(model(2 * x)).backward()
     contributor_that_appears(model, x, step)
 
 
-def average_and_regularise(model: nn.Module, x: Tensor, step: int) -> None:
+def average_and_regularize(model: nn.Module, x: Tensor, step: int) -> None:
     loss_of(model(2 * x)).backward()
     contributor_that_appears(model, x, step)
 
@@ -175,7 +175,7 @@ def gradients_asked_for(model: nn.Module, x: Tensor, step: int) -> None:
     loss.backward()
 
 
-def regulariser_by_itself_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
+def regularizer_by_itself_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
     if step >= APPEARS_AT and dist.get_rank() == 1:
         penalty(model).backward()
     plain(model, x, step)
@@ -234,7 +234,7 @@ class Shared(nn.Module):
 
 
 class Table(nn.Module):
-    """A table that the model uses whole, and a regulariser by rows."""
+    """A table that the model uses whole, and a regularizer by rows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Table(nn.Module):
         return torch.tanh(self.layers[2](x @ self.weight.t() @ self.weight))
 
 
-def sparse_regulariser(model: nn.Module, x: Tensor, step: int) -> None:
+def sparse_regularizer(model: nn.Module, x: Tensor, step: int) -> None:
     if step >= APPEARS_AT:
         nn.functional.embedding(torch.tensor([1, 2]), model.weight, sparse=True).sum().backward()
     plain(model, x, step)
@@ -296,14 +296,14 @@ class Pattern(NamedTuple):
 NEVER = (0, 0, 0, 0, 0, 0)
 #: Two backwards in a step, of which only the very first one teaches.
 TWICE = (3, 6, 6, 6, 6, 6)
-#: The regularised weight's bucket waits, the others do not.
+#: The regularized weight's bucket waits, the others do not.
 BUT_ONE = (0, 2, 2, 2, 2, 2)
 #: What is launched too early is launched again, and waits from then on.
 UNTIL_IT_APPEARS = (0, 3, 3, 3, 3, 2)
 PATTERNS = {
     "plain": Pattern(plain),
-    "regulariser_built_after": Pattern(regulariser_built_after, BUT_ONE),
-    "regulariser_built_before": Pattern(regulariser_built_before, BUT_ONE),
+    "regularizer_built_after": Pattern(regularizer_built_after, BUT_ONE),
+    "regularizer_built_before": Pattern(regularizer_built_before, BUT_ONE),
     "two_forwards": Pattern(two_forwards, NEVER),
     "two_forwards_later": Pattern(two_forwards_later, (0, 3, 3, 3, 3, 0)),
     "contributor_on_one_rank": Pattern(contributor_on_one_rank, BUT_ONE),
@@ -314,8 +314,8 @@ PATTERNS = {
     ),
     "accumulate": Pattern(accumulate, (6, 9, 9, 9, 9, 9)),
     "accumulate_in_no_sync": Pattern(accumulate_in_no_sync),
-    "accumulate_and_regularise": Pattern(accumulate_and_regularise, UNTIL_IT_APPEARS),
-    "average_and_regularise": Pattern(average_and_regularise, (3, 6, 6, 6, 6, 4)),
+    "accumulate_and_regularize": Pattern(accumulate_and_regularize, UNTIL_IT_APPEARS),
+    "average_and_regularize": Pattern(average_and_regularize, (3, 6, 6, 6, 6, 4)),
     "forward_that_nobody_uses": Pattern(forward_that_nobody_uses),
     "tensor_hook": Pattern(tensor_hook, UNTIL_IT_APPEARS),
     "tensor_hook_in_place": Pattern(tensor_hook_in_place, UNTIL_IT_APPEARS),
@@ -327,8 +327,8 @@ PATTERNS = {
     "graph_kept": Pattern(graph_kept, TWICE, is_ddps=False),
     "gradients_asked_for": Pattern(gradients_asked_for, is_ddps=False),
     "losses_one_by_one": Pattern(losses_one_by_one, TWICE, lambda: TwoOutputs(33, 4), is_ddps=False),
-    "regulariser_by_itself_on_one_rank": Pattern(regulariser_by_itself_on_one_rank),
-    "sparse_regulariser": Pattern(sparse_regulariser, (0, 2, 2, 2, 2, 1), lambda: Table(33), is_ddps=False),
+    "regularizer_by_itself_on_one_rank": Pattern(regularizer_by_itself_on_one_rank),
+    "sparse_regularizer": Pattern(sparse_regularizer, (0, 2, 2, 2, 2, 1), lambda: Table(33), is_ddps=False),
     "module_used_twice": Pattern(plain, make=lambda: UsedTwice(33, 4)),
     "frame_used_twice": Pattern(plain, NEVER, make=lambda: FrameUsedTwice(33, 4)),
     "tied_weights": Pattern(plain, BUT_ONE, make=lambda: Tied(33, 4)),

@@ -104,7 +104,7 @@ CASES = {
     "mlp": Case(Mlp, lambda rows: torch.randn(rows, 101)),
     "gpt": Case(Gpt, lambda rows: torch.randint(0, 97, (rows, 12))),
     "cnn_group_norm": Case(lambda: Cnn(lambda c: nn.GroupNorm(4, c)), lambda rows: torch.randn(rows, 3, 8, 8)),
-    # Each rank normalises by the statistics of its own rows, which is not the mathematics of the whole batch.
+    # Each rank normalizes by the statistics of its own rows, which is not the mathematics of the whole batch.
     "cnn_batch_norm": Case(lambda: Cnn(nn.BatchNorm2d), lambda rows: torch.randn(rows, 3, 8, 8), whole_batch=False),
 }
 

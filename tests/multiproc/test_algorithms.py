@@ -145,8 +145,8 @@ def test_what_gives_way_to_a_comm_hook_is_detached(single_rank_group: None) -> N
     [
         ({"payload": "weights"}, "Traits(payload='weights'): pass one of 'gradients', 'parameters'"),
         ({"layout": "flat"}, "Traits(layout='flat'): pass one of"),
-        ({"payload": "parameters", "replayable": False}, "launches of gradient buckets"),
-        ({"payload": "parameters", "layout": "ddp"}, "launches of gradient buckets"),
+        ({"payload": "parameters", "replayable": False}, "how gradient buckets are launched"),
+        ({"payload": "parameters", "layout": "ddp"}, "how gradient buckets are launched"),
         ({"in_step": False}, "each rank waits for the gradients of all others"),
     ],
 )
@@ -173,7 +173,7 @@ class SaysNotWhen(WithoutLaunch):
     ("algorithm", "says"),
     [
         (WithoutLaunch, "WithoutLaunch has no launch(), which reduces a bucket of gradients"),
-        (SaysNotWhen, "SaysNotWhen has the payload 'both' and does not say when gradients are sent"),
+        (SaysNotWhen, "SaysNotWhen has the payload 'both' but does not say when gradients are sent"),
         (AverageThatGivesWay, "AverageThatGivesWay has the payload 'parameters' and gives_way_to_comm_hook"),
     ],
 )
@@ -198,7 +198,7 @@ def test_what_is_no_algorithm_of_this_model_is_refused_by_name() -> None:
     text, a_class, live, none, again, hook = [*said, str(refused.value)]
     assert "algorithm='allreduce' is not an AlgorithmConfig" in text
     assert "did you mean GradientAllReduce()?" in a_class
-    assert "algorithm=Halves(...) is an algorithm at work" in live
+    assert "algorithm=Halves(...) is a CommAlgorithm, which works for one model" in live
     assert "Built.build() returned 'all-reduce'" in none
     assert "Built.build() returned the reduce-scatter and all-gather of another model" in again
     assert "<locals>.<lambda> cannot be used with the reduce-scatter and all-gather: a hook can only replace" in hook

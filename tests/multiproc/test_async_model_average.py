@@ -215,7 +215,7 @@ def test_what_is_loaded_stays() -> None:
     time.sleep(0.05)
     model.comm_algorithm.abort()
     assert (flat_of(model) - 10.0).abs().max() < 1e-4
-    loading = f"rank {dist.get_rank()}: load_state_dict() while the asynchronous model average"
+    loading = f"rank {dist.get_rank()}: load_state_dict() was called while the asynchronous model average"
     assert str(refused.value).startswith(loading)
 
 
@@ -246,7 +246,7 @@ def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
         wait_until(lambda: backward(model, 0) is not None, 1.0)
     algorithm._let_go()
     assert off < 1e-3
-    written = f"rank {dist.get_rank()}: parameters were written, and not by a step of an optimizer"
+    written = f"rank {dist.get_rank()}: parameters were written outside an optimizer's step"
     assert str(said.value).startswith(written)
 
 
@@ -287,7 +287,7 @@ def aborts_alone() -> str:
 
 def test_an_abort_of_one_rank_ends_by_an_error_that_names_the_others(ranks: Ranks) -> None:
     said, _ = ranks(2).run_expecting_failures(aborts_alone, timeout_s=1.0)
-    assert "cannot end, as ranks 1 have not called abort() within the process group's timeout" in said
+    assert "cannot end, because ranks 1 have not called abort() within the process group's timeout" in said
 
 
 SCRIPT = """
@@ -336,7 +336,7 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
 # When the process of one rank, or its part in the averages, ends, the others hear of it within seconds.
 
 ENDING = Path(__file__).with_name("ends_while_averaging.py")
-ENDED = "rank 1 has come to the end of its process"
+ENDED = "rank 1 has reached the end of its process"
 #: How rank 1 ends, what rank 0 is told of it, and how rank 1's process ends, by SIGTERM if it had to be helped.
 HOW = {
     "exit": (ENDED, 1),
@@ -348,7 +348,7 @@ LONG_HOW = {
     "raise": (ENDED, 1),
     "child_exit": (ENDED, 1),
     "end": (ENDED, 0),  # the last line of its script
-    "let_go": ("rank 1 has let its model go", -15),
+    "let_go": ("rank 1 has freed its model", -15),
 }
 
 

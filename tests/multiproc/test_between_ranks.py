@@ -102,7 +102,7 @@ def test_a_parameter_without_gradient_is_named_at_the_next_forward() -> None:
 
 
 @on_ranks(2)
-def test_buffers_come_from_rank_0_before_synchronised_forwards_with_gradients_only() -> None:
+def test_buffers_come_from_rank_0_before_synchronized_forwards_with_gradients_only() -> None:
     model = ddp_compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), backend="eager", fullgraph=True)
     own, mean = dist.get_rank() + 1.0, model[1].running_mean
     model[1].momentum = 0.0

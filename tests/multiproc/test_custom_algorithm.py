@@ -212,7 +212,7 @@ def test_a_ratio_that_is_no_part_is_refused(ratio: float) -> None:
 def test_a_state_of_others_is_refused(single_rank_group: None) -> None:
     algorithm = ddp_compile(nn.Linear(2, 3), algorithm=TopK(RATIO), backend="eager").comm_algorithm
     for state in ({}, {"residuals": [torch.zeros(1), torch.zeros(3)]}):
-        with pytest.raises(ValueError, match=r"no state of the top-k of 0\.1, or one of other parameters"):
+        with pytest.raises(ValueError, match=r"not a state of the top-k of 0\.1, or it belongs to other parameters"):
             algorithm.load_state_dict(state)
     algorithm.load_state_dict(algorithm.state_dict())
 

@@ -181,7 +181,7 @@ def test_statistics_are_ddps_and_all_are_broadcast_at_once(broadcast_buffers: bo
 def test_nothing_is_broadcast_in_no_sync() -> None:
     worst, _, num_broadcasts = buffers_beside_ddps(broadcast_buffers=True, accumulates=True)
     assert num_broadcasts == 3
-    # DistributedDataParallel broadcasts before the first forward in no_sync, and not before the synchronised one. That
+    # DistributedDataParallel broadcasts before the first forward in no_sync, and not before the synchronized one. That
     # makes no difference to rank 0, whose statistics are everybody's.
     assert worst < 1e-6 if dist.get_rank() == 0 else worst > 0.01
 

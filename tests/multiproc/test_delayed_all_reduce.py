@@ -66,7 +66,7 @@ def test_they_are_the_mean_of_all_backwards(by_itself: bool) -> None:
 
 def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
     net = Net()
-    with pytest.raises(ValueError, match=r"belong together.*pass both, or none"):
+    with pytest.raises(ValueError, match=r"belong together.*pass both, or neither"):
         ddp_compile(net, delay_all_reduce_named_params=[("table", net.table)])
     with pytest.raises(ValueError, match="belong together"):
         ddp_compile(net, param_to_hook_all_reduce=net.table)
@@ -153,7 +153,7 @@ def nothing(module: Net) -> None:
             1,
             "table: such a step would take this rank's own gradients",
         ),
-        (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint"),
+        (InCheckpoint, nothing, 1, "has come in a backward inside another one, for example of a reentrant checkpoint"),
         (Net, nothing, 3, "replaced by another Parameter: table"),
     ],
 )

@@ -167,10 +167,10 @@ def test_adapters_are_trained_alike(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_synchronised_batch_norm_needs_a_gpu_and_torch_says_so(tmp_path: Path) -> None:
+def test_synchronized_batch_norm_needs_a_gpu_and_torch_says_so(tmp_path: Path) -> None:
     path = tmp_path
     with pytest.raises(ValueError) as raised:
-        run_recipe("Synchronised BatchNorm", replicate_quickly, path)
+        run_recipe("Synchronized BatchNorm", replicate_quickly, path)
     assert "SyncBatchNorm expected input tensor to be on" in str(raised.value)
 
 

@@ -290,7 +290,7 @@ def fail_in_the_first_iteration_and_accumulate(model: Any, x: Tensor, step: int)
 
 @pytest.mark.parametrize("as_view", [True, pytest.param(False, marks=pytest.mark.long)])
 @on_ranks(2)
-def test_a_first_iteration_that_ended_in_an_error_is_learnt_from_again(as_view: bool) -> None:
+def test_a_first_iteration_that_ended_in_an_error_is_learned_from_again(as_view: bool) -> None:
     step_of = fail_in_the_first_iteration_and_accumulate
     assert train(lambda: UsesPart(WIDTH, 4), step_of, gradient_as_bucket_view=as_view) == [0.0] * 5
 
@@ -313,7 +313,7 @@ LIBRARY = torch.library.Library("ddp_compile_tests", "FRAGMENT")
 
 
 class AllReducesInBackward(torch.autograd.Function):
-    """Stands for layers that communicate over the group of the gradients, as a synchronised BatchNorm does."""
+    """Stands for layers that communicate over the group of the gradients, as a synchronized BatchNorm does."""
 
     @staticmethod
     def forward(ctx, x):

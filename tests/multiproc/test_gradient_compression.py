@@ -351,7 +351,7 @@ def test_nodes_that_are_not_known_are_an_error_on_every_rank(value: str) -> None
         tell_nodes(monkeypatch, [2])
         if dist.get_rank() == 1:
             monkeypatch.setenv("LOCAL_RANK", value) if value else monkeypatch.delenv("LOCAL_RANK")
-        with pytest.raises(ValueError, match="LOCAL_RANK is no number on rank 1") as raised:
+        with pytest.raises(ValueError, match="LOCAL_RANK is not a number on rank 1") as raised:
             ddp_compile(nn.Linear(2, 2), algorithm=INSIDE_NODES)
     said = f"rank {dist.get_rank()}: the hierarchical gradient all-reduce has to know"
     assert str(raised.value).startswith(said)

@@ -27,7 +27,7 @@ WIDTH, NUM_STEPS, THREAD_TIMEOUT_S = 9, 4, 60
 
 
 class AllReduced(nn.Module):
-    """Averages what each layer but the last gives over a group, as a synchronised BatchNorm does; so does its backward.
+    """Averages what each layer but the last gives over a group, as a synchronized BatchNorm does; so does its backward.
 
     Args:
         group: The ranks.

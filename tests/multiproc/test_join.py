@@ -310,7 +310,7 @@ def test_what_shadows_cannot_follow_is_refused_by_name() -> None:
     two, second, algorithm = [*said, str(refused.value)]
     assert two.startswith(f"rank {rank}: Linear.join() cannot be used with Linear.join() around it")
     assert "Join([first, second])" in two
-    assert "a second forward inside a Join before the backward of the first one" in second
+    assert "a second forward was called inside a Join before the backward of the first one" in second
     assert "Join cannot be used with the parameter exchange" in algorithm
 
 
@@ -322,9 +322,9 @@ def learn_without_input() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_static_graph_is_not_learnt_without_input(ranks: Ranks) -> None:
+def test_a_static_graph_is_not_learned_without_input(ranks: Ranks) -> None:
     without_input, _ = ranks(2).run_expecting_failures(learn_without_input, timeout_s=2.0)
-    said = "static_graph=True learns from the first iteration, in which this rank has had no input"
+    said = "static_graph=True learns from the first iteration, in which this rank had no input"
     assert said in without_input.message
 
 

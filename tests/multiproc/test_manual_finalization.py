@@ -138,10 +138,10 @@ def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
             act()
         except RuntimeError as error:
             messages.append(str(error))
-    late, afterwards = messages
+    late, afterward = messages
     rank = dist.get_rank()
     assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
-    assert "the last backward, or its finalization, has raised" in afterwards
+    assert "the last backward, or its finalization, has raised" in afterward
 
 
 @on_ranks(2)

@@ -93,8 +93,8 @@ def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> 
         if step % config.communication_interval == 0 and size > 1:  # one rank alone sends nothing and loses nothing
             q = []
             for rank, flat in enumerate(simulation.flats()):
-                neighbours = [left[rank], right[rank]] if size > 2 else [left[rank]]
-                q.append(coded(flat, own[rank], neighbours))
+                neighbors = [left[rank], right[rank]] if size > 2 else [left[rank]]
+                q.append(coded(flat, own[rank], neighbors))
             for rank in range(size):
                 left[rank] = left[rank] + q[(rank - 1) % size]
                 right[rank] = right[rank] + q[(rank + 1) % size]
@@ -103,15 +103,15 @@ def low_precision(simulation: Simulation, config: LowPrecisionDecentralized) -> 
         yield
 
 
-def coded(x: Tensor, own: Tensor, neighbours: list[Tensor]) -> Tensor:
+def coded(x: Tensor, own: Tensor, neighbors: list[Tensor]) -> Tensor:
     """Of blocks alone, since the last bits of a sum depend on where a vector ends, and a code on these."""
     values = torch.empty_like(x)
     for of_x, of_own, result, *others in zip(
-        *(f.split(ring.BLOCK_NUMEL) for f in (x, own, values, *neighbours)), strict=True
+        *(f.split(ring.BLOCK_NUMEL) for f in (x, own, values, *neighbors)), strict=True
     ):
         z = (of_own * (-5 / 3)).add(of_x)
         for each in others:
-            z = z.add(each, alpha=2 / 3 / len(neighbours))
+            z = z.add(each, alpha=2 / 3 / len(neighbors))
         rows = minmax_u8_compress(z, -(-z.numel() // ring.CHUNK_NUMEL), implementation="reference")
         minmax_u8_decompress(rows, result, implementation="reference")
     return values
@@ -171,7 +171,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def check_invariants(algorithm: Any) -> None:
-    """What a rank keeps of its neighbours in a ring is what they have, in every bit."""
+    """What a rank keeps of its neighbors in a ring is what they have, in every bit."""
     if not hasattr(algorithm, "_left"):
         return
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -213,7 +213,7 @@ ONE_BY_ONE = LowPrecisionDecentralized()
 
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_a_step_does_not_wait_for_the_neighbours() -> None:
+def test_a_step_does_not_wait_for_the_neighbors() -> None:
     """Rank 1 begins its step after rank 0 has told it that its own is done, and its next forward and backward too."""
     model, optimizer = make_model(ONE_BY_ONE, broadcast_buffers=False)
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -273,7 +273,7 @@ def load_or_raise_alone(raises: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_neighbour_that_is_gone_or_did_not_load_is_an_error_of_the_next_exchange(raises: bool, ranks: Any) -> None:
+def test_a_neighbor_that_is_gone_or_did_not_load_is_an_error_of_the_next_exchange(raises: bool, ranks: Any) -> None:
     first, second = ranks(2).run_expecting_failures(load_or_raise_alone, raises, timeout_s=2.0)
     assert "low-precision decentralized average" in first.message
     assert "a bad batch" in second.message if raises else "low-precision decentralized average" in second.message

@@ -250,7 +250,7 @@ def reduced_twice(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-def regularised(model: Any, optimizer: Any, x: Tensor) -> None:
+def regularized(model: Any, optimizer: Any, x: Tensor) -> None:
     loss_of(model(x)).backward()
     (0.1 * next(model.parameters()).square().sum()).backward()
     optimizer.step()
@@ -286,15 +286,15 @@ def scaled_and_clipped(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
-WAYS = [reduced_twice, regularised, closure, scaled, scaled_and_clipped]
+WAYS = [reduced_twice, regularized, closure, scaled, scaled_and_clipped]
 
 
 @on_ranks(2)
 def test_gradients_keep_their_meaning_after_warm_up() -> None:
     worst = {}
     for way in WAYS:
-        # A bucket of the regularised model is launched early, and again when the regulariser has come.
-        settings = {"backend": "aot_eager", "split": "backward"} if way is regularised else {}
+        # A bucket of the regularized model is launched early, and again when the regularizer has come.
+        settings = {"backend": "aot_eager", "split": "backward"} if way is regularized else {}
         pairs = both(lambda: Mlp(17, 2), 2, **settings)
         for step in range(4):
             for model, optimizer in pairs:
@@ -368,13 +368,13 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         f"{more}parameter 2 of group 0, of shape (3, 3); parameter 3 of group 0, of shape (3,). "
     )
     assert said["with a name"].startswith(f"{more}other. ")
-    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, and these of the model are not"
+    missing = f"rank {rank}: QAdam exchanges the momentum of its own parameters, but these of the model are not"
     assert said["model has more"].startswith(f"{missing} among them: bias. ")
     assert said["two models"].startswith(f"{missing} among them: weight, bias. Make one QAdam")
     assert said["set later"].startswith(more)
     assert "to the parameters=none on rank 0 is" in said["one rank"] and "bias" in said["one rank"]
     assert "warmup_steps=1) on rank 0" in said["warm-ups"] and "warmup_steps=2) on rank 1" in said["warm-ups"]
     assert said["unwrapped"].startswith(
-        f"rank {rank}: step 3 of QAdam(warmup_steps=1): of 2 ranks none exchanges the momentum"
+        f"rank {rank}: step 3 of QAdam(warmup_steps=1): none of 2 ranks exchanges the momentum"
     )
     assert "gradients, in warm-up" in said["another step"] and "momenta" in said["another step"]

@@ -124,7 +124,7 @@ def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[An
     return seen
 
 
-FIRST_BACKWARDS = "the ranks have come to the first backwards of different models: model 1 (Linear) on rank 0, model"
+FIRST_BACKWARDS = "the ranks have reached the first backwards of different models: model 1 (Linear) on rank 0, model"
 OUT_OF_STEP = "at the end of iteration {} the ranks are out of step. iteration {} of the process group paired different"
 
 

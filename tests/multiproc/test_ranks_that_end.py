@@ -107,7 +107,7 @@ def test_a_model_that_is_let_go_lets_others_finish(is_sharded: bool, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_rank_that_is_done_lets_its_neighbour_finish(tmp_path: Path) -> None:
+def test_a_rank_that_is_done_lets_its_neighbor_finish(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.path[:] = eval(sys.argv[1]); import test_ranks_that_end"]
     command[-1] += " as t; t.finish_first(int(sys.argv[2]), sys.argv[3])"
     scripts = [
@@ -233,7 +233,7 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Callable[[int],
     exited, waiting = ranks(2).run_expecting_failures(rank_0_exits)
     assert exited.kind == "EOFError"
     assert waiting.kind == "ReductionError"
-    assert "bucket 0" in waiting.message and "the store that they tell it to is gone" in waiting.message
+    assert "bucket 0" in waiting.message and "the store that they post to is gone" in waiting.message
     assert time.monotonic() - started < 30
 
 

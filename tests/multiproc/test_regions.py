@@ -336,7 +336,7 @@ def test_regions_that_fully_shard_has_sharded_share_a_graph() -> None:
 
 #: What is left out: a model without submodules; gradients of a part of the model, which a backward of regions brings as
 #: an eager one does; a backward on one rank alone that brings all of a bucket.
-NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regulariser_by_itself_on_one_rank")
+NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regularizer_by_itself_on_one_rank")
 
 
 @pytest.mark.long

@@ -242,7 +242,7 @@ def test_steps_may_be_compiled(kinds: list[str], backends: list[str], ranks: Ran
 
 @pytest.mark.long
 def test_every_optimizer_on_three_ranks(ranks: Ranks) -> None:
-    """In float32 alone: another order of summation may round a bfloat16 to its neighbour, 0.4 % away."""
+    """In float32 alone: another order of summation may round a bfloat16 to its neighbor, 0.4 % away."""
     for worst in ranks(3).run(go_through_optimizers, list(OPTIMIZERS), 20, partial(Frozen, torch.float32)):
         assert all(each < 1e-5 for each in worst.values()), worst
 

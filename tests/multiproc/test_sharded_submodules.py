@@ -146,14 +146,14 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_by_name(seen: list[See
         parts = "0-1" if rank < 2 else "2-3"
         start = f"rank {rank}: submodule second is sharded by fully_shard over ranks"
         assert said["replicas alone"].startswith(
-            f"{start} 0-1 and 2-3, and ddp_compile averages over ranks {replicas}."
+            f"{start} 0-1 and 2-3, but ddp_compile averages over ranks {replicas}."
         )
-        assert said["parts alone"].startswith(f"{start} 0-3, and ddp_compile averages over ranks {parts}.")
+        assert said["parts alone"].startswith(f"{start} 0-3, but ddp_compile averages over ranks {parts}.")
         for name in ("replicas alone", "parts alone", "a hook", "all there is", "the whole"):
             assert "fully_shard(module, mesh=mesh['replicas', 'parts'])" in said[name]
         assert said["the whole"].startswith(f"rank {rank}: the module is an FSDPModule")
         assert said["all there is"].startswith("fully_shard has taken every parameter that requires a gradient")
-        assert said["a hook"].startswith(f"rank {rank}: submodule second has an all-reduce hook already")
+        assert said["a hook"].startswith(f"rank {rank}: submodule second already has an all-reduce hook")
         assert said["join"].startswith(f"rank {rank}: Join cannot be used with submodules of fully_shard (second)")
 
 

@@ -72,7 +72,7 @@ PATTERNS_IN_CI = [
     "contributor_that_appears_on_one_rank",
     "hook_while_accumulating",
     "losses_one_by_one",
-    "sparse_regulariser",
+    "sparse_regularizer",
 ]
 
 

@@ -205,14 +205,19 @@ def test_meshes_that_do_not_fit_are_refused_on_every_rank_by_name(seen: list[See
         row, column = divmod(rank, 2)
         parts, replicas = [2 * row, 2 * row + 1], [column, column + 2]
         way_out = "ddp_compile(model, device_mesh=mesh['dp'])"
-        assert said["two dimensions"].startswith(f"rank {rank}: device_mesh has 2 dimensions (dp, tp), ddp_compile ")
-        assert said["the dimension of the parts"].startswith(
-            f"rank {rank}: first.up.weight is a DTensor with S(0) over ranks {parts} (tp), and ranks {parts} are"
+        assert said["two dimensions"].startswith(
+            f"rank {rank}: device_mesh has 2 dimensions (dp, tp), but ddp_compile "
         )
-        assert f"over ranks {parts} (tp), and ranks [0, 1, 2, 3] are to be averaged" in said["no mesh"]
+        assert said["the dimension of the parts"].startswith(
+            f"rank {rank}: first.up.weight is a DTensor with S(0) over ranks {parts} (tp), but ddp_compile would"
+            f" average over ranks {parts}, which"
+        )
         assert (
-            f"head.weight is a DTensor with R, S(1) over ranks [0, 1, 2, 3] (dp, tp), and ranks {replicas} are"
-            in (said["on both dimensions"])
+            f"over ranks {parts} (tp), but ddp_compile would average over ranks [0, 1, 2, 3], which" in said["no mesh"]
+        )
+        assert (
+            f"head.weight is a DTensor with R, S(1) over ranks [0, 1, 2, 3] (dp, tp), but ddp_compile would"
+            f" average over ranks {replicas}, which" in (said["on both dimensions"])
         )
         assert all(way_out in said[name] for name in ("the dimension of the parts", "no mesh", "on both dimensions"))
         assert "first.up.weight is a DTensor, whose all-reduce cannot be delayed" in said["a delayed one"]

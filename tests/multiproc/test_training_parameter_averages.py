@@ -276,7 +276,7 @@ def test_a_step_of_several_iterations_is_refused(config: AlgorithmConfig) -> Non
     with pytest.raises(ReplicationError) as refused:
         optimizer.step(closure)
     said = str(refused.value)
-    assert said.startswith("a step of LBFGS calls its closure again, which with the")
+    assert said.startswith("a step of LBFGS calls its closure again. With the")
 
 
 # Bytes on the wire.
@@ -299,7 +299,7 @@ def two_rows(numel: int) -> int:
     [
         (PAIRS, 4, four_bytes),
         (RING, 4, two_rows),
-        (RING, 2, row),  # both neighbours are one rank
+        (RING, 2, row),  # both neighbors are one rank
     ],
     ids=["pairs", "ring", "ring of two"],
 )
@@ -349,7 +349,7 @@ def test_what_goes_wrong_is_named() -> None:
     assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
     assert "cannot be used with the low-precision decentralized average (every 2): a hook can only replace" in hook
     assert "Join cannot be used with the low-precision decentralized average" in join
-    assert "was given the state of another, and has that of" in state
+    assert "was given the state of another, but needs that of" in state
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
     assert "algorithm='all-reduce' is not an AlgorithmConfig" in no_config
 
@@ -392,8 +392,8 @@ def test_odd_numbers_of_ranks_and_unknown_nodes_are_refused() -> None:
     odd, unknown, ring, sizes = [*said, str(refused.value)]
     assert odd.startswith("Decentralized(peer_selection='shift_one') pairs all ranks, and there are 3;")
     assert unknown.startswith(f"rank {rank}: the decentralized average (all, every 1, hierarchical) has to know which")
-    assert "LOCAL_RANK is no number on ranks 0-2" in ring
-    assert "takes nodes of one size" in sizes and "1, 2 ranks" in sizes
+    assert "LOCAL_RANK is not a number on ranks 0-2" in ring
+    assert "needs nodes of one size" in sizes and "1, 2 ranks" in sizes
 
 
 @on_ranks(2)
@@ -406,7 +406,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
     rank = dist.get_rank()
     said = str(refused.value)
     assert said.startswith(f"rank {rank} of 2: the low-precision decentralized average (every 2) was given the state")
-    assert f"of rank {1 - rank} of 2, whose neighbours are others" in said
+    assert f"of rank {1 - rank} of 2, which has other neighbors" in said
 
 
 @on_ranks(2)
@@ -417,7 +417,7 @@ def test_every_algorithm_may_follow_every_other() -> None:
         for step in range(3):
             train_step(model, optimizer, 10 * number + step)
         if isinstance(config, ByteGrad):
-            with pytest.raises(ReplicationError, match="the ranks' optimizers have come to different states"):
+            with pytest.raises(ReplicationError, match="the ranks' optimizers have reached different states"):
                 model.set_comm_algorithm(config)
         model.set_comm_algorithm(config, [optimizer])
         assert is_same_everywhere(flat_of(model)), config

@@ -20,7 +20,7 @@ from ddp_compile import GradientArrivalError, ParametersChangedError, ddp_compil
 pytestmark = pytest.mark.usefixtures("each_split")
 
 
-def regulariser_by_itself(model: nn.Module, x: Tensor, step: int) -> None:
+def regularizer_by_itself(model: nn.Module, x: Tensor, step: int) -> None:
     loss_of(model(x)).backward()
     (0.1 * next(model.parameters()).square().sum()).backward()
 
@@ -29,7 +29,7 @@ def clamp_gradient(parameter: nn.Parameter) -> None:
     parameter.grad.clamp_(-1e-3, 1e-3)
 
 
-def regulariser_first(model: nn.Module, x: Tensor, step: int) -> None:
+def regularizer_first(model: nn.Module, x: Tensor, step: int) -> None:
     (0.1 * next(model.parameters()).square().sum()).backward()
     loss_of(model(x)).backward()
 
@@ -130,8 +130,8 @@ def small_mlp() -> nn.Module:
 
 
 PATTERNS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    "regulariser_by_itself": (small_mlp, regulariser_by_itself),
-    "regulariser_first": (small_mlp, regulariser_first),
+    "regularizer_by_itself": (small_mlp, regularizer_by_itself),
+    "regularizer_first": (small_mlp, regularizer_first),
     "watched_inside_no_sync": (small_mlp, watched_inside_no_sync),
     "user_hook_after": (small_mlp, user_hook_after),
     "two_forwards_with_batch_norm": (with_batch_norm, two_forwards),
@@ -158,7 +158,7 @@ def train(pattern: str, **settings: Any) -> float:
 # ones that are left.
 LEFT_OUT_IN_CI = {
     "checkpoints_without_reentrance",
-    "regulariser_first",
+    "regularizer_first",
     "watched_inside_no_sync",
     "gradients_replaced_in_between",
     "gradients_detached_in_between",
@@ -220,7 +220,7 @@ def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_bri
 def test_a_gradient_that_arrives_twice_is_named_with_both_causes() -> None:
     model = ddp_compile(TwoHeads(), backend="aot_eager", bucket_cap_mb=1e-5)
     left, right = model(torch.randn(2, 4))
-    with pytest.raises(GradientArrivalError, match=r"(?s)trunk\.weight arrived twice.*add the losses up"):
+    with pytest.raises(GradientArrivalError, match=r"(?s)trunk\.weight arrived twice.*add up the losses"):
         loss_of(left).backward(retain_graph=True)
         loss_of(right).backward()
 

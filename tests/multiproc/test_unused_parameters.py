@@ -204,7 +204,7 @@ def test_a_sparse_gradient_of_one_rank() -> None:
     assert model.embedding.weight.grad is None
 
 
-def regulariser_on_what_is_not_reached() -> float:
+def regularizer_on_what_is_not_reached() -> float:
     """A gradient from outside of the module, for a parameter that its outputs do not lead to."""
     ours, _ = branches()
     weight = ours.branches[3].weight
@@ -215,7 +215,7 @@ def regulariser_on_what_is_not_reached() -> float:
 
 def test_a_gradient_from_outside_is_exact_or_named(ranks: Any) -> None:
     pool: RankPool = ranks(2)
-    for result in pool.run_expecting_failures(regulariser_on_what_is_not_reached):
+    for result in pool.run_expecting_failures(regularizer_on_what_is_not_reached):
         if isinstance(result, RankFailure):
             assert result.kind == "GradientArrivalError"
             assert "branches.3.weight got a gradient after its bucket had been launched without one" in result.message
@@ -270,7 +270,7 @@ def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool) ->
 
 @on_ranks(2)
 def test_what_one_rank_uses_is_sent() -> None:
-    """DistributedDataParallel's ranks would wait for each other for ever: the reference sends everything."""
+    """DistributedDataParallel's ranks would wait for each other forever: the reference sends everything."""
     models = branches(both={"bucket_cap_mb": 0.0005}, **SKIPS)
     choose(dist.get_rank(), *models)
     launched = count_launches(models[0])
@@ -297,7 +297,7 @@ def test_what_is_used_after_all_is_named_on_every_rank() -> None:
         if step == 2:
             message = str(raised.value)
     assert message.startswith(f"rank {rank}: branches.3.weight, branches.3.bias got a gradient, on this rank or")
-    assert "replicate the module again without it" in message
+    assert "replicate the module again without that setting" in message
     for each in (ours, theirs):  # the ranks are in step
         each.zero_grad()
         backward(each, own_batch(4, WIDTH))

@@ -1,7 +1,7 @@
 """Ranks that others wait for in vain: the error says where each of them stands; docs/divergence.md lists them.
 
 The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
-meet in a group of their own afterwards.
+meet in a group of their own afterward.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def test_a_rank_that_waits_in_vain_says_where_the_others_stand(
 ) -> None:
     waiting, culprit = said_by_ranks[scenario].result()
     assert waiting.startswith("ReductionError: rank 0: ") and culprit.startswith(culprit_raised)
-    rows = waiting[waiting.index("Where each rank was heard last") :].splitlines()[2:]
+    rows = waiting[waiting.index("Where each rank was when it last posted") :].splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["0", "1"]
     assert "failed" in rows[0] and culprit_stood in rows[1]
     if scenario is raise_in_forward:

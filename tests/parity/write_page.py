@@ -3,7 +3,7 @@
 ``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what
 `print_markers` finds.
 
-In each row ``says`` is what an argument, method or behaviour of DistributedDataParallel is here; ``verdict`` whether it
+In each row ``says`` is what an argument, method or behavior of DistributedDataParallel is here; ``verdict`` whether it
 is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` what proves it: node
 ids below tests/, of a whole test or of one of its cases. ``since`` is the torch that brought it, where not all have it
 that the package supports.
@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "ddp_parity.md"
 SECTIONS = {
     "arguments": "Arguments of the constructor",
     "methods": "Methods and attributes",
-    "behaviour": "Behaviour",
+    "behavior": "Behavior",
 }
 VERDICTS = ("same", "better", "refused", "not yet")
 PROVED = ("same", "better", "refused")
@@ -37,7 +37,7 @@ PROVED = ("same", "better", "refused")
 HEAD = """\
 # DistributedDataParallel, line by line
 
-Every argument, public method and documented behaviour of DistributedDataParallel, of torch {oldest} to {newest}, and
+Every argument, public method and documented behavior of DistributedDataParallel, of torch {oldest} to {newest}, and
 what it is here: the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. What came
 after torch {oldest} says since when. The last column is the number of tests that hold the line; most compare gradients
 with DistributedDataParallel's own, on two or three ranks with gloo.
@@ -149,7 +149,7 @@ def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
         lines += [f"## {title}", "", "| DistributedDataParallel | | here | tests |", "|---|---|---|---|"]
         for row in rows:
             if row.section == section:
-                name = row.name if section == "behaviour" else f"`{row.name}`"
+                name = row.name if section == "behavior" else f"`{row.name}`"
                 name += f" (since {row.since})" if row.since else ""
                 lines.append(f"| {name} | {row.verdict} | {row.says} | {len(cases_of(row, cases)) or ''} |")
         lines.append("")

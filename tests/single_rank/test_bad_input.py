@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
     ("settings", "error", "said"),
     [
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 must be a positive number of MiB"),
-        ({"bucket_cap_mb": []}, ValueError, "bucket_cap_mb=[] holds no capacity"),
+        ({"bucket_cap_mb": []}, ValueError, "bucket_cap_mb=[] has no capacity"),
         ({"bucket_cap_mb": [1, 0]}, ValueError, "bucket_cap_mb[1]=0 must be"),
         ({"first_bucket_cap_mb": 0}, ValueError, "first_bucket_cap_mb=0 must be"),
         ({"bucket_cap_mb": [1], "first_bucket_cap_mb": -1}, ValueError, "first_bucket_cap_mb=-1 must be"),
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
         ({"options": {"no_such_option": 1}}, ValueError, "no_such_option"),
         ({"parameters_to_ignore": ["weihgt"]}, ValueError, "parameters_to_ignore names weihgt"),
         ({"parameters_to_ignore": "weight"}, TypeError, "pass a list of names: ['weight']"),
-        ({"process_group": -100}, ValueError, "process_group=-100 is not a process group this rank belongs to"),
+        ({"process_group": -100}, ValueError, "process_group=-100 is not a process group that this rank belongs to"),
         ({"find_unused_parameters": 1}, ValueError, "find_unused_parameters=1 is neither True nor False"),
         ({"check_finite_gradients": 1}, ValueError, "check_finite_gradients=1 is neither True nor False"),
         ({"static_graph": "yes"}, ValueError, "static_graph='yes' is neither True nor False"),
@@ -147,7 +147,7 @@ def test_point_to_point_messages_from_an_accelerator_are_refused_on_gloo(
 def test_a_module_on_two_devices_is_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 3), on("xpu"))
     with pytest.raises(
-        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; all reduced parameters have to"
+        ReplicationError, match=r"^rank 0: 0.weight is on cpu, 1.weight is on xpu:0; all reduced parameters must"
     ):
         ddp_compile(module)
 
@@ -242,7 +242,7 @@ def test_an_argument_of_a_torch_newer_than_the_package_is_refused_as_such(monkey
     def newer(self: object, module: nn.Module, brand_new: bool = False) -> None: ...
 
     monkeypatch.setattr(DistributedDataParallel, "__init__", newer)
-    with pytest.raises(TypeError, match=r"does not take brand_new=True; .*torch 2.* has: drop it, or leave it False"):
+    with pytest.raises(TypeError, match=r"does not take brand_new=True; .*in torch 2.*: drop it, or leave it False"):
         ddp_compile(nn.Linear(3, 3), brand_new=True)
     for value in (3, None, False):
         with pytest.raises(TypeError, match="unexpected keyword argument 'never_heard_of'"):
@@ -257,7 +257,7 @@ def test_ddp_arguments_that_are_off_are_let_through() -> None:
 
 
 def test_what_is_given_by_position_is_explained() -> None:
-    said = "[0] stands where DistributedDataParallel takes device_ids: move the module to its device first"
+    said = "[0] is in the position of DistributedDataParallel's device_ids: move the module to its device first"
     with pytest.raises(TypeError, match=re.escape(said)):
         ddp_compile(nn.Linear(3, 3), [0])
 

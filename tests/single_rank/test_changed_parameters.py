@@ -89,11 +89,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda model: model.head.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True),
         "replaced by another Parameter: head.weight, head.bias.",
     ),
-    "normalise_weight": (
+    "normalize_weight": (
         lambda model: parametrizations.weight_norm(model.layer),
         "not there any more: layer.weight; added: layer.parametrizations.weight.original0, ",
     ),
-    "normalise_weight_the_old_way": (
+    "normalize_weight_the_old_way": (
         lambda model: weight_norm(model.layer),
         "not there any more: layer.weight; added: layer.weight_g, layer.weight_v.",
     ),

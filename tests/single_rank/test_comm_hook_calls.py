@@ -59,7 +59,7 @@ def test_the_hook_is_called_as_ddps_is_on_a_single_rank_too() -> None:
             model.zero_grad()
             go_backward(model)
     assert len(calls[0]) == 3 * 3
-    # DistributedDataParallel's first backward has one bucket; its plan is made afterwards.
+    # DistributedDataParallel's first backward has one bucket; its plan is made afterward.
     assert calls[0][3:] == calls[1][1:]
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
@@ -199,7 +199,7 @@ def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:
     model[0].weight.register_hook(lambda gradient: model.register_comm_hook(None, allreduce_hook))
     with pytest.raises(
         RuntimeError,
-        match="the comm hook allreduce_hook was to reduce from now on while a backward has not been completed",
+        match="the comm hook allreduce_hook cannot take over while a backward has not been completed",
     ):
         go_backward(model)
 

@@ -91,7 +91,7 @@ def test_a_partition_that_does_not_compile_runs_eagerly(warnings_of_ours: Warnin
     (warning,) = warnings_of_ours()
     assert warning.startswith(
         "rank 0: partition_1 of graph 0 (2.weight, 2.bias) did not compile and runs eagerly:"
-        " ValueError: no kernel for this. Gradients stay right, only slower."
+        " ValueError: no kernel for this. Gradients stay correct, only slower."
     )
     assert all(way_out in warning for way_out in ('TORCH_LOGS="+ddp_compile"', "fullgraph=True", 'backend="aot_eager"'))
     assert model.explain().endswith(
@@ -244,7 +244,7 @@ def test_a_backward_that_would_draw_other_random_numbers_is_an_error() -> None:
     model = ddp_compile(CheckpointedDropout(), options={"post_grad_custom_post_pass": raise_in_backward})
     for _ in range(2):
         with pytest.raises(
-            CompilationError, match=r"graph 0 \(layer.weight, layer.bias\) .* draws the random"
+            CompilationError, match=r"graph 0 \(layer.weight, layer.bias\) .* repeat the forward's"
         ) as failed:
             model(torch.randn(4, 8)).sum().backward()
         assert "stopped half way" in str(failed.value) and "fallback_random = True" in str(failed.value)
@@ -319,7 +319,7 @@ def test_gradients_that_this_torch_loses_are_an_error(way: str, monkeypatch: pyt
         pytest.skip("this torch breaks the graph there")
     monkeypatch.setattr(torch_internals.dynamo, "_LOSES_GRADIENTS_OF_COLLECTIVES", True)
     model = ddp_compile(AllReduced(8, 8), backend="eager")
-    with pytest.raises(Exception, match=r"rank 0: graph 0 has .* computes zeros .* with torch\.compiler\.disable"):
+    with pytest.raises(Exception, match=r"rank 0: graph 0 contains .* computes zeros .* with torch\.compiler\.disable"):
         if way == "traced":
             model(torch.randn(4, 8))
         else:

@@ -143,12 +143,12 @@ def test_what_the_module_finds_by_itself_goes_before() -> None:
 def test_a_backward_is_finalized_by_hand_only_where_that_was_asked_for() -> None:
     model = replicated()
     assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
-    with pytest.raises(RuntimeError, match=r"rank 0: .*backwards end by themselves; set model.require_manual"):
+    with pytest.raises(RuntimeError, match=r"rank 0: .*backwards finalize by default; set model.require_manual"):
         model.finalize_backward()
     model(torch.ones(2, 6)).sum().backward()
     model.require_manual_backward_finalization = True
     assert model.require_manual_backward_finalization and model.should_finalize_after_backward
-    with pytest.raises(RuntimeError, match=r"no backward that is reduced has come .*outside of no_sync"):
+    with pytest.raises(RuntimeError, match=r"no reduced backward has come .*outside no_sync"):
         model.finalize_backward()
     model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(RuntimeError, match=r"finalization = False was set while .*; set it before a forward"):

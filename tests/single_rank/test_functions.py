@@ -68,7 +68,7 @@ def test_a_module_keeps_its_own_names_and_the_functions_go_past_them(caplog: pyt
         model = ddp_compile.ddp_compile(OwnMethods(), backend="eager", fullgraph=True)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        f"rank 0: model.{name} stays what OwnMethods has under that name; write ddp_compile.{name}(model) for that of"
+        f"rank 0: model.{name} remains the attribute of OwnMethods; write ddp_compile.{name}(model) to call that of"
         " ddp_compile"
         for name in ("no_sync", "explain")
     ]

@@ -161,7 +161,7 @@ def test_the_break_that_leaves_blocks_to_python_is_quoted_beside_the_first_one()
     first, around = (line for line in model.explain().splitlines() if ", at " in line)
     assert first.startswith("the first graph break: ") and "`print`" in first
     assert first.endswith(line_of(ChoosesByValues.forward, "print("))
-    assert around.startswith("the graph break because of which Python calls the blocks: Data-dependent branching")
+    assert around.startswith("the graph break that makes Python call the blocks: Data-dependent branching")
     assert around.endswith(line_of(ChoosesByValues.Middle.forward, "if x.sum()"))
 
 

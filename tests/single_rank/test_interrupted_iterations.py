@@ -35,7 +35,7 @@ def go_backward_in_no_sync(model: Any) -> None:
         go_backward(model)
 
 
-def regularise(model: nn.Module) -> None:
+def regularize(model: nn.Module) -> None:
     next(model.parameters()).square().sum().backward()
 
 
@@ -64,7 +64,7 @@ def test_the_next_forward_refuses(owner: Any, name: str, monkeypatch: pytest.Mon
         patched.setattr(owner, name, press_ctrl_c)
         with pytest.raises(KeyboardInterrupt):
             go_backward(model)
-    for go_on in (go_backward, go_backward_in_no_sync, regularise):
+    for go_on in (go_backward, go_backward_in_no_sync, regularize):
         with pytest.raises(ReductionError, match="the last backward raised"):
             go_on(model)
 

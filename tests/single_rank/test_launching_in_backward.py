@@ -117,8 +117,8 @@ def test_a_compiler_of_plain_graphs_gets_the_backward_in_pieces(
     assert (num_early, len(compiler.num_nodes)) == (5, 6) if make is ResidualLayers else len(compiler.num_nodes) > 12
     assert min(compiler.num_nodes) > 0
     assert caplog.messages == [
-        "graph 0 backward: not compiled with operators for buckets in it, so in pieces between them:"
-        " unknown operators ['ddp_compile.bucket_ready.default']"
+        "graph 0 backward: did not compile with the operators for buckets in it, so it is compiled in pieces between"
+        " them: unknown operators ['ddp_compile.bucket_ready.default']"
     ]
     expected = copy.deepcopy(model)
     for each in (model, expected):
@@ -204,7 +204,7 @@ def test_auto_launches_inside_the_backward_of_what_cannot_be_cut_and_says_so(cap
             step(model)
         (report,) = model._ddp_compile_state.backend.reports
         assert (report.num_partitions, report.launches_in_backward) == (num_partitions, num_partitions == 1)
-    whole = "graph 0: left whole, since not every bucket could be launched early if it were cut in the forward"
+    whole = "graph 0: left whole, since cutting it in the forward would not launch every bucket early"
     assert (
         caplog.messages.count(whole) == caplog.messages.count("graph 0: 6 buckets, launched inside its backward") == 2
     )

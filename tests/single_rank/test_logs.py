@@ -149,7 +149,7 @@ def test_a_model_that_is_trained_without_being_called_is_told_so(
             model.eval()(torch.randn(2, 64))
         model.train()
     (warning,) = warnings_of(caplog, lambda: train(model, torch.randn(2, 64)).sum().backward())
-    assert "the module itself has not been called for training" in warning and "buffers are not broadcast" in warning
+    assert "the module itself has not been called for training" in warning and "no buffers are broadcast" in warning
 
 
 @pytest.mark.parametrize("is_called", [True, False])
@@ -160,12 +160,12 @@ def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_avera
 
     def train() -> None:
         backward(model.net[:2])
-        if is_called:  # the above is a regulariser then
+        if is_called:  # the above is a regularizer then
             backward(model)
 
     warnings = warnings_of(caplog, train, times=10)
     assert len(warnings) == (not is_called)
-    assert is_called or "the last one of 4 of 6 parameters" in warnings[0]
+    assert is_called or "the last one for 4 of 6 parameters" in warnings[0]
 
 
 def test_a_model_that_is_cut_is_not_warned_about(

@@ -307,18 +307,18 @@ def test_the_module_and_its_regions_are_freed_and_a_region_that_outlives_it_runs
 @pytest.mark.parametrize(
     ("make", "settings", "says"),
     [
-        (Model, {"regions": "all"}, "regions='all' is neither 'auto' nor a list of classes"),
+        (Model, {"regions": "all"}, "regions='all' is neither 'auto' nor a list of module classes"),
         (Model, {"regions": []}, r"regions=\[\] is neither"),
-        (Model, {"regions": Block}, "is neither 'auto' nor a list of classes of modules"),
-        (Model, {"regions": [Block()]}, "is neither 'auto' nor a list of classes of modules"),
+        (Model, {"regions": Block}, "is neither 'auto' nor a list of module classes"),
+        (Model, {"regions": [Block()]}, "is neither 'auto' nor a list of module classes"),
         (Model, {"regions": "auto", "split": "backward"}, "split='backward' cannot be used with regions='auto'"),
         (Model, {"regions": [Block], "split": "none"}, "split='none' cannot be used with regions="),
-        (Model, {"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, and no submodule of Model is one"),
-        (Model, {"regions": [Model]}, "rank 0: regions names Model, and no submodule of Model is one"),
+        (Model, {"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, but no submodule of Model is one"),
+        (Model, {"regions": [Model]}, "rank 0: regions names Model, but no submodule of Model is one"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
             {"regions": "auto"},
-            "rank 0: regions='auto' finds no block",
+            "rank 0: regions='auto' finds no repeated block",
         ),
     ],
 )
@@ -330,6 +330,8 @@ def test_settings_that_cannot_be(make: Callable[[], nn.Module], settings: dict[s
 def test_a_region_that_is_compiled_already() -> None:
     model = Model()
     model.blocks[2].compile(backend="eager")
-    with pytest.raises(ValueError, match=r"rank 0: regions='auto' would compile blocks\.2, which is compiled already"):
+    with pytest.raises(
+        ValueError, match=r"rank 0: regions='auto' would compile blocks\.2, which module.compile\(\) compiles already"
+    ):
         ddp_compile(model, regions="auto", backend="eager")
     assert model.blocks[0](torch.randn(2, WIDTH)).shape == (2, WIDTH)

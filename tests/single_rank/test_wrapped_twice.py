@@ -50,7 +50,7 @@ class Task(nn.Module):
 def test_a_second_module_with_the_same_parameters_is_refused_by_their_names() -> None:
     head = nn.Linear(4, 4)
     first, second = replicated(Task(head)), nn.Sequential(nn.Linear(4, 4), head)
-    said = r"rank 0: .*: 1\.weight is head\.weight of a Task, 1\.bias is head\.bias of a Task\. .*one module"
+    said = r"rank 0: .*: 1\.weight is head\.weight of a Task, 1\.bias is head\.bias of a Task\. .*once on a module"
     with pytest.raises(ReplicationError, match=said):
         replicated(second)
     assert type(second) is nn.Sequential
@@ -115,7 +115,7 @@ def fsdp(module: nn.Module, **settings: Any) -> nn.Module:
 
 
 WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
-    "DDP": (DistributedDataParallel, "called by a DistributedDataParallel, which takes 4 of its 4"),
+    "DDP": (DistributedDataParallel, "called by a DistributedDataParallel, which also takes 4 of its 4"),
     "DDP around a parent": (
         lambda m: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), m)),
         "called by a DistributedDataParallel",
@@ -157,7 +157,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 def test_a_deepspeed_engine_around_a_replicated_module_is_refused() -> None:
-    with pytest.raises(ReplicationError, match=r"rank 0: .*called by a DeepSpeedEngine, which takes 4 of its 4"):
+    with pytest.raises(ReplicationError, match=r"rank 0: .*called by a DeepSpeedEngine, which also takes 4 of its 4"):
         backward(DeepSpeedEngine(replicated()))
 
 

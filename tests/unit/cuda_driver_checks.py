@@ -99,7 +99,7 @@ def main(libcuda: str, folder: Path) -> None:
     with pytest.raises(RuntimeError, match="a CUDA kernel could not be launched: CUDA_ERROR_INVALID_VALUE"):
         driver.launch(function, 0, 256, 0, 0)
     fake.set_version(12000)
-    with pytest.raises(KernelUnavailableError, match=r"driver for CUDA 12\.1 or newer, this one is for 12\.0"):
+    with pytest.raises(KernelUnavailableError, match=r"driver for CUDA 12\.1 or newer, but this one is for 12\.0"):
         CudaDriver(0)
     print("all checks passed")
 

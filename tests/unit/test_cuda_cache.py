@@ -112,7 +112,7 @@ def test_a_folder_that_others_may_write_to_or_own_is_not_trusted(
         folder = tmp_path / "link"
         folder.symlink_to(tmp_path / "cuda")
     said = {
-        "mode": "others may use it (mode 770); chmod 700 it",
+        "mode": "others can access it (mode 770); chmod 700 it",
         "owner": f"it belongs to user {owner}, not to {owner + 1}",
         "link": "it is not a folder",
     }

@@ -234,7 +234,7 @@ def test_wrong_tensors_are_refused_before_anything_is_launched(device: EmulatedD
     for tensors, message in (
         ([torch.ones(4)], "1 tensors were given to a plan for 2"),
         ([torch.ones(4), torch.ones(5)], r"tensor 1 has shape \(5,\) but its place in flat was made for \(6,\)"),
-        ([flat[1:5], torch.ones(6)], "tensor 0 shares memory with flat but does not lie in its place"),
+        ([flat[1:5], torch.ones(6)], "tensor 0 shares memory with flat but is not in its place"),
         ([shared[:4], shared[2:]], "tensors 0 and 1 share memory"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -349,7 +349,7 @@ def test_codec_at_the_edges_of_the_float_range(
 
 def test_rows_that_are_not_aligned_are_refused(device: EmulatedDevice) -> None:
     rows = torch.zeros(100, dtype=torch.uint8)[4:20].view(1, 16)
-    with pytest.raises(ValueError, match=r"rows begin at address 0x[0-9a-f]*4, which is no multiple of 16"):
+    with pytest.raises(ValueError, match=r"rows begin at address 0x[0-9a-f]*4, which is not a multiple of 16"):
         elementwise.minmax_u8_compress(torch.ones(3), rows, device=device)
 
 

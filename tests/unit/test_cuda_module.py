@@ -191,7 +191,9 @@ def test_a_driver_that_takes_small_arguments_only_is_not_used(
     monkeypatch.setattr(module, "CudaDriver", CudaDriver)
     if is_too_old:
         reason = reason_of_the_reference(caplog)
-        assert reason == "the kernels need a driver for CUDA 12.1 or newer, this one is for 12.0; install a newer one"
+        assert (
+            reason == "the kernels need a driver for CUDA 12.1 or newer, but this one is for 12.0; install a newer one"
+        )
     else:
         assert executors.choose(torch.device("cuda", 0), [torch.float32], None) == "cuda"
         assert api.loaded == [f"{LARGEST} for sm_90".encode()]
@@ -238,7 +240,7 @@ def test_each_tensor_gets_what_its_own_device_can_run(
             expected = "reference" if ordinal == unsupported else "cuda"
             assert executors.choose(device, dtypes, None) == expected
             assert executors.choose(device, dtypes, "reference") == "reference"
-    reason = "the kernels need compute capability 8.0 or newer, the device has 7.0"
+    reason = "the kernels need compute capability 8.0 or newer, but the device has 7.0"
     with pytest.raises(KernelUnavailableError, match=f"implementation='cuda' is not available: {reason}"):
         executors.choose(torch.device("cuda", unsupported), dtypes, "cuda")
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [

@@ -136,7 +136,7 @@ def test_the_target_is_one_that_the_device_can_run(compiler: Compiler) -> None:
     assert compiler.target((8, 9)) == "sm_80"
     with pytest.raises(KernelUnavailableError, match=r"NVRTC .* cannot compile for compute capability 12\.0"):
         compiler.target((12, 0))
-    with pytest.raises(KernelUnavailableError, match=r"need compute capability 8\.0 or newer, the device has 7\.5"):
+    with pytest.raises(KernelUnavailableError, match=r"need compute capability 8\.0 or newer, but the device has 7\.5"):
         compiler.target((7, 5))
 
 

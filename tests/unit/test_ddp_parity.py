@@ -93,11 +93,11 @@ def test_a_dozen_tests_run_with_inductor_and_are_named(markers: dict[str, list[s
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (Row("behaviour", "a", "equal", "", ("tests/a.py::b",)), "a: verdict 'equal' is none of"),
-        (Row("behaviour", "a", "same", "", ()), "a: 'same' with 0 tests"),
-        (Row("behaviour", "a", "not yet", "", ("tests/a.py::b",)), "a: 'not yet' with 1 tests"),
-        (Row("behaviour", "a", "same", "", ("tests/a.py::b", "tests/a.py::c")), "a: there is no tests/a.py::c"),
-        (Row("behaviour", "a", "refused", "", ("tests/a.py::b[2]",)), "a: there is no tests/a.py::b[2]"),
+        (Row("behavior", "a", "equal", "", ("tests/a.py::b",)), "a: verdict 'equal' is none of"),
+        (Row("behavior", "a", "same", "", ()), "a: 'same' with 0 tests"),
+        (Row("behavior", "a", "not yet", "", ("tests/a.py::b",)), "a: 'not yet' with 1 tests"),
+        (Row("behavior", "a", "same", "", ("tests/a.py::b", "tests/a.py::c")), "a: there is no tests/a.py::c"),
+        (Row("behavior", "a", "refused", "", ("tests/a.py::b[2]",)), "a: there is no tests/a.py::b[2]"),
     ],
 )
 def test_a_row_that_proves_nothing_is_a_problem(row: Row, problem: str) -> None:
@@ -106,7 +106,7 @@ def test_a_row_that_proves_nothing_is_a_problem(row: Row, problem: str) -> None:
 
 def test_a_good_row_is_none() -> None:
     cases = {"tests/a.py::b[1]": [], "tests/a.py::b[2]": [], "tests/a.py::bc": []}
-    row = Row("behaviour", "a", "same", "so", ("tests/a.py::b",))
+    row = Row("behavior", "a", "same", "so", ("tests/a.py::b",))
     assert problems_of([row], cases) == []
     assert "| a | same | so | 2 |" in format_page([row], cases)
     assert "| a (since 2.15) | same | so | 2 |" in format_page([row._replace(since="2.15")], cases)

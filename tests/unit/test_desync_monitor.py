@@ -56,7 +56,7 @@ def test_every_difference_is_named_with_a_way_out() -> None:
     assert text.startswith(
         "way to reduce: h on rank 1, all-reduce on ranks 0, 2; training forwards without a backward: 2 on rank 1"
     )
-    assert "Pass the same algorithm" in text and "model.no_sync()" in text and "equally often" not in text
+    assert "Pass the same algorithm" in text and "model.no_sync()" in text and "the same number of times" not in text
 
 
 def test_fingerprints_travel_as_json() -> None:
@@ -86,7 +86,7 @@ def test_the_table_has_a_line_for_each_place() -> None:
         RankStatus("after iteration 1", 11.0, False),
     ]
     assert format_rank_statuses(dict(enumerate(statuses)), now=10.0) == (
-        "Where each rank was heard last, and for how long it had stood there:\n"
+        "Where each rank was when it last posted, and for how long it had been there:\n"
         "  ranks  since         where\n"
         "  0-1    3.0 to 3.5 s  waiting for bucket 0 of iteration 2: failed\n"
         "  2                    never heard of\n"
@@ -298,7 +298,7 @@ def test_a_rank_that_says_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch, 
         points.iteration_ends(points.iteration_number + 1)
     said = [message for message in caplog.messages if "said nothing" in message]
     assert len(said) == 3 and "at the end of iteration 1: 1." in said[0]
-    assert "3 times not every rank answered" in caplog.text
+    assert "some rank did not answer 3 times" in caplog.text
 
 
 class StoppedStore:

@@ -41,7 +41,7 @@ def read_under_the_old_name(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("function", "num"), [(residual, 5), (read_under_the_old_name, 1)])
-def test_sums_are_cut_afterwards_and_readers_under_the_old_name_get_the_new_value(
+def test_sums_are_cut_afterward_and_readers_under_the_old_name_get_the_new_value(
     function: Callable[[Tensor], Tensor], num: int
 ) -> None:
     gm, inputs = capture(function, torch.rand(3))

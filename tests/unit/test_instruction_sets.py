@@ -47,7 +47,7 @@ def test_each_instruction_set_is_one_of_those_that_there_are(loops: str, request
 def test_an_instruction_set_that_there_is_not_is_refused() -> None:
     core = library.load()
     before = core.instruction_set()
-    with pytest.raises(ValueError, match=r"instruction set 'mmx' is none of .*baseline"):
+    with pytest.raises(ValueError, match=r"instruction set 'mmx' is not one of .*baseline"):
         core.use_instruction_set("mmx")
     assert core.instruction_set() == before
 
@@ -71,7 +71,7 @@ def test_buckets_that_are_written_past_the_caches(loops: str, flat_dtype: torch.
 
 
 def test_every_half_precision_value_and_every_tie_between_two(loops: str) -> None:
-    """All 65536 bit patterns as sources; as destinations, all neighbours' midpoints and the values beside those."""
+    """All 65536 bit patterns as sources; as destinations, all neighbors' midpoints and the values beside those."""
     for dtype in (torch.bfloat16, torch.float16):
         patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
         widened = torch.empty(65536)

@@ -162,7 +162,7 @@ def test_a_source_of_another_name_is_another_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("implementation", "message"),
     [
-        ("fast", "implementation='fast' is none of native, cuda, reference"),
+        ("fast", "implementation='fast' is not one of native, cuda, reference"),
         ("cuda", "implementation='cuda' cannot work on cpu; pass implementation=None"),
     ],
 )

@@ -54,7 +54,7 @@ def whole_step(model: Any) -> None:
     model(X).sum().backward()
 
 
-def regulariser(model: Any) -> None:
+def regularizer(model: Any) -> None:
     model.first.weight.square().sum().backward()
 
 
@@ -117,11 +117,11 @@ def finalize_by_hand(begin: Callable[[Any], None]) -> Callable[[Any], None]:
             with pytest.raises(ReductionError, match=r"a forward before finalize_backward\(\)"):
                 refused(model)
         model.finalize_backward()
-        with pytest.raises(RuntimeError, match="no backward that is reduced has come"):
+        with pytest.raises(RuntimeError, match="no reduced backward has come"):
             model.finalize_backward()
         begin(model)
         with pytest.raises(ReductionError, match=r"a gradient of first.weight before finalize_backward\(\)"):
-            regulariser(model)
+            regularizer(model)
         with pytest.raises(RuntimeError, match="the last backward, or its finalization, has raised"):
             model.finalize_backward()
 
@@ -139,18 +139,18 @@ def local_forward(model: Any) -> Any:
 
 SCENARIOS: list[Callable[[Any], None]] = [
     whole_step,
-    regulariser,
+    regularizer,
     local_forward_first,
     local_forward_in_between,
     in_two_backwards,
     leave_out_and_go_on,
     leave_out_and_go_on_locally,
     finalize_by_hand(whole_step),
-    finalize_by_hand(regulariser),
-    raise_in_the_middle(whole_step, forward, forward, local_forward, regulariser),
+    finalize_by_hand(regularizer),
+    raise_in_the_middle(whole_step, forward, forward, local_forward, regularizer),
     raise_in_the_middle(whole_step, local_forward),
-    raise_in_the_middle(regulariser, forward, forward, local_forward, regulariser),
-    raise_in_the_middle(regulariser, local_forward),
+    raise_in_the_middle(regularizer, forward, forward, local_forward, regularizer),
+    raise_in_the_middle(regularizer, local_forward),
 ]
 
 

@@ -238,12 +238,12 @@ def dropped(*path: Any) -> Callable[[Any], None]:
         (changed("buckets", 1, "dtype", to=None), "the dtype of bucket 1 is None"),
         (changed("buckets", 1, "device", to=0), "the device of bucket 1 is 0"),
         (changed("buckets", 1, "sparse", to=0), "'sparse' of bucket 1 is 0"),
-        (changed("buckets", 1, "sparse", to=True), "bucket 1 holds 2 gradients"),
+        (changed("buckets", 1, "sparse", to=True), "bucket 1 has 2 gradients"),
         (changed("buckets", 1, "layout", to="packed"), "the layout of bucket 1 is 'packed'"),
         (changed("buckets", 1, "layout", to=[]), "the layout of bucket 1 is []"),
         (changed("buckets", 1, "cap_bytes", to=0), "the capacity of bucket 1 is 0, not a whole number of at least 1"),
         (changed("buckets", 1, "frame", to="0"), "the frame of bucket 1 is '0'"),
-        (changed("buckets", 1, "gradients", to=[]), "bucket 1 holds 0 gradients"),
+        (changed("buckets", 1, "gradients", to=[]), "bucket 1 has 0 gradients"),
         (changed("buckets", 1, "gradients", to=None), "the gradients of bucket 1 are None, not a list"),
         (changed("buckets", 1, "gradients", 0, to=[1, "p1"]), "a gradient of bucket 1 is [1, 'p1']"),
         (changed("buckets", 1, "gradients", 0, 1, to=7), "a gradient of bucket 1 is [2, 7, 1, None]"),
@@ -252,7 +252,7 @@ def dropped(*path: Any) -> Callable[[Any], None]:
         (changed("buckets", 1, "gradients", 0, 0, to="2"), "the number of parameter 'p2' in bucket 1 is '2'"),
         (changed("buckets", 1, "gradients", 0, 0, to=-1), "the number of parameter 'p2' in bucket 1 is -1"),
         (changed("buckets", 1, "gradients", 0, 0, to=4), "the number 4 of parameter 'p2' is out of range"),
-        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 stands in it as 'p2' and again as 'p3'"),
+        (changed("buckets", 1, "gradients", 0, 0, to=3), "parameter 3 is in it as 'p2' and again as 'p3'"),
         (changed("buckets", 1, "gradients", 0, 2, to=-1), "the number of elements of 'p2' in bucket 1 is -1"),
         (dropped("buckets", 0), "the number 2 of parameter 'p2' is out of range, as it holds 2 parameters"),
     ],
@@ -272,7 +272,7 @@ def test_a_malformed_plan_is_refused_with_what_is_wrong(change: Callable[[Any], 
         ("", "it cannot be read (Expecting value"),
         ('{"version":1', "it cannot be read"),
         ("[]", "it is [], not an object with the keys"),
-        ('{"version":1,"generation":0,"buckets":[],"buckets":[]}', "it cannot be read (['buckets'] stand twice"),
+        ('{"version":1,"generation":0,"buckets":[],"buckets":[]}', "it cannot be read (['buckets'] appear twice"),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str, said: str) -> None:
@@ -307,7 +307,7 @@ bucket    MiB  cap MiB  dtype     device  gradients  from          to           
 
 def test_a_plan_whose_buckets_contradict_each_other_is_an_error() -> None:
     first, second = (BucketSpec(i, (gradient(i, 100),), 400) for i in range(2))
-    with pytest.raises(ValueError, match="holds parameter 0 twice"):
+    with pytest.raises(ValueError, match="has parameter 0 twice"):
         BucketPlan((first, BucketSpec(1, first.gradients, 100)))
     with pytest.raises(ValueError, match=r"numbered 0, 1, 2, ... in launch order, not \[1, 0\]"):
         BucketPlan((second, first))

@@ -38,11 +38,11 @@ def draw_charts(directory: Path) -> list[Path]:
             of them are read before the first chart is drawn.
 
     Returns:
-        The charts that were drawn. A chart whose data file is missing, or has no row that it can use, is left out; an
-        older file of its name stays as it is.
+        The charts that were drawn. A chart is left out if its data file is missing or has no usable row; an older file
+        of its name is kept.
 
     Raises:
-        ValueError: A data file lacks columns, or has something else than a number.
+        ValueError: A data file lacks columns, or contains something other than a number.
     """
     run = read_run(directory)
     drawn = []
@@ -55,7 +55,7 @@ def draw_charts(directory: Path) -> list[Path]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """As a PNG with a palette, which is a third as large as one without."""
+    """Save as a PNG with a palette, which is a third as large as one without."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = canvas.buffer_rgba()

@@ -1,4 +1,4 @@
-"""How all charts look: colours, page, title and notes."""
+"""How all charts look: colors, page, title and notes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TITLE_SIZE = 14
 _LINE_IN = 0.175
 _LONGEST_LABEL = 34
 
-# Ours are warm, peers muted and cold, a user's own green.
+# Ours are warm, peers are muted and cold, a user's own are green.
 _OURS = {
     **{"auto": "#c1121f", "forward": "#f07f13", "backward": "#8e1b4d", "none": "#f5b041"},
     **{"bfloat16": "#e4572e", "float16": "#b0413e", "byte-grad": "#6a040f"},
@@ -46,7 +46,7 @@ _USER_COLORS = ("#2a9d6f", "#74b72e", "#136f63")
 
 
 class Style(NamedTuple):
-    """Colour, marker and width in points of an implementation's line."""
+    """Color, marker and width in points of an implementation's line."""
 
     color: str
     marker: str
@@ -58,7 +58,7 @@ def style_of(implementation: str, users: Sequence[str] = ()) -> Style:
 
     Args:
         implementation: Its name.
-        users: A user's own implementations, which get their colours in this order.
+        users: A user's own implementations, which get their colors in this order.
     """
     if implementation.startswith(OURS_PREFIX):
         split = implementation.removeprefix(OURS_PREFIX)
@@ -124,14 +124,14 @@ def new_page(
     notes: Iterable[str],
     legend: Sequence[Artist] = (),
 ) -> Figure:
-    """A figure with its title above and its notes below the panels.
+    """A figure with its title above the panels and its notes below them.
 
     Args:
         size: Width and height in inches, without title and notes.
         title: What the chart shows.
         subtitle: The model and the machine.
         notes: Sentences; empty ones are left out.
-        legend: Labelled entries that hold for all panels; they go below the subtitle.
+        legend: Labeled entries for all panels, shown below the subtitle.
     """
     width, height = size
     per_line = int(width * 15)
@@ -169,7 +169,7 @@ def failed_note(rows: Iterable[SummaryRow]) -> str:
 
 
 def clean(axes: Axes, grid: str) -> None:
-    """Only the lines that help reading.
+    """Draw only the lines that help reading.
 
     Args:
         axes: A panel.
@@ -211,7 +211,7 @@ def write_beside(axes: Axes, text: str, x: float, y: float) -> None:
     )
 
 
-def emphasise_ours(labels: Iterable[Text]) -> None:
+def emphasize_ours(labels: Iterable[Text]) -> None:
     """Make our own names in tick labels or a legend stand out."""
     for label in labels:
         if label.get_text().startswith(OURS_PREFIX):
@@ -220,7 +220,7 @@ def emphasise_ours(labels: Iterable[Text]) -> None:
 
 
 def color_of_name(implementation: str) -> str:
-    """The colour in which a name is written: ours stand out."""
+    """The color of a name; ours stand out."""
     return _OURS["auto"] if implementation.startswith(OURS_PREFIX) else "black"
 
 
@@ -230,7 +230,7 @@ def put_legend(axes: Axes, title: str | None = None, handles: Sequence[Artist] |
     Args:
         axes: The panel.
         title: What the entries are.
-        handles: Labelled entries; the panel's own when None.
+        handles: Labeled entries; the panel's own when None.
     """
     legend = axes.legend(
         handles=axes.get_legend_handles_labels()[0] if handles is None else handles,
@@ -242,7 +242,7 @@ def put_legend(axes: Axes, title: str | None = None, handles: Sequence[Artist] |
         title_fontsize=TEXT_SIZE,
         alignment="left",
     )
-    emphasise_ours(legend.get_texts())
+    emphasize_ours(legend.get_texts())
 
 
 def _count(parameters: float) -> str:

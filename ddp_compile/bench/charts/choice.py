@@ -37,7 +37,7 @@ def implementation_order(name: str) -> tuple[int, int, str]:
 
 
 def mode_order(mode: str) -> tuple[int, str]:
-    """Sort key: the modes of ``torch.compile`` by how much they do."""
+    """Sort key: the modes of ``torch.compile``, by how much they optimize."""
     return _position(mode, _MODES), mode
 
 
@@ -61,8 +61,8 @@ def gbit_of(link: str) -> float | None:
 def comparable_rows(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
     """Rows that one chart may compare: the fewest micro-batches, and one mode of each implementation.
 
-    The mode is "default", or the first other one for an implementation that was not run in it. The implementations
-    that are no data parallelism are not among them.
+    The mode is "default", or the first other one if an implementation was not run in it. Implementations that are not
+    data-parallel are left out.
     """
     rows = with_fewest_micro_batches(row for row in rows if row.implementation not in (LOCAL, COMMUNICATION))
     modes = headline_modes((row.implementation, row.mode) for row in rows)
@@ -100,8 +100,8 @@ def fastest(rows: Iterable[SummaryRow]) -> SummaryRow | None:
 def choose_cases(cases: Sequence[Case], summary: Iterable[SummaryRow]) -> list[Case]:
     """One case of each implementation, all on one link, ordered by `implementation_order`.
 
-    The link is the slowest of those with the most implementations, since waiting shows there. Of several bucket
-    capacities it is the one with the fastest step, or the one closest to 25 MiB if no step was measured.
+    The link is the slowest of those with the most implementations, since waiting is most visible there. Of several
+    bucket capacities, it takes the one with the fastest step, or the one closest to 25 MiB if no step was measured.
     """
     by_link = {case.link: {other.implementation for other in cases if other.link == case.link} for case in cases}
     if not by_link:
@@ -127,7 +127,7 @@ def unique(values: Iterable[str]) -> list[str]:
 
 
 def failures(rows: Iterable[SummaryRow]) -> list[tuple[str, list[str]]]:
-    """Implementations with failed rows, each with the settings under which it failed; none if it always did."""
+    """Implementations with failed rows, each with the settings under which it failed; none if it always failed."""
     rows = sorted(rows, key=lambda row: link_order(row.link))
     found = []
     for name in sorted({row.implementation for row in rows if row.status != "ok"}, key=implementation_order):

@@ -13,7 +13,7 @@ from ddp_compile.bench.charts.appearance import (
     clean,
     describe,
     draw_step_bar,
-    emphasise_ours,
+    emphasize_ours,
     failed_note,
     link_label,
     new_page,
@@ -39,7 +39,7 @@ _GAP = 0.6
 
 
 def build_compile_modes(run: BenchmarkRun) -> Figure | None:
-    """Step time, and beside it cold and warm compile seconds, of each implementation in each mode."""
+    """Step time, and next to it cold and warm compile seconds, of each implementation in each mode."""
     rows = [row for row in run.summary if row.implementation != COMMUNICATION]
     if not any(row.cold_compile_s is not None or row.warm_compile_s is not None for row in rows if is_measured(row)):
         return None
@@ -67,7 +67,7 @@ def build_compile_modes(run: BenchmarkRun) -> Figure | None:
         _draw_compile(compiles, row, position, colors[row.mode])
     steps.set_yticks(middles, [short(name) for name in names])
     steps.set_ylim(placed[-1][1] + 0.7, -0.7)
-    emphasise_ours(steps.get_yticklabels())
+    emphasize_ours(steps.get_yticklabels())
     for axes, label in ((steps, "step time (ms)"), (compiles, "compile time (s)")):
         clean(axes, "x")
         axes.tick_params(axis="y", length=0)
@@ -79,7 +79,7 @@ def build_compile_modes(run: BenchmarkRun) -> Figure | None:
 
 
 def _link_with_most_modes(rows: Sequence[SummaryRow]) -> str:
-    """The link with most modes; of several the fastest, on which communication hides least."""
+    """The link with the most modes. Of several, the fastest, where communication hides the least."""
     modes: dict[str, set[tuple[str, str]]] = {}
     for row in rows:
         if is_measured(row):

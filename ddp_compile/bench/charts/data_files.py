@@ -110,7 +110,7 @@ def read_run(directory: Path) -> BenchmarkRun:
     """Read ``summary.csv``, ``messages.csv``, ``ready.csv`` and ``timeline.json``; a missing file has no rows.
 
     Raises:
-        ValueError: A file lacks columns, is not JSON, or has something else than a number.
+        ValueError: A file lacks columns, is not JSON, or contains something other than a number.
     """
     return BenchmarkRun(
         summary=_read_table(directory / "summary.csv", SummaryRow),
@@ -121,7 +121,7 @@ def read_run(directory: Path) -> BenchmarkRun:
 
 
 def _read_table(path: Path, row_type: type[Row]) -> tuple[Row, ...]:
-    """The fields of ``row_type`` are the columns that are needed; further ones are not looked at."""
+    """The fields of ``row_type`` are the required columns. Other columns are ignored."""
     if not path.exists():
         return ()
     is_text = {field.name: field.type == "str" for field in fields(row_type)}
@@ -181,7 +181,7 @@ def _require(where: str, what: str, needed: Iterable[str], present: object) -> N
 
 
 def _number(where: str, name: str, value: str | float | None) -> float | None:
-    """The number; None if there is none or it is not finite, which stand for "not measured"."""
+    """The number; None if there is none or it is not finite, which mean "not measured"."""
     if value is None or value == "":
         return None
     try:

@@ -17,7 +17,7 @@ from ddp_compile.bench.charts.appearance import (
     clean,
     describe,
     draw_step_bar,
-    emphasise_ours,
+    emphasize_ours,
     failed_note,
     link_label,
     new_page,
@@ -81,7 +81,7 @@ def build_step_time_by_link(run: BenchmarkRun) -> Figure | None:
         axes.set_xlabel("step time (ms)", fontsize=TEXT_SIZE)
         if i % columns == 0:
             axes.set_yticks(range(len(names)), [case_label(name, modes[name]) for name in names])
-            emphasise_ours(axes.get_yticklabels())
+            emphasize_ours(axes.get_yticklabels())
     panels[0].set_ylim(len(names) - 0.4, -0.6)
     return figure
 
@@ -158,7 +158,7 @@ def _draw_sweep(axes: Axes, rows: Sequence[SummaryRow], users: Sequence[str]) ->
     """Returns the line of each implementation."""
     drawn = {}
     caps = sorted({row.bucket_cap_mb for row in rows if row.bucket_cap_mb is not None})
-    # Ours last, so that they lie on top.
+    # Ours last, so that they are on top.
     for name in sorted({row.implementation for row in rows}, key=implementation_order, reverse=True):
         points = []
         for cap in caps:

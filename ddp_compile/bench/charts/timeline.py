@@ -1,4 +1,4 @@
-"""One profiled step of each implementation: what runs while the backward does."""
+"""One profiled step of each implementation: what runs during the backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ddp_compile.bench.implementations import LOCAL
 
 _LANES = ("compute", "communication", "reducer")
 _PHASE_COLORS = {"forward": "#a9c6de", "backward": "#4f86b8", "optimizer": "#c9b98f"}
-# Neighbours in turn, so that one all-reduce is told from the next.
+# Used in turn, so that consecutive all-reduces differ.
 _LANE_COLORS = {
     "compute": ("#9a9a9a", "#9a9a9a"),
     "communication": ("#c8553d", "#e39b88"),
@@ -42,7 +42,7 @@ _SHARD_COLORS = {"reduce-scatter": ("#c8553d", "#e39b88"), "all-gather": ("#3f8f
 _WAIT_COLOR = "#cfcfcf"
 _ALONE_LINE: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.6}
 _BACKWARD_SHADE = "#e9f1f8"
-_NARROWEST_LABELLED = 0.06
+_NARROWEST_LABELED = 0.06
 
 
 def build_timeline(run: BenchmarkRun) -> Figure | None:
@@ -62,7 +62,7 @@ def build_timeline(run: BenchmarkRun) -> Figure | None:
         [
             f"Link: {link_label(cases[0].link)}. One step of rank 0 under the profiler, which stretches it: read the "
             "order and the overlap here, and the times in the other charts.",
-            "Shaded: while the backward runs, with what it waits for at its end.",
+            "Shaded: the backward, including the waits at its end.",
             failed_note(row for row in run.summary if row.link == cases[0].link),
         ],
         _legend(alone_ms is not None and len(chosen) > 1, {_kind(event) for step in chosen for event in step.events}),
@@ -83,7 +83,7 @@ def build_timeline(run: BenchmarkRun) -> Figure | None:
 
 
 def communication_ms(events: Iterable[Event], until_ms: float) -> tuple[float, float]:
-    """Milliseconds with a collective under way, in all and before a point of time."""
+    """Milliseconds with a collective under way, in total and before a point in time."""
     spans = _union((event.start_ms, event.end_ms) for event in events if event.lane == "communication")
     before = sum(max(0.0, min(end, until_ms) - start) for start, end in spans)
     return sum(end - start for start, end in spans), before
@@ -123,7 +123,7 @@ def _draw_step(axes: Axes, step: ProfiledStep, lanes: Sequence[str], end: float)
                 axes.barh(
                     middle, length, left=event.start_ms, height=0.9 * height, color=color, edgecolor=color, lw=0.4
                 )
-                if event.name in _PHASE_COLORS and length > _NARROWEST_LABELLED * end:
+                if event.name in _PHASE_COLORS and length > _NARROWEST_LABELED * end:
                     _write_in(axes, event, middle)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.45, -0.55)
@@ -152,7 +152,7 @@ def _write_in(axes: Axes, event: Event, middle: float) -> None:
 
 
 def _write_title(axes: Axes, step: ProfiledStep, alone_end: float | None) -> None:
-    """The implementation on the left, and on the right how much it communicates and how early."""
+    """The implementation on the left; on the right, how much it communicates and how early."""
     color = color_of_name(step.implementation)
     name = case_label(step.implementation, step.mode)
     axes.set_title(name, loc="left", fontsize=TEXT_SIZE, fontweight="bold", color=color, pad=3)

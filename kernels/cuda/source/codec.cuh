@@ -1,5 +1,5 @@
 // The min-max codec with eight bits a value. A row holds one chunk: its minimum and maximum as two floats, a code for
-// each value, zeros. Arithmetic is in double, in the same steps as native/csrc/loops.h and so with the same bits.
+// each value, then zeros. Arithmetic is in double, in the same steps as in native/csrc/loops.h, for the same bits.
 //
 // Chunks can be few and large, so each one is cut into slices, one for each block.
 #pragma once
@@ -21,16 +21,16 @@ struct CodecArguments {
   u64 row_bytes;
   u64 slice_numel;  // a multiple of kCodes
   u32 num_slices;   // of each chunk
-  u32 skipped;      // a chunk whose values and row are not touched, when compressing; kNone if there is none
+  u32 skipped;      // when compressing, a chunk whose values and row are not touched; kNone for none
 };
 
 constexpr u32 kNone = ~u32(0);
 
-// What one block works on. The slices of a chunk cover all of its row's codes, the zeros behind them included.
+// The part of one block. The slices of a chunk cover all codes of its row, including the zeros after them.
 template <class T>
 struct Slice {
   u64 begin, end;  // counted in the chunk
-  u64 count;       // values of the chunk: fewer than codes, or none, at the end
+  u64 count;       // values of the chunk; at the end, fewer than codes, or none
   bool is_skipped;
   u8* values;      // of the chunk
   u8* row;
@@ -86,7 +86,7 @@ struct MinMax {
   }
 };
 
-// Of no values.
+// The range of no values.
 DDP_COMPILE_INLINE MinMax no_minmax() { return {as_float(0x7f800000u), as_float(0xff800000u)}; }
 
 template <class T>
@@ -109,7 +109,7 @@ DDP_COMPILE_INLINE void find_minmax(const CodecArguments& arguments) {
   }
 }
 
-// Minimum and maximum of a chunk as they stand in its header: NaN if a value is not finite, zero if there are none.
+// Minimum and maximum of a chunk in the form of its header: NaN if a value is not finite, zero if there are no values.
 template <class T>
 DDP_COMPILE_INLINE MinMax header_of(const Slice<T>& slice, u32 num_slices) {
   MinMax mine = no_minmax();
@@ -121,7 +121,7 @@ DDP_COMPILE_INLINE MinMax header_of(const Slice<T>& slice, u32 num_slices) {
   if (threadIdx.x == 0) {
     const float infinity = as_float(Float32::kInfiniteFrom), nan = as_float(Float32::kNan);
     const bool finite = fabsf(total.minimum) < infinity && fabsf(total.maximum) < infinity;
-    // Adding zero makes a negative zero positive: which zero is the smallest one must not depend on their order.
+    // Adding zero makes a negative zero positive, so that the order of the values does not matter.
     header.minimum = slice.count == 0 ? 0.0f : finite ? __fadd_rn(total.minimum, 0.0f) : nan;
     header.maximum = slice.count == 0 ? 0.0f : finite ? __fadd_rn(total.maximum, 0.0f) : nan;
   }
@@ -140,7 +140,7 @@ DDP_COMPILE_INLINE void write_codes(const CodecArguments& arguments) {
   }
   const double minimum = header.minimum;
   const double range = __dsub_rn(header.maximum, minimum);
-  // Not of a chunk that is constant or has a value that is not finite: its codes are zero.
+  // Not if the chunk is constant or has a value that is not finite: then its codes are zero.
   const bool has_range = range > 0;
   const double inverse = has_range ? __ddiv_rn(255.0, range) : 0;
   // Adding 2^52 leaves the integer, rounded to nearest even, in the low bits.
@@ -179,7 +179,7 @@ struct WriteDecoded {
   static DDP_COMPILE_INLINE void apply(u8* to, const Level (&level)[1]) { *reinterpret_cast<Level*>(to) = level[0]; }
 };
 
-// Adds it to what is there, in float, rounded once.
+// Adds the value of each code to the destination, in float, rounded once.
 template <class T>
 struct AddDecoded {
   using Level = float;

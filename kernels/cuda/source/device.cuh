@@ -1,5 +1,5 @@
-// What only the device has: number formats, vector loads and stores, how a kernel is declared. No header is included,
-// so that NVRTC, which has none, and nvcc compile the same text. On a CPU tests/unit/emulated_device.cuh stands for it.
+// Device-specific code: number formats, vector loads and stores, declarations of kernels. It includes no header, so
+// that NVRTC, which has none, and nvcc compile the same text. tests/unit/emulated_device.cuh replaces it on a CPU.
 #pragma once
 
 namespace ddp_compile {
@@ -12,8 +12,8 @@ using u64 = unsigned long long;
 // Threads of every block; kernels/cuda/arguments.py has the same number.
 constexpr int kThreads = 256;
 
-// The only parameter of a kernel, by value: it is part of the launch, so a captured graph keeps a copy of it, and
-// nothing has to be uploaded before or kept alive after.
+// The only parameter of a kernel, passed by value. It is part of the launch, so a captured graph keeps a copy of it,
+// and nothing has to be uploaded before or kept alive afterward.
 #define DDP_COMPILE_KERNEL(name, Arguments, ...)                                                              \
   extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ Arguments arguments) { \
     __VA_ARGS__;                                                                                              \
@@ -73,7 +73,7 @@ struct Float16 {
   }
 };
 
-// The smaller and the larger one, or NaN if one of them is.
+// The smaller and the larger value, or NaN if one of them is NaN.
 DDP_COMPILE_INLINE float min_or_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -85,8 +85,8 @@ DDP_COMPILE_INLINE float max_or_nan(float a, float b) {
   return result;
 }
 
-// 16 bytes at once from or to an address that is a multiple of 16. What is read is not expected to be read again soon;
-// what is written is, by the collective or the optimizer, so it may stay in the L2 cache.
+// 16 bytes at once from or to an address that is a multiple of 16. Data that is read is not expected to be read again
+// soon. Written data is, by the collective or the optimizer, so it may stay in the L2 cache.
 DDP_COMPILE_INLINE void load_quad(const u8* from, u32* words) {
   const uint4 quad = __ldcs(reinterpret_cast<const uint4*>(from));
   words[0] = quad.x, words[1] = quad.y, words[2] = quad.z, words[3] = quad.w;

@@ -1,4 +1,4 @@
-// Between the tensors of a bucket and its flat buffer, with a factor, a cast, and on request what was written.
+// Moves the tensors of a bucket to or from its flat buffer, with a factor, a cast and, on request, statistics.
 #pragma once
 
 #include "packet.cuh"
@@ -8,7 +8,7 @@ namespace ddp_compile {
 // Elements of a tensor that a block moves at a time: 32 KiB of float32. kernels/cuda/arguments.py has the same number.
 constexpr int kChunk = 8192;
 
-// What the caller wants to know; the 16 bytes of Stats in native/csrc/formats.h.
+// The statistics for the caller: the 16 bytes of Stats in native/csrc/formats.h.
 struct Stats {
   double sum_of_squares;
   u64 non_finite;
@@ -16,7 +16,7 @@ struct Stats {
 
 struct Move {
   u8* flat;
-  Stats* partials;  // one for each block; null if nobody asks
+  Stats* partials;  // one for each block; null without statistics
   u32 num_chunks;
   u32 num_tensors;
   float scale;
@@ -36,7 +36,7 @@ struct MoveArguments {
 
 struct Sums {
   double squares;
-  float largest;  // magnitude, NaN if there is one
+  float largest;  // magnitude; NaN if any is NaN
 
   template <int kWidth>
   DDP_COMPILE_INLINE void add(const float (&values)[kWidth]) {
@@ -101,7 +101,7 @@ DDP_COMPILE_INLINE void move_chunks(const MoveArguments<kTensors>& arguments) {
   const Move& move = arguments.move;
   Sums sums = {0, 0};
   for (u32 chunk = blockIdx.x; chunk < move.num_chunks; chunk += gridDim.x) {
-    // The first tensor that ends behind the chunk.
+    // The first tensor that ends after the chunk.
     u32 tensor = 0;
     for (u32 end = move.num_tensors - 1; tensor < end;) {
       const u32 middle = (tensor + end) / 2;
@@ -119,7 +119,7 @@ DDP_COMPILE_INLINE void move_chunks(const MoveArguments<kTensors>& arguments) {
     const int count = chunk + 1 == arguments.end_chunks[tensor] ? int(arguments.last_counts[tensor]) : kChunk;
     const u8* from = move.to_flat ? address + first * kBytes<Source> : move.flat + place * kBytes<Source>;
     u8* to = move.to_flat ? move.flat + place * kBytes<Destination> : address + first * kBytes<Destination>;
-    // A tensor that is its own place already.
+    // The tensor is already in its place.
     if (from == to && move.scale == 1.0f && move.partials == nullptr) continue;
     move_run<Source, Destination>(from, to, count, move, sums);
   }

@@ -1,4 +1,4 @@
-// A few elements side by side, which one thread reads or writes with as few instructions as possible.
+// A few adjacent elements, which one thread reads or writes with as few instructions as possible.
 #pragma once
 
 #include "device.cuh"
@@ -57,7 +57,7 @@ struct Packet<T, 1> {
 
 DDP_COMPILE_INLINE bool is_aligned(const u8* address) { return reinterpret_cast<u64>(address) % 16 == 0; }
 
-// Combines the values of all threads of a block, always in the same order; only thread 0 gets the result.
+// Combines the values of all threads of a block, always in the same order. Only thread 0 gets the result.
 template <class V>
 DDP_COMPILE_INLINE V combine_block(V mine) {
   __shared__ V values[kThreads];

@@ -1,4 +1,4 @@
-// Adds up what the blocks of one move have found: one block, so that the order is always the same.
+// Adds up the statistics of the blocks of one move. It runs as one block, so that the order is always the same.
 #pragma once
 
 #include "move.cuh"

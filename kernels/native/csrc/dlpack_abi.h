@@ -1,4 +1,4 @@
-// The part of DLPack 1.3 that is used here: how to look at a torch.Tensor without torch's headers.
+// The part of DLPack 1.3 that is used here, to read a torch.Tensor without torch's headers.
 // The layout is a standard (https://github.com/dmlc/dlpack, include/dlpack/dlpack.h), the same for all versions 1.x.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The number formats that gradients come in, and what is found out about them.
+// The number formats of gradients, and statistics about their values.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace ddp_compile {
 
-// The numbers of kernels/native/library.py, DTYPE_CODES.
+// The numbers in DTYPE_CODES of kernels/native/library.py.
 enum Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kOther = 255 };
 
 struct Float32 {
@@ -19,7 +19,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// What the caller wants to know about the values that were written; kernels/flatten_plan.py reads these 16 bytes.
+// Statistics about the written values. kernels/flatten_plan.py reads these 16 bytes.
 struct Stats {
   double sum_of_squares = 0;  // of the scaled values, before they were rounded to the destination's format
   uint8_t non_finite = 0;     // whether a written value is infinite or NaN

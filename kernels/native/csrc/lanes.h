@@ -1,10 +1,10 @@
-// Reading, converting and writing elements, one at a time and a register full at a time. simd.cpp includes this file
-// and loops.h once for each instruction set, each time inside another namespace: so there is no include guard, and
-// nothing is included from here.
+// Reading, converting and writing elements, one at a time and a register at a time. simd.cpp includes this file and
+// loops.h once for each instruction set, each time inside another namespace. So there is no include guard, and this
+// file includes nothing.
 //
-// Vectors are those of GCC and clang, as wide as the registers: wider ones are correct as well, but GCC keeps them in
-// memory. Intrinsics of x86 are used for what the types cannot say; DDP_COMPILE_AVX is 0, 2 or 512 there. (__AVX2__ and
-// __AVX512F__ are about the command line: GCC 12 leaves them alone where a pragma chooses the instruction set.)
+// Vectors are those of GCC and clang, as wide as the registers. Wider ones are also correct, but GCC keeps them in
+// memory. x86 intrinsics do what the vector types cannot express; there, DDP_COMPILE_AVX is 0, 2 or 512. (__AVX2__ and
+// __AVX512F__ depend on the command line only: GCC 12 does not change them if a pragma chooses the instruction set.)
 
 #if defined(DDP_COMPILE_VECTORS)
 #if DDP_COMPILE_AVX == 512
@@ -35,7 +35,7 @@ inline void store(void* to, V value) {
   memcpy(to, &value, sizeof value);
 }
 
-// Bit casts and selections, for one element and for vectors alike.
+// Bit casts and selections, for one element and for vectors.
 template <class To, class From>
 inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -63,7 +63,7 @@ inline U float16_bits(F value) {
   const U bits = bit_cast<U>(value);
   const U magnitude = bits & 0x7fffffffu;
   const U sign = (bits >> 16) & 0x8000u;
-  // Exponents from -14 on: shift the bias from 127 to 15. What rounds up to 2^16 becomes infinite by itself.
+  // Exponents from -14 on: shift the bias from 127 to 15. A value that rounds up to 2^16 becomes infinite by this.
   const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // Below 2^-14 an addition of 0.5 aligns the last bit of a subnormal with that of the sum, rounding to even.
   const F half = bit_cast<F>((magnitude & 0u) + 0x3f000000u);
@@ -77,8 +77,8 @@ inline U float16_bits(F value) {
 template <class U, class F>
 inline F float16_value(U half) {
   const U magnitude = (half & 0x7fffu) << 13;
-  // The bias goes from 15 to 127. A subnormal is what it adds to 2^-14; as a float32 it would be subnormal as well, which
-  // threads that flush those take for zero.
+  // The bias goes from 15 to 127. A subnormal is the amount that it adds to 2^-14: as a float32 it would be subnormal
+  // too, and threads that flush subnormals would take it for zero.
   const F smallest_normal = bit_cast<F>((half & 0u) + (113u << 23));
   const U subnormal = bit_cast<U>(bit_cast<F>(magnitude + (113u << 23)) - smallest_normal);
   const U finite = magnitude < (1u << 23) ? subnormal : magnitude + (112u << 23);
@@ -92,7 +92,7 @@ inline float read(const BFloat16* from) { return bit_cast<float>(uint32_t(from->
 inline void write(Float32* to, float value) { to->value = value; }
 inline void write(BFloat16* to, float value) { to->bits = uint16_t(bfloat16_in_upper_half<uint32_t>(value) >> 16); }
 
-// One element is converted by the same instruction as sixteen, so that a NaN becomes the same one wherever it stands.
+// One element is converted by the same instruction as sixteen, so that a NaN becomes the same NaN at any position.
 #if DDP_COMPILE_AVX
 inline float read(const Float16* from) { return _cvtsh_ss(from->bits); }
 inline void write(Float16* to, float value) { to->bits = uint16_t(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT)); }
@@ -101,12 +101,12 @@ inline float read(const Float16* from) { return float16_value<uint32_t, float>(f
 inline void write(Float16* to, float value) { to->bits = uint16_t(float16_bits<uint32_t>(value)); }
 #endif
 
-// Without the sign, in bits.
+// The bits without the sign.
 inline uint32_t magnitude(const Float32* from) { return bit_cast<uint32_t>(from->value) & 0x7fffffffu; }
 inline uint32_t magnitude(const BFloat16* from) { return from->bits & 0x7fffu; }
 inline uint32_t magnitude(const Float16* from) { return from->bits & 0x7fffu; }
 
-// The smallest magnitude of a float, in bits, that is infinite once it is written; those of NaNs are larger.
+// The smallest magnitude of a float, in bits, that is infinite after it is written. Those of NaNs are larger.
 inline uint32_t first_infinite(const Float32*) { return 0x7f800000u; }
 inline uint32_t first_infinite(const BFloat16*) { return 0x7f7f8000u; }
 inline uint32_t first_infinite(const Float16*) { return 0x477ff000u; }
@@ -140,8 +140,8 @@ inline u16v float16_lanes(f32v value) { return __builtin_convertvector(float16_b
 #endif
 inline void write_lanes(Float16* to, f32v value) { store(to, float16_lanes(value)); }
 
-// write_two: one vector after the other, past the caches if kStreaming, when the address is a multiple of a register's
-// size. Two vectors of a half format fill one register.
+// write_two: writes two vectors. If kStreaming, it bypasses the caches, and the address must be a multiple of a
+// register's size. Two vectors of a half format fill one register.
 #if defined(DDP_COMPILE_X86)
 
 #if DDP_COMPILE_AVX == 512
@@ -162,7 +162,7 @@ inline void stream(void* to, Register value) { _mm256_stream_si256(static_cast<R
 inline Register upper_halves(u32v first, u32v second) {
   const Register low = _mm256_srli_epi32(bit_cast<Register>(first), 16);
   const Register high = _mm256_srli_epi32(bit_cast<Register>(second), 16);
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);  // packing is by halves of the register
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);  // packing works on halves of the register
 }
 inline Register float16_register(f32v first, f32v second) {
   const Register low = _mm256_castsi128_si256(bit_cast<__m128i>(float16_lanes(first)));
@@ -172,7 +172,7 @@ inline Register float16_register(f32v first, f32v second) {
 typedef __m128i Register;
 inline void stream(void* to, Register value) { _mm_stream_si128(static_cast<Register*>(to), value); }
 inline Register upper_halves(u32v first, u32v second) {
-  // With their signs, as there is no packing without.
+  // With signs, since there is no packing without signs.
   return _mm_packs_epi32(_mm_srai_epi32(bit_cast<Register>(first), 16), _mm_srai_epi32(bit_cast<Register>(second), 16));
 }
 inline Register float16_register(f32v first, f32v second) {
@@ -225,8 +225,8 @@ inline f32v plus_square(f32v sum, f32v value) {
 #endif
 }
 
-// Between single and double precision, where the lanes are in two halves; and between double precision and codes, whole
-// numbers from 0 to 255, to which doubles are rounded, ties to even.
+// Conversions between single and double precision, with the lanes in two halves, and between double precision and
+// codes, whole numbers from 0 to 255, to which doubles are rounded, ties to even.
 #if DDP_COMPILE_AVX == 512
 inline f64v lower_half(f32v value) {
   return bit_cast<f64v>(_mm512_cvtps_pd(_mm512_castps512_ps256(bit_cast<__m512>(value))));
@@ -264,7 +264,7 @@ inline f64v read_codes(const uint8_t* codes) {
 }
 constexpr int kCodesAtOnce = 32;
 inline void write_codes(uint8_t* codes, const f64v* steps) {
-  // Of eight codes, 0 1 4 5 are in the lower half of a register, 2 3 6 7 in the upper one, and packing leaves it so.
+  // Of eight codes, 0 1 4 5 are in the lower half of a register, 2 3 6 7 in the upper half, and packing keeps that.
   __m256i eight[4];
   for (int i = 0; i < 4; ++i) {
     const __m256 lower = bit_cast<__m256>(steps[2 * i] + kRounding);

@@ -1,4 +1,4 @@
-// What Python calls, through ctypes; kernels/native/library.py declares the same signatures.
+// The functions that Python calls through ctypes. kernels/native/library.py declares the same signatures.
 
 #include <algorithm>
 #include <cstddef>
@@ -23,11 +23,11 @@ using namespace ddp_compile;
 
 namespace {
 
-// Threads are started for every call, so that no pool has to survive a fork, and not for less work than this.
+// Threads are started in every call, so that no pool has to survive a fork, but not for less work than this.
 constexpr int64_t kMinElementsPerThread = 1 << 19;
 
-// Calls work(begin, end, part) on consecutive parts of 0..count, each on a thread of its own. The parts are the same
-// for the same numbers, whatever happens.
+// Calls work(begin, end, part) on consecutive parts of 0..count, each on its own thread. The parts depend on these
+// numbers only.
 template <class Work>
 void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
   const int64_t parts = std::max<int64_t>(1, std::min(num_threads, count / kMinElementsPerThread));
@@ -38,15 +38,15 @@ void in_parallel(int64_t count, int64_t num_threads, const Work& work) {
     threads.reserve(size_t(parts));
     for (; part < parts; ++part) threads.emplace_back(run, part);
   } catch (const std::exception&) {
-    // No more threads are to be had: what has not been given away is done here.
+    // No more threads can be started: this thread does the remaining parts.
     for (; part < parts; ++part) run(part);
   }
   run(0);
   for (std::thread& thread : threads) thread.join();
 }
 
-// From this size on, what is written would push other things out of the caches before anybody reads it, and fetching
-// the old contents first costs a third of the time. Smaller buckets are still there when the collective reads them.
+// From this size on, written data would evict other data from the caches before it is read, and fetching the old
+// contents first costs a third of the time. Smaller buckets are still in the caches when the collective reads them.
 constexpr int64_t kStreamingBytes = 8 << 20;
 
 // One direction of a plan: elements begin..end, counted over all tensors one after another.
@@ -83,8 +83,8 @@ struct Copy {
   }
 };
 
-// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as there are any; it goes to row j: its
-// extremes, codes, zeros up to row_bytes.
+// Chunk j is elements j * chunk_numel to (j + 1) * chunk_numel, as far as they exist. It is written to row j: its
+// extremes, its codes, and zeros up to row_bytes.
 struct Chunks {
   Dtype dtype;
   int64_t count;
@@ -92,11 +92,11 @@ struct Chunks {
   int64_t chunk_numel;
   int64_t row_bytes;
 
-  // What one thread has of one chunk.
+  // One thread's share of one chunk.
   struct Share {
     int64_t chunk;
     int64_t begin;     // counted over all elements
-    int64_t position;  // counted over those of the chunk
+    int64_t position;  // counted in the chunk
     int64_t numel;
     bool is_whole;
   };
@@ -117,7 +117,7 @@ struct Chunks {
     }
   }
 
-  // Without a chunk that is skipped, unless that is negative: neither its values nor its row are touched.
+  // Leaves out the skipped chunk, unless its number is negative: neither its values nor its row are touched.
   void compress(const char* values, int64_t skipped, uint8_t* rows, int64_t num_threads) const;
   void decompress(const uint8_t* rows, bool accumulate, char* values, int64_t num_threads) const;
 };
@@ -128,7 +128,7 @@ Extremes extremes_of(const uint8_t* row) {
   return extremes;
 }
 
-// Of both, in any order; NaNs stay.
+// The extremes of both, in any order. NaNs remain.
 Extremes merged(const Extremes& a, const Extremes& b) {
   if (b.minimum != b.minimum) return b;
   return {b.minimum < a.minimum ? b.minimum : a.minimum, b.maximum > a.maximum ? b.maximum : a.maximum};
@@ -149,14 +149,14 @@ void Chunks::compress(const char* values, int64_t skipped, uint8_t* rows, int64_
     const Extremes extremes = extremes_of(row);
     const char* from = values + share.begin * element_bytes(dtype);
     uint8_t* codes = row + sizeof extremes + share.position;
-    // From the end: what was looked at last is still in the caches.
+    // From the end, since the latest data is still in the caches.
     constexpr int64_t kBlock = 16384;
     for (int64_t begin = (share.numel - 1) / kBlock * kBlock; begin >= 0; begin -= kBlock) {
       const int64_t numel = std::min(kBlock, share.numel - begin);
       loops().encode(dtype, from + begin * element_bytes(dtype), numel, extremes, codes + begin);
     }
   };
-  // A chunk that one thread has all of is encoded while it is in the caches; others once all their threads are done.
+  // A thread that has a whole chunk encodes it while it is in the caches. Other chunks wait for all of their threads.
   std::mutex merging;
   in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t) {
     for_each_share(begin, end, [&](const Share& share) {
@@ -201,17 +201,17 @@ int64_t unless_out_of_memory(const Function& function) {
 
 }  // namespace
 
-// Changes with every change of a signature below; library.py asks for the number it was written for.
+// Changes with every change of a signature below. library.py requires the number that it was written for.
 DDP_COMPILE_EXPORT int64_t ddp_compile_interface() { return 4; }
 
-// Of the files in this folder, as source_hash.py computes it; setup.py passes it on.
+// The digest of the files in this folder, computed by source_hash.py and passed by setup.py.
 DDP_COMPILE_EXPORT const char* ddp_compile_source_hash() { return DDP_COMPILE_SOURCE_HASH; }
 
 DDP_COMPILE_EXPORT const char* ddp_compile_instruction_set() { return instruction_set(); }
 DDP_COMPILE_EXPORT const char* ddp_compile_instruction_set_at(int64_t index) { return instruction_set_at(index); }
 DDP_COMPILE_EXPORT int64_t ddp_compile_set_instruction_set(const char* name) { return use_instruction_set(name); }
 
-// The next three need Python's lock: they are called through ctypes.PyDLL.
+// The next three functions need Python's lock, so they are called through ctypes.PyDLL.
 
 DDP_COMPILE_EXPORT TensorTable* ddp_compile_table_new(const DLPackExchangeAPI* api, void* tuple, int64_t* fit) {
   TensorTable* table = new (std::nothrow) TensorTable;
@@ -227,7 +227,7 @@ DDP_COMPILE_EXPORT int64_t ddp_compile_table_read(TensorTable* table, const DLPa
   return unless_out_of_memory([&] { return table->read(api, tuple); });
 }
 
-// The rest is called without Python's lock.
+// The others are called without Python's lock.
 
 DDP_COMPILE_EXPORT int64_t ddp_compile_table_place_at(TensorTable* table, const int64_t* offsets, int64_t flat_numel) {
   return table->place_at(offsets, flat_numel);
@@ -257,13 +257,13 @@ DDP_COMPILE_EXPORT int64_t ddp_compile_table_num_others(const TensorTable* table
 }
 DDP_COMPILE_EXPORT const int64_t* ddp_compile_table_others(const TensorTable* table) { return table->others.data(); }
 
-// Between the tensors that were last read and their places; without those listed as others.
+// Moves the tensors that were last read to or from their places, except those listed as others.
 DDP_COMPILE_EXPORT void ddp_compile_copy(const TensorTable* table, void* flat, int64_t flat_dtype, int64_t to_flat,
                                          float scale, int64_t num_threads, Stats* stats) {
   const int64_t count = table->ends.empty() ? 0 : table->ends.back();
   const bool streaming = count * element_bytes(Dtype(flat_dtype)) >= kStreamingBytes;
   const Copy copy = {*table, static_cast<char*>(flat), Dtype(flat_dtype), to_flat != 0, scale, streaming};
-  // Added up in the order of the parts, so that the sum depends on the number of threads but not on their timing.
+  // Added up in the order of the parts, so that the sum depends on the number of threads but not on timing.
   std::vector<Stats> of_parts(size_t(std::max<int64_t>(1, num_threads)));
   in_parallel(count, num_threads, [&](int64_t begin, int64_t end, int64_t part) {
     copy(begin, end, stats == nullptr ? nullptr : &of_parts[size_t(part)]);

@@ -1,16 +1,16 @@
-// The loops over elements, on top of lanes.h; included as it is. Compilers without vector types get the one-element
-// loops alone, which handle the last few elements everywhere else.
+// The loops over elements, on top of lanes.h; included several times, like lanes.h. Compilers without vector types get
+// only the one-element loops, which handle the last few elements everywhere else.
 
-// Sums of squares are checked after so many elements.
+// Sums of squares are checked after this many elements.
 constexpr int64_t kBlock = 4096;
 
-// Between these, a sum of squares in float has lost nothing that counts, and no element is infinite once it is written.
+// Between these, a sum of squares in float is accurate enough, and no element is infinite after it is written.
 constexpr double kSmallestSum = 1e-27;
 inline double largest_sum(const Float32*) { return 3.4e38; }
 inline double largest_sum(const BFloat16*) { return 3.4e38; }
 inline double largest_sum(const Float16*) { return 65504.0 * 65504.0; }
 
-// to[i] = from[i] * scale; returns the sum of the products' squares, added in float for the most part, if it is wanted.
+// to[i] = from[i] * scale; if requested, returns the sum of the products' squares, mostly added in float.
 template <class S, class D, bool kWithSum, bool kStreaming>
 double write_scaled(const S* from, D* to, int64_t count, float scale) {
   int64_t i = 0;
@@ -35,7 +35,7 @@ double write_scaled(const S* from, D* to, int64_t count, float scale) {
     float lanes[kLanes];
     const f32v sum = (sum0 + sum1) + (sum2 + sum3);
     memcpy(lanes, &sum, sizeof(sum));
-    double sums[4] = {};  // side by side: each addition to a single one would wait for the one before
+    double sums[4] = {};  // four, since each addition to a single sum would wait for the one before
     for (int lane = 0; lane < kLanes; lane += 4) {
       for (int i = 0; i < 4; ++i) sums[i] += double(lanes[lane + i]);
     }
@@ -50,7 +50,7 @@ double write_scaled(const S* from, D* to, int64_t count, float scale) {
   return total;
 }
 
-// Gradients of rows that were not looked up, and of units that are off, are zeros, and many of them.
+// Gradients of rows that were not looked up, and of inactive units, are zeros, and there are many of them.
 template <class S>
 bool are_zeros(const S* from, int64_t count) {
   int64_t i = 0;
@@ -105,8 +105,8 @@ double sum_in_double(const S* from, int64_t count, float scale) {
 }
 
 // Statistics cost one or two instructions for each vector: squares are added in float, and a sum of ordinary size
-// vouches for everything in it. A block without such a sum, which has infinities, NaNs or very large values, or small
-// ones alone, is looked at again while it is in the caches.
+// proves that all of its terms are fine. Otherwise the block has infinities, NaNs, very large values, or only small
+// ones, and is read again while it is in the caches.
 template <class S, class D, bool kStreaming>
 void scale_block_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
   const double sum = write_scaled<S, D, true, kStreaming>(from, to, count, scale);
@@ -118,7 +118,7 @@ void scale_block_with_stats(const S* from, D* to, int64_t count, float scale, St
   }
 }
 
-// What is read is gone once it is written, so it is kept.
+// In place, the input is overwritten, so a copy is kept.
 template <class S, class D>
 void scale_in_place_with_stats(const S* from, D* to, int64_t count, float scale, Stats* stats) {
   S kept[kBlock];
@@ -151,7 +151,7 @@ template <class S, class D>
 void scale_elements(const void* source, void* destination, int64_t count, float scale, bool streaming, Stats* stats) {
   const S* from = static_cast<const S*>(source);
   D* to = static_cast<D*>(destination);
-  // Scaling in place has fetched what it writes; memory that is not even aligned to its elements never gets aligned.
+  // Scaling in place has already fetched its output. Memory that is not aligned to its elements never becomes aligned.
   const bool is_odd = reinterpret_cast<uintptr_t>(to) % sizeof(D) != 0;
   if (!streaming || source == destination || is_odd) return scale_elements<S, D, false>(from, to, count, scale, stats);
   const int64_t misaligned = int64_t(-reinterpret_cast<intptr_t>(to) & 63) / int64_t(sizeof(D));
@@ -202,14 +202,14 @@ void average_elements(Dtype dtype, void* x, const void* sum, const void* copy, i
   }
 }
 
-// The smallest and largest of at least one value; both NaN if a value is infinite or NaN.
+// The smallest and largest of at least one value. Both are NaN if a value is infinite or NaN.
 template <class T>
 void find_extremes(const T* from, int64_t count, Extremes* found) {
   float lowest = read(from), highest = lowest;
   uint32_t bad = 0;
   int64_t i = 0;
 #if defined(DDP_COMPILE_VECTORS)
-  // Four of each, since the next comparison with one waits for the last.
+  // Four of each, since each comparison with a single one would wait for the one before.
   constexpr int kChains = 4;
   if (count >= kChains * kLanes) {
     f32v low[kChains], high[kChains];
@@ -239,14 +239,14 @@ void find_extremes(const T* from, int64_t count, Extremes* found) {
     bad |= bit_cast<uint32_t>(value - value);
   }
   const float nan = bit_cast<float>(uint32_t(0x7fc00000));
-  // Adding zero makes both kinds of zero the positive one: which of them came first is not to matter.
+  // Adding zero makes every zero positive, so that the order of the values does not matter.
   found->minimum = bad ? nan : lowest + 0.0f;
   found->maximum = bad ? nan : highest + 0.0f;
 }
 
 // codes[i] = round((from[i] - minimum) * 255 / (maximum - minimum)), computed in double: neither the difference of two
-// large floats nor a step below the smallest normal float is lost. Between the extremes that is within 0..255: the
-// difference is exact or rounded towards one that is, and what the product exceeds 255 by is far below a half.
+// large floats nor a step below the smallest normal float is lost. Between the extremes the result is within 0..255:
+// the difference is exact or rounded toward an exact one, and the product exceeds 255 by far less than a half.
 template <class T>
 void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* codes) {
   const double minimum = extremes.minimum;
@@ -274,7 +274,7 @@ void encode(const T* from, int64_t count, const Extremes& extremes, uint8_t* cod
   }
 }
 
-// to[i] = codes[i] * step + minimum, computed in double and rounded to float; or that is added to to[i], in float.
+// to[i] = codes[i] * step + minimum, computed in double and rounded to float; or the same added to to[i], in float.
 template <class T, bool kAccumulate>
 void decode(const Extremes& extremes, const uint8_t* codes, int64_t count, T* to) {
   const double minimum = extremes.minimum;

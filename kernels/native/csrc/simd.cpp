@@ -2,8 +2,8 @@
 
 #include <atomic>
 
-// The tests also build what other processors get, without intrinsics, and what compilers other than GCC and clang get,
-// without vectors.
+// The tests also build the code for other processors, without intrinsics, and the code for compilers other than GCC and
+// clang, without vectors.
 #if defined(__GNUC__) && !defined(DDP_COMPILE_PLAIN_LOOPS)
 #define DDP_COMPILE_VECTORS 1
 #if defined(__x86_64__) && !defined(DDP_COMPILE_NO_INTRINSICS)
@@ -13,8 +13,8 @@
 #endif
 #endif
 
-// Vectors never leave this file, so their calling convention does not matter. GCC 12 takes the registers that its own
-// intrinsics leave undefined for mistakes.
+// Vectors never leave this file, so their calling convention does not matter. GCC 12 warns of registers that its own
+// intrinsics leave undefined.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -92,7 +92,7 @@ bool has_avx512() {
 #endif
 bool has_baseline() { return true; }
 
-// The fastest first.
+// Fastest first.
 const InstructionSet kInstructionSets[] = {
 #if defined(DDP_COMPILE_X86)
     {"avx512", &avx512::kLoops, has_avx512},

@@ -5,7 +5,7 @@
 
 namespace ddp_compile {
 
-// The smallest and largest value of a chunk, as they stand at the beginning of its compressed form.
+// The smallest and largest value of a chunk, as stored at the start of its compressed form.
 struct Extremes {
   float minimum;
   float maximum;
@@ -13,22 +13,22 @@ struct Extremes {
 static_assert(sizeof(Extremes) == 8, "8 bytes");
 
 struct Loops {
-  // destination[i] = source[i] * scale, with stats (unless null) of what was written; streaming writes past the caches.
+  // destination[i] = source[i] * scale, with stats (unless null) of the written values; streaming bypasses the caches.
   void (*scale)(Dtype from, Dtype to, const void* source, void* destination, int64_t count, float scale, bool streaming,
                 Stats* stats);
   void (*average)(Dtype dtype, void* x, const void* sum, const void* copy, int64_t count, float world_size);
   void (*find_extremes)(Dtype dtype, const void* from, int64_t count, Extremes* found);
   void (*encode)(Dtype dtype, const void* from, int64_t count, const Extremes& extremes, uint8_t* codes);
-  // to[i] = value of codes[i], or to[i] += it.
+  // to[i] = value of codes[i], or to[i] += value of codes[i].
   void (*decode)(Dtype dtype, const Extremes& extremes, const uint8_t* codes, int64_t count, bool accumulate, void* to);
 };
 
 const Loops& loops();
 
-// Names of the instruction sets that there are loops for and this processor has, the fastest first, then null.
+// Names of the instruction sets that have loops here and that this processor supports, fastest first, then null.
 const char* instruction_set_at(int64_t index);
 
-// What `loops` returns: those of the fastest one until another one is asked for. False if there is none of that name.
+// Selects the result of `loops`, initially the fastest. False if there is no set of that name.
 const char* instruction_set();
 bool use_instruction_set(const char* name);
 

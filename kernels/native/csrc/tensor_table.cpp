@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-// A few functions of Python's stable ABI, declared here so that no Python headers are needed to build. They are found
-// in the interpreter that loads this library.
+// A few functions of Python's stable ABI, declared here so that the build needs no Python headers. They are found in
+// the interpreter that loads this library.
 extern "C" {
 intptr_t PyTuple_Size(void* tuple);
 void* PyTuple_GetItem(void* tuple, intptr_t index);
@@ -32,7 +32,7 @@ int64_t numel_of(const DLTensor& tensor) {
   return numel;
 }
 
-// Bytes from the beginning of the first element to the end of the last one.
+// Bytes from the start of the first element to the end of the last one.
 uint64_t span_of(const DLTensor& tensor) {
   uint64_t last = 0;
   for (int32_t d = 0; d < tensor.ndim; ++d) {
@@ -67,7 +67,7 @@ bool is_contiguous(const DLTensor& tensor) {
   return true;
 }
 
-// 1 if the tensor is to be read with its sign turned, 0 if not, -1 with a Python exception set.
+// 1 if the tensor must be read with its sign inverted, 0 if not, -1 with a Python exception set.
 int is_negated(void* object) {
   void* method = PyObject_GetAttrString(object, "is_neg");
   if (method == nullptr) return -1;
@@ -135,9 +135,10 @@ Fit TensorTable::fit(int64_t index, const DLTensor& tensor, void* object) {
   }
   const int64_t numel = numels[size_t(index)];
   if (numel == 0) return kFits;
-  // Tensors without storage stand for zeros, or live in a mode that computes nothing; torch's operations know.
+  // Tensors without storage mean zeros, or belong to a mode that computes nothing. torch's operations handle them.
   if (!same_strides || dtype_of(tensor) == kOther || tensor.data == nullptr) return kOtherLayout;
-  // Only .imag of a conjugate has a sign to turn, and its stride of two shows, except on a single element.
+  // Only .imag of a conjugate has an inverted sign, and is recognized by its stride of two, except for a single
+  // element.
   if (numel == 1) {
     const int negated = is_negated(object);
     if (negated != 0) return negated < 0 ? kPythonError : kOtherLayout;
@@ -167,7 +168,7 @@ Fit TensorTable::read(const DLPackExchangeAPI* api, void* tuple) {
 }
 
 int64_t TensorTable::place_at(const int64_t* new_offsets, int64_t flat_numel) {
-  std::vector<std::pair<int64_t, int64_t>>& places = places_;  // of what is not empty: offset, tensor
+  std::vector<std::pair<int64_t, int64_t>>& places = places_;  // of the tensors that are not empty: offset, tensor
   places.clear();
   for (int64_t i = 0; i < size(); ++i) {
     const size_t at = size_t(i);

@@ -1,4 +1,4 @@
-// Where the tensors of one bucket lie in memory, and where they belong in the bucket's flat buffer.
+// Where the tensors of one bucket are in memory, and where their places are in the bucket's flat buffer.
 #pragma once
 
 #include <cstdint>
@@ -10,34 +10,34 @@
 
 namespace ddp_compile {
 
-// What one look at a tensor finds; kernels/native/library.py has the same numbers.
+// The result of reading a tensor. kernels/native/library.py has the same numbers.
 enum Fit : int64_t {
   kFits = 0,           // its memory can be copied as one run
-  kOtherLayout = 1,    // other strides than its place has, a dtype that has no loops here, or no memory of its own
-  kMismatch = 2,       // another shape or device than its place has
+  kOtherLayout = 1,    // other strides than its place, a dtype without loops here, or no memory
+  kMismatch = 2,       // another shape or device than its place
   kPythonError = 3,    // a Python exception is set
   kOutOfMemory = 4,
 };
 
 class TensorTable {
  public:
-  // Reads the shapes and strides of a tuple of tensors. A place has its tensor's strides where those fill its elements
-  // without gaps, else those of a contiguous tensor. Both functions need Python's lock.
+  // Reads the shapes and strides of a tuple of tensors. A place has its tensor's strides if these leave no gaps,
+  // otherwise those of a contiguous tensor. Both functions need Python's lock.
   Fit describe(const DLPackExchangeAPI* api, void* tuple);
 
-  // Reads where a tuple of tensors of the same shapes lies now. Tensors that do not fit are listed in `others`; the
-  // first mismatch ends the reading, and is the last of `others`.
+  // Reads the present addresses of a tuple of tensors of the same shapes. Tensors that do not fit are listed in
+  // `others`. The first mismatch ends the reading, and is the last of `others`.
   Fit read(const DLPackExchangeAPI* api, void* tuple);
 
   // Gives every place an offset. Returns the first tensor that would not fit into a flat buffer of that many elements,
-  // or whose place would overlap another one, else -1.
+  // or whose place would overlap another one; -1 if there is none.
   int64_t place_at(const int64_t* offsets, int64_t flat_numel);
 
-  // Whether two tensors that have just been read share memory, those in `others` as well: whether what lies between the
-  // first and last element of one meets that of another. Costs a sort where the addresses have changed.
+  // Whether two tensors that have just been read share memory, including those in `others`: whether the spans from
+  // first to last element overlap. Costs a sort if the addresses have changed.
   bool any_overlap();
 
-  // The first tensor that shares memory with the flat buffer without lying exactly in its place, else -1.
+  // The first tensor that shares memory with the flat buffer but is not exactly in its place; -1 if there is none.
   int64_t first_astray(uint64_t flat, Dtype flat_dtype, int64_t flat_numel) const;
 
   // The sizes of one tensor; writes how many there are.
@@ -49,7 +49,7 @@ class TensorTable {
   std::vector<int64_t> ends;     // of each tensor, in elements of all tensors one after another
   std::vector<int64_t> offsets;  // in elements of the flat buffer
   std::vector<uint64_t> addresses;
-  std::vector<Dtype> dtypes;     // as last read; kOther for what is in `others`
+  std::vector<Dtype> dtypes;     // as last read; kOther for those in `others`
   std::vector<int64_t> others;
 
  private:
@@ -62,7 +62,7 @@ class TensorTable {
   std::vector<int64_t> strides_;
   std::vector<std::pair<int64_t, int64_t>> places_;  // of place_at
   std::vector<uint64_t> spans_;  // bytes of each tensor, as last read, gaps included; 0 for those without memory
-  // What any_overlap has found disjoint.
+  // The spans that any_overlap found disjoint.
   std::vector<uint64_t> disjoint_;
   std::vector<uint64_t> disjoint_spans_;
 };
