@@ -1,12 +1,12 @@
-"""Writes docs/ddp_parity.md from the rows in the TOML files beside this one, if every test that they list passes.
+"""Writes docs/ddp_parity.md from the rows in the TOML files next to this one, if every test that they list passes.
 
 ``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what
 `print_markers` finds.
 
 In each row ``says`` is what an argument, method or behaviour of DistributedDataParallel is here; ``verdict`` whether it
-is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` what proves it: node
-ids below tests/, of a whole test or of one of its cases. ``since`` is the torch that brought it, where not all have it
-that the package supports.
+is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` are the proof: node
+ids below tests/, of a whole test or of one of its cases. ``since`` is the first torch that has it, if not all supported
+versions have it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def own_arguments() -> dict[str, str]:
 
 
 def differences(section: str, rows: Sequence[Row], names: Set[str], torch_version: str) -> list[str]:
-    """Where the rows of a section and what DistributedDataParallel has are not the same: one line for each name.
+    """The differences between the rows of a section and DistributedDataParallel: one line for each name.
 
     Args:
         section: "arguments" or "methods"; of methods there may be rows for private ones, which are not looked for.
@@ -113,7 +113,7 @@ def cases_of(row: Row, cases: Mapping[str, Any]) -> list[str]:
 
 
 def problems_of(rows: Sequence[Row], cases: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the rows: one line for each.
+    """The errors in the rows, one line for each.
 
     Args:
         rows: All rows.
@@ -161,7 +161,7 @@ def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
 
 
 class _Recorder:
-    """A pytest plugin that leaves out all cases but the listed ones, and notes their markers and how they ended."""
+    """A pytest plugin that deselects all cases except the listed ones, and records their markers and outcomes."""
 
     def __init__(self, listed: Container[str]) -> None:
         self.listed = listed
@@ -177,7 +177,7 @@ class _Recorder:
 
 
 def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
-    """Run pytest over what the rows list.
+    """Run pytest on the tests that the rows list.
 
     Args:
         rows: All rows.
@@ -186,7 +186,7 @@ def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
     recorder = _Recorder({test for row in rows for test in row.tests})
     # Whole files, since pytest collects nothing at all if it is given one test that does not exist.
     files = sorted({str(ROOT / test.split("::")[0]) for row in rows for test in row.tests})
-    # With those that CI leaves out: no marker is asked for.
+    # Including those that CI leaves out, so no marker is requested.
     pytest.main(["--rootdir", str(ROOT), "-m", "", *options, *files], plugins=[recorder])
     return recorder
 

@@ -1,4 +1,4 @@
-"""What many ranks ask one store for, and who reads for all; see Note [One rank reads]."""
+"""The number of questions of many ranks to one store, and the rank that reads for all; see Note [One rank reads]."""
 
 from __future__ import annotations
 
