@@ -3,7 +3,7 @@
 ``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what
 `print_markers` finds.
 
-In each row ``says`` is what an argument, method or behaviour of DistributedDataParallel is here; ``verdict`` whether it
+In each row ``says`` is what an argument, method or behavior of DistributedDataParallel is here; ``verdict`` whether it
 is the same, better, refused (``says`` is then what to write instead) or not there yet; ``tests`` are the proof: node
 ids below tests/, of a whole test or of one of its cases. ``since`` is the first torch that has it, if not all supported
 versions have it.
@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "ddp_parity.md"
 SECTIONS = {
     "arguments": "Arguments of the constructor",
     "methods": "Methods and attributes",
-    "behaviour": "Behaviour",
+    "behaviour": "Behavior",
 }
 VERDICTS = ("same", "better", "refused", "not yet")
 PROVED = ("same", "better", "refused")
@@ -37,14 +37,14 @@ PROVED = ("same", "better", "refused")
 HEAD = """\
 # DistributedDataParallel, line by line
 
-Every argument, public method and documented behaviour of DistributedDataParallel, of torch {oldest} to {newest}, and
-what it is here: the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. What came
-after torch {oldest} says since when. The last column is the number of tests that hold the line; most compare gradients
+Every argument, public method and documented behavior of DistributedDataParallel, of torch {oldest} to {newest}, and
+what it is here: the *same*; *better*; *refused* with an error, and what to write instead; or *not yet* there. Additions
+after torch {oldest} say since when. The last column is the number of tests that hold the line; most compare gradients
 with DistributedDataParallel's own, on two or three ranks with gloo.
 
-Every argument but the module is given by name. An argument that is refused may still be given with the value that
+Every argument except the module is passed by name. An argument that is refused may still be passed with the value that
 changes nothing: `None`, `dim=0`, and `False` except for `forward_sync_buffers`. An argument that only a newer torch has
-is refused as such. A name that nobody has is a TypeError that suggests the nearest one, and an error to type checkers.
+is refused as such. An unknown name is a TypeError that suggests the nearest name, and an error in type checkers.
 Some features exclude each other: [feature_compatibility.md](feature_compatibility.md).
 
 `make parity` runs these tests and writes this page from `tests/parity/*.toml`; do not edit it.
