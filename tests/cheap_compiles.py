@@ -1,7 +1,7 @@
-"""What a test process does so that its many small compilations take less time.
+"""Makes the many small compilations of a test process take less time.
 
-It changes nothing of what they make, but that inductor's C++ kernels are not written with vector instructions, unless
-``VECTOR_KERNELS=1`` is in the environment, as in ``make test-long``.
+The results do not change, except that inductor's C++ kernels have no vector instructions, unless ``VECTOR_KERNELS=1``
+is in the environment, as in ``make test-long``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SETTINGS_AS_TEXT = (
 
 
 def make_compiles_cheap() -> None:
-    """Much of the processor time of small graphs goes into things that no test looks at (torch 2.13).
+    """Avoid work that takes much of the processor time of small graphs but that no test needs (torch 2.13).
 
     Dynamo empties the processor's caches after each graph to measure how long its guards take, for a metric. The
-    garbage collector goes over everything that torch has imported, again and again: what there is now is not looked at
-    any more, and the rest less often. Texts are made of all settings, graphs and call stacks for logs that are off. The
-    C++ compiler takes three times as long where a kernel has vector instructions. Each init_process_group() lets Dynamo
-    look up thousands of torch's functions again, in case torch.distributed was not imported when it did so first.
-    Stacks are kept of every seed, for a GPU that is not there, and of every fake mode. Six empty tensors for random
-    numbers that a backend computes itself are made around each graph, by the slow way of tensors that are traced. A
-    progress bar that shows nothing starts a thread that looks after it.
+    garbage collector scans everything that torch has imported again and again: existing objects are now excluded, and
+    collections are less frequent. All settings, graphs and call stacks are turned into text for logs that are off. The
+    C++ compiler takes three times as long if a kernel has vector instructions. Each init_process_group() makes Dynamo
+    look up thousands of torch's functions again, in case torch.distributed was not imported the first time. Stacks are
+    kept for every seed, for a GPU that is not there, and for every fake mode. Around each graph, six empty tensors are
+    made, by slow traced operations, for random numbers that a backend computes itself. A progress bar that shows
+    nothing starts a thread.
     """
     guards: Any = dynamo_guards
     guards.profile_guard_manager = lambda *_: 0.0
@@ -73,7 +73,7 @@ def make_compiles_cheap() -> None:
     graphs: Any = graph_compile
     graphs._log_joint_graph = lambda *_: None
     graphs._log_fw_bw_graphs = lambda *_: (None, None)
-    # The callers of the function that is compiled; what is inside of it stays in messages.
+    # The callers of the function that is compiled; what is inside it stays in messages.
     traced: list[Any] = [symbolic_convert, side_effects]
     for module in traced:
         module.get_stack_above_dynamo = StackSummary

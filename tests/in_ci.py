@@ -1,4 +1,4 @@
-"""Which cases of a test run in CI, where other tests or the fuzzer combine what the rest of them combines."""
+"""Selects the cases of a test for CI, if other tests or the fuzzer cover the other combinations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def only(in_ci: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases for `pytest.mark.parametrize`, marked ``long`` but for those ``in_ci``, which have to be among them."""
+    """The cases for `pytest.mark.parametrize`, marked ``long`` except for those ``in_ci``, which must be among them."""
     cases = list(cases)
     unknown = [case for case in in_ci if case not in cases]
     assert not unknown, f"there are no cases {unknown}"

@@ -1,4 +1,4 @@
-"""Calls whose frames lie in one block of memory."""
+"""Calls whose frames are in one block of memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-#: Of 8 bytes each; there is as much room again for the frames of what is called.
+#: Of 8 bytes each. There is equal room for the frames of called functions.
 SLOTS = 1 << 16
 
 
 def on_one_stack(function: Callable[..., Any]) -> None:
-    """Make the frame of a function so large that a block with room for those of all that it calls comes with it.
+    """Make the frame of a function so large that its block has room for the frames of all functions that it calls.
 
     Python 3.11 has frames in blocks of 16 KiB, which it takes from the system and gives back each time the depth of the
     calls crosses the end of one: five hundred times a second in a process that compiles with Dynamo, which is a tenth

@@ -1,6 +1,6 @@
 """Processes that are copies of one that has imported torch and its compilers, which takes seconds.
 
-For what needs a process of its own, yet not one that begins before torch is imported. Nothing here imports the code
+For tests that need a separate process, but not one that starts before torch is imported. Nothing here imports the code
 under test.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from one_stack import on_one_stack
 
 # What every rank imports sooner or later. Nothing of ours: the process that imports it does not have pytest's path, and
-# could find an installed copy in place of the code under test. None of it starts a thread, which a fork would lose. The
+# could find an installed copy instead of the code under test. None of it starts a thread, which a fork would lose. The
 # last one compiles.
 PRELOADED = [
     "pytest",
@@ -35,7 +35,7 @@ PRELOADED = [
 
 
 def context_of_copies() -> ForkServerContext:
-    """Its processes are copies of one and the same, whose hash seed is its own; to call before the first one starts."""
+    """The context of processes that are copies of one process with its own hash seed. Call it before the first one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with _first_in_path(Path(__file__).parent):
@@ -58,20 +58,20 @@ def _first_in_path(folder: Path) -> Iterator[None]:
 
 
 def begin_copy(path: list[str]) -> None:
-    """What a copy does first: look for modules in ``path``, where the process that it is a copy of did not.
+    """The first step of a copy: add ``path`` to its module search path, which the original process did not have.
 
     Raises:
-        ImportError: What is preloaded was not, of which that process says nothing.
+        ImportError: A module was not preloaded, which the original process does not report.
     """
     if missing := [name for name in PRELOADED if name not in sys.modules]:
         raise ImportError(f"the process that others are copies of could not import {missing}")
     sys.path[:] = path
-    # The first thread that asks makes the inherited pool of threads anew; two threads at once must not.
+    # The first thread that asks recreates the inherited pool of threads. Two threads must not do that at the same time.
     sys.modules["torch"].set_num_threads(1)
 
 
 class Ended(NamedTuple):
-    """A process that has ended, and what it has printed; the exit code is that of a signal if it took too long."""
+    """A process that has ended, and its output. The exit code is that of a signal if it took too long."""
 
     exit_code: int | None
     stdout: str

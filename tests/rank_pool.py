@@ -1,9 +1,9 @@
-"""Processes that stand in for ranks: started once, given one function after the other.
+"""Processes that stand in for ranks: started once, and given one function after the other.
 
 Importing torch and its compilers takes seconds; starting ranks for each test would be most of the suite's time. Ranks
-are copies of one process that has imported them, so that those that parted ways cost little to replace. A function that
-a test gives to the pool must stand at the top level of its module, so that the ranks can import it. The ranks'
-`ddp_compile` has the defaults that it has here at the call, for fixtures that change one.
+are copies of one process that has imported them, so replacing ranks that got out of step is cheap. A function that a
+test gives to the pool must be at the top level of its module, so that the ranks can import it. The ranks' `ddp_compile`
+has the defaults that it has here at the call, for fixtures that change one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddp_compile import ddp_compile
 
 GROUP_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 240.0
-#: More threads than this belong to several process groups that nothing uses any more.
+#: More threads than this belong to several process groups that nothing uses anymore.
 MOST_THREADS = 6
 PROCESS_ENDED = "EOFError"  #: the kind of failure of a rank whose process is gone
 
@@ -47,7 +47,7 @@ class RankFailure(NamedTuple):
 
 
 class RankPool:
-    """``world_size`` processes in one gloo group that is made anew for each call."""
+    """``world_size`` processes in one gloo group that is made again for each call."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -67,7 +67,7 @@ class RankPool:
     def run_expecting_failures(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = GROUP_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
-        """As `run`, with a `RankFailure` in the place of a result for each rank that raised or died."""
+        """As `run`, with a `RankFailure` instead of a result for each rank that raised or died."""
         if not self._processes:
             self._start()
         self._num_calls += 1
@@ -76,7 +76,7 @@ class RankPool:
             for connection in self._connections:
                 connection.send((function, args, kwargs, ddp_compile.__kwdefaults__, store, timeout_s))
         except ConnectionError as error:
-            self.close()  # or every test that comes would fail as well
+            self.close()  # otherwise every later test would fail too
             raise AssertionError("a rank's process has ended after the call before this one") from error
         results = [self._receive(connection) for connection in self._connections]
         kinds = {result.kind if isinstance(result, RankFailure) else None for result in results}
@@ -156,10 +156,10 @@ Ranks = Callable[[int], RankPool]
 
 
 def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function returns on ranks that have never had another mesh.
+    """The result of a function on ranks that have never had another mesh.
 
-    torch keeps what it has found out about DTensors by meshes that count as equal, with the names of their groups. Once
-    those are destroyed, a mesh like it leads to "could not resolve the process group".
+    torch caches results about DTensors by mesh, with the names of the mesh's groups, and equal meshes share an entry.
+    After the groups are destroyed, an equal mesh leads to "could not resolve the process group".
     """
     pool.close()
     try:
@@ -169,10 +169,9 @@ def run_in_new_processes(pool: RankPool, function: Callable[..., Any], *args: An
 
 
 def collect_process_groups() -> None:
-    """Free the process groups of models that the garbage collector has yet to find, unless there is only one.
+    """Free the process groups of models that the garbage collector has not found yet, unless there is only one.
 
-    Their threads poll: those of ranks that had nothing to do took a tenth of both cores. What is left is not looked at
-    again.
+    Their threads poll: on idle ranks they took a tenth of both cores. Remaining objects are not scanned again.
     """
     if len(os.listdir("/proc/self/task")) > MOST_THREADS:
         gc.collect()
@@ -212,11 +211,11 @@ def _call(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    dist.barrier()  # or a function that asks nothing of others could leave before they have connected
+    dist.barrier()  # otherwise a function that needs no other rank could leave before the others have connected
     try:
         return function(*args, **kwargs)
     except BaseException as error:
-        with_locals = isinstance(error, AssertionError)  # in place of what pytest says of an assertion of its own
+        with_locals = isinstance(error, AssertionError)  # instead of what pytest says of an assertion of its own
         text = traceback.TracebackException.from_exception(error, capture_locals=with_locals)
         return RankFailure(type(error).__name__, str(error), "".join(text.format()))
     finally:

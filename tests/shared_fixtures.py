@@ -27,7 +27,7 @@ from ddp_compile import ddp_compile
 torch.set_num_threads(1)
 make_compiles_cheap()
 on_one_stack(pytest_runtest_protocol)
-# torch prints every graph for its trace where that has a handler, which pytest gives to loggers that do not propagate.
+# torch prints every graph for its trace if that has a handler, and pytest adds one to loggers that do not propagate.
 logging.getLogger("torch.__trace").propagate = True
 
 # A shell without job control starts what it puts in the background with Ctrl-C ignored, and processes inherit that.
@@ -40,10 +40,10 @@ ALONE_IN = Path(__file__).parent / "bench"
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two rules for tests, where breaking them would go unseen or say nothing of the reason.
+    """Two rules for tests whose violation would go unnoticed, or would not show its reason.
 
     ``make test`` looks for tests marked ``alone`` in one folder, since importing all tests takes seconds. An identifier
-    with an address is another one in each process, and pytest-xdist refuses to run any test then.
+    with an address differs in each process, and then pytest-xdist refuses to run any test.
     """
     alone = [item for item in items if item.get_closest_marker("alone")]
     elsewhere = [item.nodeid for item in alone if ALONE_IN not in item.path.parents]
@@ -79,10 +79,10 @@ def single_rank_group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(params=[pytest.param("forward", marks=pytest.mark.long), "backward"], scope="module")
 def split(request: pytest.FixtureRequest) -> str:
-    """Each way to have buckets launched while a compiled backward goes on, for tests that must not tell them apart.
+    """Each way to launch buckets during a compiled backward, for tests with the same results in both.
 
-    In CI the backward split, whose first iterations leave buckets to their hooks, as the forward split always does.
-    What the cuts themselves can get wrong has both there: those tests name them.
+    In CI only the backward split, whose first iterations leave buckets to their hooks, as the forward split always
+    does. Tests of errors that cuts themselves could cause name both splits.
     """
     way: str = request.param
     return way

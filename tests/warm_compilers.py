@@ -1,10 +1,10 @@
-"""To be imported by the process that ranks are copies of: what torch's compilers do at the first graph of a process.
+"""Imported by the process that ranks are copies of, to do the work of torch's compilers at a process's first graph.
 
-They build tables of torch's functions, decompositions and patterns, and import what they have put off: half a second
-for Dynamo and AOTAutograd, and another one for inductor, in each rank that compiles. The graphs here leave nothing
-behind that depends on them. No thread is started, which a fork would lose, and no C++ compiled. Where torch is built
-for an accelerator, its autograd starts a thread for each device, and refuses to be used in copies once it has been
-used, as AOTAutograd does: nothing is warm there.
+They build tables of torch's functions, decompositions and patterns, and do postponed imports: half a second for Dynamo
+and AOTAutograd, and another half for inductor, in each rank that compiles. The graphs here leave nothing behind that
+depends on them. No thread is started, since a fork would lose it, and no C++ is compiled. If torch is built for an
+accelerator, its autograd starts a thread for each device and, once AOTAutograd has used it, refuses to run in copies.
+So nothing is warmed up there.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class ReplicatedParameters:
         for number, name in self._names.items():
             if number not in present:
                 other = at.get(name)
-                what = "not there any more" if other is None else f"replaced by another {type(other).__name__}"
+                what = "removed" if other is None else f"replaced by another {type(other).__name__}"
                 changes.setdefault(what, []).append(name)
             elif (is_now := _properties(present[number])) != (was := self._properties[number]):
                 changes.setdefault(_difference(was, is_now), []).append(name)

@@ -151,7 +151,7 @@ def format_rank_statuses(statuses: Mapping[int, RankStatus | None], now: float) 
     ranks_at: dict[str, list[int]] = {}
     ages_s: dict[str, list[float]] = {}
     for rank, rank_status in statuses.items():
-        at = "never heard of" if rank_status is None else rank_status.at
+        at = "never posted" if rank_status is None else rank_status.at
         ranks_at.setdefault(at, []).append(rank)
         if rank_status is not None:
             # The clocks of two machines may differ by a little.

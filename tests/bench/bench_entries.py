@@ -22,7 +22,7 @@ def tiny() -> tuple:
     def make_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(8, 256, generator=generator), torch.randn(8, 256, generator=generator)
 
-    # Products alone: inductor would need seconds of a C++ compiler for anything else, in each case of each rank.
+    # Only products: for anything else inductor would need a C++ compiler for seconds, in each case of each rank.
     return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))), make_batch, F.mse_loss
 
 
@@ -49,7 +49,7 @@ def fails_later(model: nn.Module, case: Case) -> Implementation:
     def forward(inputs: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        # Past the first steps, in the middle of the rounds, and on one rank alone.
+        # After the first steps, in the middle of the rounds, and on one rank only.
         if calls > 7 and dist.get_rank() == 1:
             raise RuntimeError("this implementation breaks down")
         return model(inputs)

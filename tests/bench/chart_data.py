@@ -1,4 +1,4 @@
-"""A made-up benchmark run, as data files, for the tests of the charts that are drawn from such files.
+"""The data files of an invented benchmark run, for tests of the charts.
 
 Tests that import this are skipped without matplotlib, which is optional.
 """

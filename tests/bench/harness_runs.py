@@ -1,4 +1,4 @@
-"""Runs of the benchmark with a tiny model, and what they leave behind."""
+"""Runs of the benchmark with a tiny model, and their results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ddp_compile.bench.link import unavailable_reason
 
 HERE = Path(__file__).parent
-# Each case of each rank has a compile cache of its own. A precompiled header takes longer than a tiny kernel, and so
-# does finding out which vector instructions the compiler knows.
+# Each case of each rank has its own compile cache. A precompiled header takes longer than a tiny kernel, and so does
+# the test for the compiler's vector instructions.
 QUICK_COMPILES = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 ENVIRONMENT = {**os.environ, **QUICK_COMPILES}
 
@@ -49,7 +49,7 @@ def bench(*arguments: str) -> Done:
 
 
 def left_behind(pid: int) -> list[str]:
-    """Namespaces and processes of the run that this process directed, after a moment in which they may still go."""
+    """Namespaces and processes of the run that this process directed, after a moment in which they may still end."""
     deadline = time.monotonic() + 3
     while (found := namespaces_of(pid) + processes_of(pid)) and time.monotonic() < deadline:
         time.sleep(0.1)

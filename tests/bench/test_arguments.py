@@ -1,4 +1,4 @@
-"""The command line: what its help says, and that it can be written down and asked for again."""
+"""The command line: its help, and that a recorded command line can be run again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_command_can_be_asked_for_again(parser: argparse.ArgumentParser, argum
     asked = parser.parse_args(arguments)
     words = shlex.split(command_line(asked))
     assert words[:4] == ["python", "-m", "ddp_compile", "bench"]
-    assert {"--rounds", "--link"} <= set(words)  # defaults too: they may be others one day
+    assert {"--rounds", "--link"} <= set(words)  # defaults too, since they may change
     assert parser.parse_args(words[4:]) == asked
 
 

@@ -1,4 +1,4 @@
-"""Charts of a run: which are drawn and what of, what is wrong with a data file, and that they can be looked at."""
+"""Charts of a run: which are drawn from which data, and errors for malformed data files."""
 
 from __future__ import annotations
 

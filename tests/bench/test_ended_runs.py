@@ -1,4 +1,4 @@
-"""Runs of the benchmark that end before they are done: what they say, and that they leave nothing behind."""
+"""Runs of the benchmark that end early: their messages, and that they leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How runs end: what an interrupt may not interrupt, what is said in the end, and what is refused at the beginning."""
+"""How runs end: cleanup that an interrupt must not stop, last messages, and refusals at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of the harness: what it measures, what it does about failures, and that it leaves nothing behind."""
+"""Whole runs of the harness: what it measures, how it handles failures, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_known_delay_is_measured(measured: Measured) -> None:
         delayed = row(measured, "bench_entries:delayed", link)
         for column in ("step_ms", "forward_ms"):  # that is where it lies
             delay_s = (float(delayed[column]) - float(plain[column])) / 1000
-            # What the machine does beside may take from either median.
+            # Other work of the machine may affect either median.
             assert delay_s == pytest.approx(bench_entries.DELAY_S, rel=0.15)
         assert float(delayed["cpu_ms"]) < 1000 * bench_entries.DELAY_S  # sleeping takes no processor time
 
@@ -162,7 +162,7 @@ def test_a_run_on_a_simulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     # 56 ms at the higher rate, since a process that sleeps may be woken milliseconds late.
     monkeypatch.setattr("ddp_compile.bench.run.MESSAGE_BYTES", (2**20,))
     monkeypatch.setattr("ddp_compile.bench.run.MESSAGE_S", 0.1)
-    monkeypatch.setattr(BenchmarkRun, "_measure_warm_start", lambda *_: None)  # which knows of no link
+    monkeypatch.setattr(BenchmarkRun, "_measure_warm_start", lambda *_: None)  # it does not use a link
     workload = WorkloadSettings(model="bench_entries:tiny")
     world_settings = WorldSettings(
         world_size=1, workload=workload, simulated_bits_per_second=1.5e8, simulated_world_size=4

@@ -1,4 +1,4 @@
-"""Slow links between ranks: what they carry, and that nothing of them is left behind, whatever ends the process."""
+"""Slow links between ranks: their rates, and that they leave nothing behind, however the process ends."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def payload_rate(link: NamespacedLink, mebibytes: int, source: int = 0, target: 
 
 
 def closest_of_10(nominal: int, measure: Callable[[], float]) -> float:
-    """The measured share of the nominal rate, as good as it gets: others may be busy on the same cores."""
+    """The best measured share of the nominal rate, since other processes may be busy on the same cores."""
     shares = []
     for _ in range(10):
         shares.append(measure() / nominal)
@@ -299,7 +299,7 @@ def test_stale_namespaces_are_those_of_processes_that_are_gone(real_links: None)
         theirs, kept = namespaces_of(killed.pid), namespaces_of(living.pid)
         assert remove_stale(pid_is_alive=lambda pid: True) == []
         os.kill(killed.pid, signal.SIGKILL)
-        # Not waited for yet: its number is taken still, but it runs no more.
+        # Not waited for yet: its number is still taken, but it no longer runs.
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
         assert namespaces_of(killed.pid) == theirs
         removed = remove_stale()

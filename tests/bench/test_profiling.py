@@ -1,4 +1,4 @@
-"""What is read off a step's trace, from traces made by hand: there may be no GPU to record one on."""
+"""Reading a step's trace, tested with traces made by hand, since there may be no GPU to record one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the summary, on figures made by hand, and the files that a run leaves."""
+"""The arithmetic of the summary, on figures made by hand, and the files of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_interval_of_a_median_is_that_of_the_sign_test(num_rounds: int, low: int
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    """A machine that slows down for everybody in some rounds leaves the ratio alone."""
+    """If the machine slows down for all cases in some rounds, the ratio does not change."""
     drift = [1.0, 5.0, 2.0, 1.0, 9.0, 1.0, 3.0]
     ours, theirs = [steps(0.9 * d) for d in drift], [steps(d) for d in drift]
     assert median_ratio(ours, theirs) == pytest.approx((0.9, 0.9, 0.9))

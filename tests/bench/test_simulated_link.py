@@ -1,4 +1,4 @@
-"""The simulated link: how long a transfer takes, what hides it, what it leaves in the tensors, and who can use it."""
+"""The simulated link: how long a transfer takes, when it is hidden, its results, and the code that can use it."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_buckets_travel_while_the_backward_goes_on(replicate: Callable[[nn.Modul
             start = time.perf_counter()
             loss.backward()
             backward_s.append(time.perf_counter() - start)
-            if step == 1:  # by now the graph is compiled, and DistributedDataParallel has made its buckets anew
+            if step == 1:  # by now the graph is compiled, and DistributedDataParallel has rebuilt its buckets
                 set_link_model(LinkModel(world_size=WORLD_SIZE, alpha_s=0.0, bytes_per_second=bytes_per_second))
     # The input needs no gradient, so one layer fewer sleeps; nothing is left to hide the last bucket.
     overlapped_s = (num_layers - 1) * sleep_s + transfer_s

@@ -1,4 +1,4 @@
-"""The harness's training loop: what it computes, and that reading the clock costs next to nothing."""
+"""The harness's training loop: its results, and that reading the clock costs almost nothing."""
 
 from __future__ import annotations
 

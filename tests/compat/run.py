@@ -1,7 +1,7 @@
-"""Runs the tests that a torch of another version has to pass, and prints the row of docs/compatibility.md for it.
+"""Runs the tests that another version of torch has to pass, and prints its row for docs/compatibility.md.
 
 ``make compat TORCH=2.15.0`` makes an environment for that torch and runs this with its interpreter; arguments are
-passed on to pytest. Left out of what CI runs are tests with inductor, tests that have to be alone, and those of
+passed on to pytest. It runs the tests of CI, except those with inductor, those that must run alone, and those of
 packages and examples.
 """
 

@@ -1,4 +1,4 @@
-"""The example trains, leaves its files, and goes on from a checkpoint as if it had never stopped."""
+"""The example trains, writes its files, and continues from a checkpoint as if it had never stopped."""
 
 from __future__ import annotations
 

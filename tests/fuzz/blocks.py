@@ -21,7 +21,7 @@ NUM_IDS = 5
 
 @dataclass(frozen=True)
 class Block:
-    """A kind of block, and what it holds, if it is one that holds others."""
+    """A kind of block, and the blocks inside it, if it has any."""
 
     kind: str
     inner: tuple[Block, ...] = ()

@@ -1,4 +1,4 @@
-"""A random module and the way it is trained, as data: made from one integer, printed, and made smaller.
+"""A random module and its training as data, made from one integer, printed, and made smaller.
 
 Everything is a name, or a tuple of names. So a failing recipe is made smaller by leaving entries out, and by putting
 settings back to their defaults; it prints as the expression that makes it.
@@ -17,7 +17,7 @@ from fuzz.blocks import FUNCTIONS, HOLDERS, LEAVES, Block
 
 @dataclass(frozen=True)
 class Recipe:
-    """One case. The defaults are the plainest values, to which settings are put back."""
+    """One case. The defaults are the simplest values, to which settings are reset."""
 
     blocks: tuple[Block, ...] = ()  # the module, between a first and a last linear layer
     program: tuple[str, ...] = ("train",)  # what is done with it, in order: names of `training.ACTIONS`
@@ -52,7 +52,7 @@ def _kinds(block: Block) -> Iterator[str]:
         yield from _kinds(inner)
 
 
-# A tuple with one entry several times makes it as much more likely.
+# An entry that is several times in a tuple is more likely by that factor.
 PLAIN = ("linear", "linear", "tanh", "gelu", "layer_norm", "weight", "embedding")
 # Their gradient is None, in each backward or in some, which needs find_unused_parameters or static_graph.
 UNUSED = ("branch", "no_grad")
@@ -74,7 +74,7 @@ def recipe_of(seed: int, backends: tuple[str, ...] = ("eager", "eager", "aot_eag
     blocks = _blocks(random, random.randint(1, most_blocks), excluded)
     others = _blocks(random, 2, excluded, depth=2) if random.random() < 0.2 else ()
     program = _program(random, parameters, bool(others))
-    # Of a hook that is no mean, how often it is called makes a difference, which nothing promises in these.
+    # If a hook is not a mean, the number of its calls matters, and that is not promised in these cases.
     hooks = ("", "allreduce", "allreduce" if {"halves", "regularizer"} & set(program) else "halves")
     ways = ["first"] if parameters != "find_unused" else ["first", "in turns", "by rank"]
     return Recipe(

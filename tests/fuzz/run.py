@@ -1,6 +1,6 @@
 """Random modules trained in random ways, against DistributedDataParallel: ``python tests/fuzz/run.py --cases 5000``.
 
-Prints what the cases came to, and each failing case made smaller. ``--seed N`` judges one case alone. ``--sharded``
+Prints the outcomes of the cases, and each failing case made smaller. ``--seed N`` judges one case alone. ``--sharded``
 trains random parameters with a sharded optimizer, against one that is not sharded.
 """
 

@@ -15,7 +15,8 @@ Judge = Callable[[Sequence[Any]], list[Verdict]]
 def shrink(recipe: Any, judge: Judge, at_once: int = 8, limit_s: float = 300.0) -> tuple[Any, Verdict]:
     """The smallest recipe that still fails with the same symptom, found by leaving one thing out at a time, greedily.
 
-    After ``limit_s`` the smallest so far will do: a candidate whose ranks wait for each other in vain takes a timeout.
+    After ``limit_s`` it returns the smallest so far, since a candidate whose ranks wait for each other in vain takes a
+    timeout.
     """
     (verdict,) = judge([recipe])
     symptom = verdict.symptom()

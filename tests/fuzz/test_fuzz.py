@@ -1,4 +1,4 @@
-"""Random modules trained in random ways, beside DistributedDataParallel; and what the fuzzer itself promises."""
+"""Random modules trained in random ways, compared with DistributedDataParallel; and what the fuzzer itself promises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddp_compile.compile.backend import TrainingBackend
 from ddp_compile.runtime.buckets.bucket import Bucket
 
 NUM_CASES_IN_CI = 2  # and thousands in `make test-long`
-MOST_BLOCKS_IN_CI = 3  # which takes half of the time that 5 do: a third of a second of both cores
+MOST_BLOCKS_IN_CI = 3  # takes half of the time of 5: a third of a second on both cores
 SMALLER = f"python tests/fuzz/run.py --no-inductor --most-blocks {MOST_BLOCKS_IN_CI}"
 
 

@@ -1,4 +1,4 @@
-"""Training the module of a recipe in one of several ways, and noting everything that can be seen after each action."""
+"""Trains the module of a recipe in one of several ways, and records everything visible after each action."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuzz.blocks import NUM_IDS, WIDTH, Arguments, Block, build, run
 from fuzz.recipe import Recipe
 from torch import Tensor, nn
 
-#: What can be seen after an action: values by name, None where there is none; or "raised" and the error's text alone.
+#: Everything visible after an action: values by name, None if there is none; or only "raised" and the error's text.
 Observation = dict[str, Any]
 
 
@@ -83,7 +83,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def losses_of(output: Any) -> list[Tensor]:
-    """A loss of each output that takes part in autograd; of each half, if it is only one."""
+    """A loss of each output that has an autograd graph; of each half, if there is only one output."""
     found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if len(found) == 1 and found[0].dim() == 2:
         found = [found[0][:, :2], found[0][:, 2:]]
@@ -166,7 +166,7 @@ class MeanOfRanks(nn.Module):
     """The mean over the ranks of what a plain module computes, after each backward that is to be reduced.
 
     The reference where ddp_compile is documented to do something else than DistributedDataParallel: several backwards
-    of one forward are all averaged, and buffers are broadcast before training forwards outside of ``no_sync`` alone.
+    of one forward are all averaged, and buffers are broadcast before training forwards outside ``no_sync`` alone.
     """
 
     def __init__(self, net: nn.Module, recipe: Recipe, group: dist.ProcessGroup) -> None:
@@ -214,7 +214,7 @@ class MeanOfRanks(nn.Module):
 
 
 class MeanOfRanksWithCopies(MeanOfRanks):
-    """The same where layers save copies for their backward, so that later writes into what they saved do not matter.
+    """The same, but layers save copies for their backward, so that later writes to saved tensors do not matter.
 
     Eager autograd refuses such a backward; a graph whose writes were made functional computes this one.
     """
@@ -249,7 +249,7 @@ def micro(t: Training) -> None:
         _sum(losses_of(t.forward())).backward()
     model = t.models[0]
     if isinstance(model, MeanOfRanks) and model.expects_backward:
-        # It has reached what a forward before has prepared, as in DistributedDataParallel.
+        # It has reached the preparation of an earlier forward, as in DistributedDataParallel.
         t.average()
 
 
@@ -294,7 +294,7 @@ def first_half(t: Training) -> None:
 
 
 def output_hook(t: Training) -> None:
-    """Only of the output that nothing else is computed from: compiled, another's hook does not see that way back."""
+    """Only of the output that nothing else depends on: compiled, the hook of another output does not see that path."""
     output = t.forward()
     next(tensors_in(output)).register_hook(lambda gradient: 2 * gradient)
     _sum(losses_of(output)).backward()

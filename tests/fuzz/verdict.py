@@ -1,4 +1,4 @@
-"""One recipe trained in two ways or more, and what to think of the differences."""
+"""One recipe trained in two or more ways, and the verdict on the differences."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ GOES_ON = "only DDP raises"
 TORCHS_OWN = "torch's own"
 REFUSED = "documented refusal"
 FAILED = "failed"
-# A case is what it is on its worst rank.
+# The outcome of a case is that of its worst rank.
 OUTCOMES = (PASSED, BOTH_RAISE, GOES_ON, TORCHS_OWN, REFUSED, FAILED)
 
-#: Errors that ddp_compile documents where DistributedDataParallel goes on, by what their message has to contain.
+#: Documented errors of ddp_compile in cases in which DistributedDataParallel continues, by a part of their message.
 DOCUMENTED_REFUSALS: dict[str, str] = {
     "the buckets cannot be launched again, because the comm hook": "a hook that changes gradients comes later",
     "the buckets cannot be launched again, because static_graph": "the same, with gradients that have moved",
@@ -127,10 +127,10 @@ def reference_of(recipe: Recipe) -> Wrap:
 
 
 class Groups:
-    """The process group that cases are run in: another one as soon as one has raised, on whatever rank.
+    """The process group of the cases, replaced after a case has raised on any rank.
 
-    What a rank had launched when another raised may still be under way. Old groups are kept: to free one while a work
-    ends in its thread can deadlock, since the thread waits for the interpreter's lock.
+    When a rank raises, launches of other ranks may still be under way. Old groups are kept, since freeing one while a
+    work ends in its thread can deadlock: the thread waits for the interpreter's lock.
     """
 
     def __init__(self) -> None:
@@ -212,8 +212,8 @@ def judge(recipe: Recipe, groups: Groups) -> Verdict:
     return worst
 
 
-#: Where ours does what one of these does, all is well: DistributedDataParallel is not the mean over the ranks, or
-#: refuses what makes sense, or plain ``torch.compile`` makes the same of the module.
+#: A case passes if ours equals one of these, because DistributedDataParallel is not the mean over the ranks or refuses
+#: something reasonable, or because plain ``torch.compile`` gives the same result.
 PLAIN_WAYS: tuple[Wrap, ...] = (MeanOfRanks, MeanOfRanksWithCopies, with_mean_of_compiled, with_compiled_ddp)
 
 
@@ -230,7 +230,7 @@ def _not_raised_alike(
 def _refused_otherwise_than_ddp(ours: Sequence[Observation], theirs: Sequence[Observation]) -> str | None:
     """None if ours refuses by name what DistributedDataParallel refuses in the same action or an earlier one.
 
-    The reference may be another one, since ddp_compile is better than DistributedDataParallel at something else.
+    The reference may differ, since ddp_compile is better than DistributedDataParallel in another respect.
     """
     is_refused = "raised" in ours[-1] and ours[-1]["named"]
     return None if is_refused and "raised" in theirs[-1] and len(theirs) <= len(ours) else "not refused by both"
@@ -290,9 +290,9 @@ def quiet() -> Iterator[None]:
 def judge_on(
     pool: RankPool, recipes: Sequence[Any], judge_all: Callable[[Sequence[Any]], list[Verdict]] = judge_all
 ) -> list[Verdict]:
-    """Verdicts of the recipes. One that ends a rank's process, or keeps it for minutes, is a failure of its own.
+    """Verdicts of the recipes. A recipe that ends a rank's process, or keeps it for minutes, is a separate failure.
 
-    Where that happens to several in turn and to none of them alone, a warning says so: it may be a race.
+    If that happens to several in turn but to none of them alone, a warning says so, since it may be a race.
 
     Each call has ranks of its own: a case that raises leaves a process group behind that may have works under way.
     """

@@ -1,4 +1,4 @@
-"""What people see of a split: bucket table, graphs before and after, partitions, and explain(). Structure only."""
+"""The visible output of a split: bucket table, graphs before and after, partitions, and explain(). Structure only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on a CUDA device for the tests of the kernels, and what has to come out, computed in float64."""
+"""Tensors on a CUDA device for the tests of the kernels, and expected results, computed in float64."""
 
 from __future__ import annotations
 

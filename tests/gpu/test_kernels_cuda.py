@@ -186,7 +186,7 @@ def test_a_graph_is_captured_and_replayed_with_other_values(loaded: bool, monkey
     if loaded:
         everything(tensors, plan, x)
     else:
-        # As in a process whose first use is the capture: every kernel is loaded while it goes on.
+        # As in a process whose first use is the capture: every kernel is loaded during the capture.
         monkeypatch.setattr(module, "_devices", {})
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

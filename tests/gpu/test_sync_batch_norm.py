@@ -28,7 +28,7 @@ def make(device: torch.device, synchronized: bool = True) -> nn.Module:
 def largest_differences() -> tuple[float, float]:
     """To DistributedDataParallel's gradients and statistics, and to those of one process with the whole batch.
 
-    Ranks share a device where there are fewer; gloo, unlike NCCL, lets them.
+    Ranks share a device if there are fewer devices; gloo allows that, unlike NCCL.
     """
     rank = dist.get_rank()
     device = torch.device("cuda", rank % torch.cuda.device_count())

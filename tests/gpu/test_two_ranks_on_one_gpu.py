@@ -31,7 +31,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
 
 
 def train(rank: int, folder: str, name: str, device: str) -> None:
-    """Replicated on the default stream, trained on another one; writes what the parameters have become."""
+    """Replicated on the default stream, trained on another one; writes the final parameters."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store_{device}"
     limit = timedelta(seconds=60)

@@ -23,7 +23,7 @@ SETTINGS = {"backend": "aot_eager", "bucket_cap_mb": 0.001}
 
 
 def forget_state() -> None:
-    """Let the next Accelerator be the first: their classes keep what they know of the ranks."""
+    """Make the next Accelerator the first one, since the classes keep what they know about the ranks."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:

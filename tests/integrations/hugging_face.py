@@ -1,4 +1,4 @@
-"""Functions of files that import what takes seconds, on ranks of a pool in the environment of a launcher."""
+"""Runs functions of files with slow imports on ranks of a pool, in the environment of a launcher."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def call(function: str, *args: Any, compiled: bool = False, **kwargs: Any) -> Any:
-    """What ``module.function`` returns, uncompiled unless asked for; the pool's ranks go on as they were.
+    """The result of ``module.function``, uncompiled unless requested. The pool's ranks are restored afterward.
 
-    Accelerate and Trainer read who they are from the environment, and write into it.
+    Accelerate and Trainer read their rank from the environment, and write to it.
     """
     before = dict(os.environ)
     # An address is asked for, and not used: there is a process group.

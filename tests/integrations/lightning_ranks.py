@@ -1,4 +1,4 @@
-"""What the tests of `DDPCompileStrategy` run on each rank; importing Lightning takes seconds."""
+"""The code that tests of `DDPCompileStrategy` run on each rank, since importing Lightning takes seconds."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def reduced_names(ignored: list[str]) -> list[str]:
 
 
 def hooked() -> tuple[int, bool]:
-    """How often a comm hook was called that a wrapper was put around, and whether training came to numbers."""
+    """How often a wrapped comm hook was called, and whether training gave numbers."""
     calls: list[int] = []
 
     def hook(state: str, bucket: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Mixtral of Transformers on ranks of a pool, beside DistributedDataParallel and one process with the whole batch."""
+"""Mixtral of Transformers on ranks of a pool, against DistributedDataParallel and one process with the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate with ddp_compile, beside its own DistributedDataParallel on the same data."""
+"""Hugging Face Accelerate with ddp_compile, compared with its own DistributedDataParallel on the same data."""
 
 from __future__ import annotations
 

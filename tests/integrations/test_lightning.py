@@ -1,4 +1,4 @@
-"""Training by Lightning with `DDPCompileStrategy`, on two ranks, beside Lightning's own strategy "ddp"."""
+"""Training by Lightning with `DDPCompileStrategy`, on two ranks, compared with Lightning's own strategy "ddp"."""
 
 from __future__ import annotations
 

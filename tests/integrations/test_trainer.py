@@ -1,4 +1,4 @@
-"""Hugging Face Trainer with ddp_compile, beside itself with DistributedDataParallel on the same data."""
+"""Hugging Face Trainer with ddp_compile, compared with its own DistributedDataParallel on the same data."""
 
 from __future__ import annotations
 

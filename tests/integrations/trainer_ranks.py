@@ -24,7 +24,7 @@ VOCABULARY = 32
 
 
 class Counting(Dataset[dict[str, Tensor]]):
-    """Sequences that count up, each by a step of its own."""
+    """Sequences that count up, each by its own step."""
 
     def __init__(self, size: int) -> None:
         self._size = size

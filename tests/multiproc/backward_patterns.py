@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 Step = Callable[[nn.Module, Tensor, int], None]
 
 NUM_STEPS = 6
-#: The fifth step, in which something comes that was not there in the steps before.
+#: The fifth step, which brings something new.
 APPEARS_AT = 4
 
 
 def inner_weight(model: nn.Module) -> Tensor:
-    """Of the second layer: the bucket of the first one is ready when the backward ends, and not before."""
+    """Only the second layer's bucket: the first layer's is ready when the backward ends, and not earlier."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     return weights[min(1, len(weights) - 1)]
 
@@ -118,7 +118,7 @@ def tensor_hook_in_place(model: nn.Module, x: Tensor, step: int) -> None:
 
 
 def halve_data(gradient: Tensor) -> None:
-    gradient.data.div_(2)  # which shows neither in the address nor in the version
+    gradient.data.div_(2)  # changes neither the address nor the version
 
 
 def tensor_hook_on_data_on_one_rank(model: nn.Module, x: Tensor, step: int) -> None:
@@ -281,7 +281,7 @@ class Pattern(NamedTuple):
     Args:
         step: One step.
         num_early: How many of the four buckets are launched inside the backward in each step, without the last one,
-            which is ready when it ends; more where there are several backwards in one.
+            which is ready when it ends; more if a step has several backwards.
         make: Makes the model.
         is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
     """
@@ -294,11 +294,11 @@ class Pattern(NamedTuple):
 
 #: For `Pattern.num_early`: the buckets wait for their hooks in every step.
 NEVER = (0, 0, 0, 0, 0, 0)
-#: Two backwards in a step, of which only the very first one teaches.
+#: Two backwards in a step; only the very first one is learned from.
 TWICE = (3, 6, 6, 6, 6, 6)
 #: The regularized weight's bucket waits, the others do not.
 BUT_ONE = (0, 2, 2, 2, 2, 2)
-#: What is launched too early is launched again, and waits from then on.
+#: A bucket that is launched too early is launched again, and waits from then on.
 UNTIL_IT_APPEARS = (0, 3, 3, 3, 3, 2)
 PATTERNS = {
     "plain": Pattern(plain),

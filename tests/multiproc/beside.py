@@ -1,4 +1,4 @@
-"""Training ours beside DistributedDataParallel, or beside the plain module, whose gradients are averaged here."""
+"""Our training against DistributedDataParallel, or against the plain module, whose gradients are averaged here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of tests whose ranks do not do the same, and what one of them may do with it."""
+"""The model of tests whose ranks do different things, and what one of them may do with it."""
 
 from __future__ import annotations
 

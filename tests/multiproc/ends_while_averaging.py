@@ -1,8 +1,8 @@
-"""Pairs of ranks that average asynchronously, one of which ends while the other trains on; run as a script.
+"""Pairs of ranks that average asynchronously, one of which ends while the other continues to train; run as a script.
 
-It imports torch once and forks at its top level, so that each rank ends like a script that torchrun has started: by
-leaving the first frame of the interpreter's main thread. It prints a line for each rank that reports something, and
-one for each pair with the exit codes.
+It imports torch once and forks at its top level, so that each rank ends like a script started by torchrun: by leaving
+the first frame of the interpreter's main thread. It prints a line for each rank that reports something, and one for
+each pair with the exit codes.
 
     python ends_while_averaging.py FOLDER SCENARIO ...
 """
@@ -69,7 +69,7 @@ def end(scenario: str) -> None:
                 train(model, optimizer, 5)
                 raise KeyError("on purpose")
         except KeyError:
-            signal.pause()  # the process goes on
+            signal.pause()  # the process continues
     train(model, optimizer, 5)
     if scenario in ("exit", "child_exit"):
         sys.exit(1)

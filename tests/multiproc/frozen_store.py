@@ -1,6 +1,6 @@
 """Run as a script: asks a store whose server has been stopped, and ends with exit code 7.
 
-The server goes on when the interpreter ends, which is when a thread that still waits for it is in danger.
+The server resumes when the interpreter ends. Then a thread that still waits for it is in danger.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def start_server() -> tuple[int, int]:
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or whoever reads the script's output would wait for this one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a reader of the script's output must not wait for this one
         os.dup2(1, 2)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not even a stopped one is left behind
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -35,7 +35,7 @@ def start_server() -> tuple[int, int]:
 
 
 class GoesOn:
-    """Stands in a module, so that it is dropped when the interpreter has begun to end."""
+    """Stored in a module, so that it is dropped after the interpreter has begun to end."""
 
     def __init__(self, process: int) -> None:
         self.process = process

@@ -1,4 +1,4 @@
-"""Algorithms of one's own: an all-reduce in two halves, as sharded optimizers send it, and a config for any other."""
+"""Custom algorithms: an all-reduce in two halves, as sharded optimizers send it, and a config for any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An algorithm of a user's own trains as DistributedDataParallel in every way; what is no algorithm is refused."""
+"""A user's algorithm trains like DistributedDataParallel in every way; other objects are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_passes_the_parity_tests(case: str, world_size: int, split: str) -> N
     assert worst["ddp"] < 1e-5 and worst["whole"] < 1e-5
 
 
-# Those in which the reducer asks most of an algorithm: no launch, another one, and gradients that others change.
+# Patterns that demand most of an algorithm: no launch, a second launch, and gradients that other code changes.
 PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between"]
 OTHER_PATTERNS = [name for name in PATTERNS if name not in PATTERNS_IN_CI]
 
@@ -417,7 +417,7 @@ def test_collectives_of_the_backward_itself() -> None:
 
 
 def leave_in_the_middle() -> None:
-    """Rank 1 does not come to its second backward."""
+    """Rank 1 does not reach its second backward."""
     model = ddp_compile(Mlp(33, 4), algorithm=ByteGrad(), bucket_cap_mb=0.003, backend="eager", split="none")
     for step in range(2 - dist.get_rank()):
         torch.manual_seed(step)

@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: what a round does, who waits for whom, and how it ends."""
+"""Asynchronous model averaging: what a round does, which threads and ranks wait, and how it ends."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class AddsOneSlowly(torch.optim.Optimizer):
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_no_step_is_lost_and_the_end_is_common(with_closure: bool) -> None:
-    """Averages move nothing between the ranks but what they keep the sum of."""
+    """Averages keep the sum over the ranks."""
     num_steps = 60
     model = make_model(OFTEN, backend="eager")
     begin, optimizer, rank = flat_of(model), AddsOneSlowly(model.parameters()), dist.get_rank()
@@ -253,7 +253,7 @@ def test_what_is_written_by_hand_is_kept_or_an_error() -> None:
 @on_ranks(2, timeout_s=1.0)
 @torch.compiler.set_stance("force_eager")
 def test_an_open_forward_and_a_pause_fail_no_collective() -> None:
-    """On one rank, for longer than collectives may take, while the other trains on."""
+    """On one rank, for longer than collectives may take, while the other continues to train."""
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(30):
@@ -333,11 +333,11 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
         AsyncModelAverage(**setting)
 
 
-# When the process of one rank, or its part in the averages, ends, the others hear of it within seconds.
+# If one rank's process ends, or leaves the averaging, the others notice within seconds.
 
 ENDING = Path(__file__).with_name("ends_while_averaging.py")
 ENDED = "rank 1 has reached the end of its process"
-#: How rank 1 ends, what rank 0 is told of it, and how rank 1's process ends, by SIGTERM if it had to be helped.
+#: How rank 1 ends, rank 0's error, and rank 1's exit code, which is SIGTERM's if it did not end itself.
 HOW = {
     "exit": (ENDED, 1),
     "blocked": (ENDED, -15),  # another exit function takes long
@@ -359,7 +359,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """By scenario, what rank 0 was told and both exit codes; all of them run at the same time."""
+    """By scenario, rank 0's error and both exit codes. All scenarios run at the same time."""
     here = [item for item in request.session.items if item.path == request.path]
     selected = [item.callspec.params["how"] for item in here if "ended" in getattr(item, "fixturenames", ())]
     command = [sys.executable, str(ENDING), str(tmp_path_factory.mktemp("stores")), *selected]

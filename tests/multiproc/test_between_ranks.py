@@ -1,4 +1,4 @@
-"""What one rank does wrong, the others must hear of: by name, and within the group's timeout."""
+"""If one rank does something wrong, the others must get an error that names it, within the group's timeout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def strides_by_rank(rank: int) -> nn.Module:
     return convolution.to(memory_format=torch.channels_last) if rank else convolution
 
 
-#: Called with the rank: the module; and the difference that is named.
+#: The module, made by a call with the rank, and the difference that the error names.
 DIFFERENT_MODELS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "width": (
         lambda rank: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank)),

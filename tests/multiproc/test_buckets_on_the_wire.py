@@ -1,4 +1,4 @@
-"""The plan of buckets: what is sent, what graphs are cut into, and how the eager tail is packed anew."""
+"""The plan of buckets: what is sent, how graphs are cut, and how the eager tail is packed again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_wire_plan_and_partitions_agree(cap_mb: float, num_buckets: int, num_par
     all_reduce = dist.ProcessGroup.allreduce
 
     def counting(group: dist.ProcessGroup, tensors: list[torch.Tensor], *args: Any) -> Any:
-        sent.extend(t.numel() * t.element_size() for t in tensors if t.is_floating_point())  # not the ranks' own talk
+        sent.extend(t.numel() * t.element_size() for t in tensors if t.is_floating_point())  # not the ranks' messages
         return all_reduce(group, tensors, *args)
 
     with mock.patch.object(dist.ProcessGroup, "allreduce", counting):
@@ -111,7 +111,7 @@ def test_a_recompiled_graph_is_cut_at_the_sealed_boundaries() -> None:
     assert partitions == [num_buckets, num_buckets]
 
 
-# The eager tail is packed anew, once, in the order in which its gradients came, as DistributedDataParallel does.
+# The eager tail is packed again, once, in the order in which its gradients came, as DistributedDataParallel does.
 
 WIDTH = 23
 #: Holds one layer's weight and bias.
@@ -122,7 +122,7 @@ class Shuffled(nn.Module):
     """Four layers, used after a compiled one, in another order than that of registration.
 
     Args:
-        order: In which order the layers are used; None for an order of its own on each rank.
+        order: The order in which the layers are used; None for a different order on each rank.
     """
 
     def __init__(self, order: tuple[int, ...] | None = (2, 0, 3, 1)) -> None:
@@ -174,7 +174,7 @@ def train(order: tuple[int, ...] | None, set_to_none: bool = True, **both: bool)
 def test_the_tail_follows_the_gradients_once(set_to_none: bool, as_view: bool, each_split: str) -> None:
     generations, layers = train((2, 0, 3, 1), set_to_none, gradient_as_bucket_view=as_view)
     assert generations == [0, 1, 1, 1]
-    # The backward meets the eager layers first, the one used last before all others.
+    # The backward reaches the eager layers first, beginning with the one used last.
     assert layers == ["eager.1", "eager.3", "eager.0", "eager.2", "compiled"]
 
 
@@ -207,7 +207,7 @@ def test_gradients_move_to_the_new_buffers_and_free_the_old_ones(each_split: str
     output = model(x)
     assert [len(bucket.gradients) for bucket in model.bucket_plan.buckets] == [4, 4, 2]
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
-    deadline = time.monotonic() + 20  # gloo's thread lets go of a tensor some time after `wait` has returned
+    deadline = time.monotonic() + 20  # gloo's thread releases a tensor some time after `wait` has returned
     while (alive := any(storage() is not None for storage in old_tail)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive

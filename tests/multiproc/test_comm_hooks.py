@@ -51,14 +51,14 @@ QUANTIZES_ON_GLOO = torch.__version__ >= "2.15"  # compared by release
 
 
 def post_local_sgd() -> tuple[Any, Hook]:
-    """From the third step on every rank goes its own way."""
+    """From the third step on, the ranks differ."""
     alone, _ = dist.new_subgroups(1)
     state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
     return state, post_localSGD_hook.post_localSGD_hook
 
 
 def other_tensor(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The result lies elsewhere and is of another dtype."""
+    """The result is in other memory and has another dtype."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer().double() * 3)
     return future
@@ -105,7 +105,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
 
 
 def waiting(hook: Hook) -> Hook:
-    """For DistributedDataParallel, which hangs on gloo where callbacks of two buckets start collectives.
+    """For DistributedDataParallel, which hangs on gloo if callbacks of two buckets start collectives.
 
     It also takes only functions, on the CPU none that is named bf16_compress_hook, and no annotations that are text.
     """
@@ -137,7 +137,7 @@ def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
     return worst
 
 
-# Those that are made of these in CI by a wrapper, or for another format, are left out of it, and what three ranks have.
+# CI leaves out hooks that wrap these, hooks for other formats, and three ranks.
 HOOKS_IN_CI = ["power", "other tensor", "post local"]
 
 
@@ -290,11 +290,11 @@ def test_hooks_that_are_objects_of_one_class_are_equal(num_before: int) -> None:
     assert train_with_hooks(num_before, Counting(), {"padding": padding}) < 1e-6
 
 
-# What a user's hook makes of the buffers, in place of the broadcast.
+# A user's hook on the buffers, instead of the broadcast.
 
 
 def average_buffers(state: dict[str, Any], buffers: Mapping[str, Tensor]) -> list[torch.futures.Future[Any]] | None:
-    """The mean of the running statistics; where the forward does not read them, it is under way in the backward."""
+    """The mean of the running statistics. If the forward does not read them, it is under way during the backward."""
     state["calls"] += 1
     state["names"] = sorted(name.removeprefix("module.") for name in buffers)
     futures = []

@@ -1,4 +1,4 @@
-"""The algorithm of `examples/custom_algorithm.py` beside a slow one that has all ranks in one process."""
+"""The algorithm of `examples/custom_algorithm.py`, compared with a slow form that has all ranks in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH, RATIO, RATE = 9, 0.1, 0.5
 
 
 class Reversed(nn.Module):
-    """In no graph, and not used in the order of registration: its buckets are packed anew after the first step."""
+    """In no graph, and not used in the order of registration: its buckets are packed again after the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """After so many steps of one rank."""
+    """After this many steps of one rank."""
 
     num_steps: int
     module: Mapping[str, Any]

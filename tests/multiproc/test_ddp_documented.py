@@ -1,4 +1,4 @@
-"""What DistributedDataParallel documents and no other file here looks at, each beside it or beside what it says."""
+"""Documented behavior of DistributedDataParallel that no other file tests, compared with it or with its docs."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_statistics_are_ddps_and_all_are_broadcast_at_once(broadcast_buffers: bo
     worst, to_rank_0s, num_broadcasts = buffers_beside_ddps(broadcast_buffers, accumulates=False)
     assert worst < 1e-6
     assert num_broadcasts == (3 if broadcast_buffers else 0)
-    # After the last broadcast every rank goes on with its own batches.
+    # After the last broadcast every rank continues with its own batches.
     assert dist.get_rank() == 0 or to_rank_0s > 0.01
 
 
@@ -182,7 +182,7 @@ def test_nothing_is_broadcast_in_no_sync() -> None:
     worst, _, num_broadcasts = buffers_beside_ddps(broadcast_buffers=True, accumulates=True)
     assert num_broadcasts == 3
     # DistributedDataParallel broadcasts before the first forward in no_sync, and not before the synchronized one. That
-    # makes no difference to rank 0, whose statistics are everybody's.
+    # makes no difference to rank 0, whose statistics all ranks get.
     assert worst < 1e-6 if dist.get_rank() == 0 else worst > 0.01
 
 

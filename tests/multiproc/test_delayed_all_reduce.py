@@ -1,4 +1,4 @@
-"""``delay_all_reduce_named_params``: averaged when another gradient has come, however many backwards came before."""
+"""``delay_all_reduce_named_params``: averaged when another gradient has come, after any number of backwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 17
 
 
 class Net(nn.Module):
-    """A table and layers; the table is also used by itself, in a loss of its own."""
+    """A table and layers. The table is also used separately, in its own loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` of a replicated module: what is trained after it is what would have been without."""
+"""`torch.distributed.checkpoint` of a replicated module: training continues as it would have without a stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code of README, migration, tutorial and notebooks runs, and recipes give what DistributedDataParallel gives."""
+"""The code of README, migration, tutorial and notebooks runs, and recipes equal DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ replicate_quickly = partial(ddp_compile, backend="aot_eager", bucket_cap_mb=0.00
 
 
 def run_recipe(title: str, replicate: Callable[[nn.Module], Any], path: Path) -> dict[str, Any]:
-    """What the names of a recipe stand for when it has run."""
+    """The names that a recipe has defined."""
     torch.manual_seed(3)
     model = replicate(Net())
     names = {

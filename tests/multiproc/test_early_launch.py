@@ -1,4 +1,4 @@
-"""Places where a bucket launched inside the compiled backward could go wrong, and operators of the backward's own."""
+"""How launching a bucket inside the compiled backward could go wrong, and backwards with their own operators."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_part_that_has_left_is_averaged_between_backwards_and_sent_again_at_th
     differences = train(TwoParts, step)
     are_means_between = all(seen)
     assert max(differences) < 1e-6
-    # What a hook has changed is known to the other ranks at the end only.
+    # The other ranks learn only at the end what a hook has changed.
     assert are_means_between or changes
 
 
@@ -95,7 +95,7 @@ def test_a_rank_whose_bucket_left_by_its_hooks_can_send_it_again(settings: dict[
 
 
 class Skips(nn.Module):
-    """A branch that rank 1 leaves out, in frames of its own."""
+    """A branch that rank 1 leaves out, in separate frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Block(nn.Module):
 
 
 class SharesOneFrame(nn.Module):
-    """Blocks that are compiled one by one, and once: Dynamo runs what it made of the first for all others as well."""
+    """Blocks that are compiled separately, but only once: Dynamo runs the first block's code for all others too."""
 
     def __init__(self) -> None:
         super().__init__()

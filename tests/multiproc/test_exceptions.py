@@ -1,7 +1,7 @@
 """Exceptions of every kind in the middle of training: either the next step is right, or the next forward refuses.
 
-A step that goes on is compared with the mean over ranks of what the plain module computes. Where the next forward
-refuses, the model is made again in a new process group, as the error says, and is compared then.
+If the step continues, it is compared with the mean over ranks of the plain module's results. If the next forward
+refuses, the model is made again in a new process group, as the error says, and compared then.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ REFUSES = "the last backward raised after its reduction had started"
 
 
 class Scenario(NamedTuple):
-    """An exception, and what comes of it.
+    """An exception, and its consequences.
 
     Args:
         fail: What raises it.
@@ -236,7 +236,7 @@ def go_on_or_rebuild(model: Any, **settings: Any) -> tuple[Outcome, Any]:
 
 def fail_on_every_rank(split: str, names: list[str]) -> dict[str, Outcome]:
     outcomes = {}
-    models: dict[str, Any] = {}  # by settings: what one scenario leaves behind, the next one trains on with
+    models: dict[str, Any] = {}  # by settings; each scenario trains the model that the previous one left
     for name in names:
         scenario = SCENARIOS[name]
         settings = {"split": split, **scenario.settings}
@@ -251,7 +251,7 @@ def fail_on_every_rank(split: str, names: list[str]) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(rank_pools: dict[int, RankPool], split: str, request: pytest.FixtureRequest) -> list[dict[str, Outcome]]:
-    """All selected ones in one go: the ranks fail alike, so that nothing of one is left under way for the next."""
+    """All selected scenarios in one call: the ranks fail in the same way, so nothing is left for the next one."""
     selected = {
         item.callspec.params["name"]
         for item in request.session.items
@@ -277,7 +277,7 @@ def test_an_exception_on_every_rank(name: str, split: str, outcomes: list[dict[s
 @pytest.mark.parametrize("place", only(["backward, last"], ["forward, middle", "backward, last"]))
 @on_ranks(2)
 def test_one_rank_may_do_a_step_over_before_its_first_gradient(place: str) -> None:
-    """The rank catches what it raised and does the step over, while the other waits for its buckets."""
+    """The rank catches its exception and repeats the step, while the other waits for its buckets."""
     model = replicated()
     worst = train_one_step(model, step=0)
     if dist.get_rank() == 1:

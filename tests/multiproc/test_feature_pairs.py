@@ -1,4 +1,4 @@
-"""Every pair of features: both work together, or the error of the table of exclusions is raised on every rank.
+"""Every pair of features: both work together, or every rank raises the error in the table of exclusions.
 
 The table is that of `ddp_compile.features.compatibility`. Pairs that may be used together train two steps to the
 parameters that one process gets from the whole batch.

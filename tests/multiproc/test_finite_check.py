@@ -1,4 +1,4 @@
-"""``check_finite_gradients``: a gradient that is not finite on one rank is an error on all, and training can go on."""
+"""``check_finite_gradients``: a non-finite gradient on one rank is an error on all, and training can continue."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def train(
 
 
 def train_and_check(name: str = "layers.1.bias", **arguments: Any) -> int:
-    """Every rank has raised whose gradient it was, and trains on; returns how many buckets launch early."""
+    """Every rank has raised and named the gradient, and continues to train; returns how many buckets launch early."""
     raised, are_finite, num_early = train(**arguments)
     expected = {step: (rank, name) for step, (_, rank) in SPOILT.items()}
     pattern = r"gradients were infinite or NaN before they were reduced, on rank (\d) in bucket \d \((.*)\)"

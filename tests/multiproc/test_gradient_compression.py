@@ -1,4 +1,4 @@
-"""Gradients that travel in fewer bytes: ByteGrad, and a dtype of the wire, beside the arithmetic of one process."""
+"""Gradients sent in fewer bytes: ByteGrad and wire dtypes, compared with the arithmetic of one process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def train(
             buckets = model.bucket_plan.buckets
             own = [of_all_ranks(flat_gradients(plain, bucket).float()).to(dtype) for bucket in buckets]
             yield sent.count, [(each, flat_gradients(model, bucket)) for each, bucket in zip(own, buckets, strict=True)]
-            with torch.no_grad():  # both go on from the same weights
+            with torch.no_grad():  # both continue from the same weights
                 for p, q in zip(plain.parameters(), model.parameters(), strict=True):
                     p -= 0.1 * q.grad
                     q.copy_(p)
@@ -154,7 +154,7 @@ def test_it_trains_in_every_way_that_an_all_reduce_does(
     algorithm: AlgorithmConfig, patterns: list[str], split: str
 ) -> None:
     worst = {name: train_pattern(name, split=split, algorithm=algorithm) for name in patterns}
-    # What is not reduced, or twice, is off by half or more. NaN is less than nothing.
+    # A gradient that is not reduced, or reduced twice, is off by half or more. NaN fails every comparison.
     assert all(each < 0.15 for each in worst.values()), worst
 
 

@@ -30,7 +30,7 @@ def small_mlp() -> nn.Module:
     return Mlp(7, 4)
 
 
-# Hooks on nodes: what they make of a gradient is averaged, whenever they were registered.
+# Hooks on nodes: their changes of a gradient are averaged, whenever they were registered.
 
 
 def shrink(parameter: nn.Parameter) -> None:
@@ -149,7 +149,7 @@ def test_a_hook_that_clears_gradients_is_named(on_node: bool) -> None:
 @pytest.mark.usefixtures("each_split")
 @on_ranks(2)
 def test_hooks_registered_between_forward_and_backward(cap_mb: float, calls_module: bool) -> None:
-    """Without a call of the module, a backward starts at nothing that one has returned."""
+    """Without a call of the module, a backward does not start at the module's outputs."""
     models = pair(small_mlp, bucket_cap_mb=cap_mb)
 
     def step_of(model: nn.Module, x: Tensor, step: int) -> None:

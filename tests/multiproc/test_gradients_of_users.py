@@ -1,4 +1,4 @@
-"""What users do with ``.grad`` beside stepping: keep it, replace it, save it; each against eager DDP's default."""
+"""What users do with ``.grad`` apart from stepping: keep it, replace it, save it; compared with eager DDP's default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("each_split")
 
 
 class User:
-    """One training loop; subclasses say what it does with gradients."""
+    """One training loop. Subclasses define what it does with gradients."""
 
     sets_to_none = True
 
@@ -175,7 +175,7 @@ USERS: dict[str, type[User]] = {kind.__name__: kind for kind in KINDS}
 
 
 class WithEagerTail(Mlp):
-    """One layer that no graph shows, whose bucket is packed anew after the first iteration."""
+    """One layer that no graph shows, whose bucket is packed again after the first iteration."""
 
     @torch.compiler.disable
     def tail(self, x: Tensor) -> Tensor:

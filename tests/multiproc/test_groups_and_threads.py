@@ -1,4 +1,4 @@
-"""Models in groups of some of the ranks, with collectives of their own, or in several threads: as with DDP."""
+"""Models in groups of some ranks, with their own collectives, or in several threads: as with DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH, NUM_STEPS, THREAD_TIMEOUT_S = 9, 4, 60
 
 
 class AllReduced(nn.Module):
-    """Averages what each layer but the last gives over a group, as a synchronized BatchNorm does; so does its backward.
+    """Averages outputs of all layers but the last over a group, like a synchronized BatchNorm; so does its backward.
 
     Args:
         group: The ranks.
@@ -112,7 +112,7 @@ def with_collectives_in_another_group(by_ddp: bool) -> list[Gradients]:
 
 
 def in_threads(*functions: Callable[[], Result]) -> list[Result]:
-    """What each function returns in a thread of its own; raises what the first of them raised."""
+    """The result of each function, run in its own thread; raises the first exception."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
@@ -147,7 +147,7 @@ def in_changing_threads(by_ddp: bool) -> list[Gradients]:
 
 
 def two_in_two_threads(by_ddp: bool) -> list[list[Gradients]]:
-    """Each with a process group of its own, since collectives of two threads come in no order."""
+    """Each with its own process group, since collectives of two threads have no order."""
     models = [replicate(by_ddp, dist.new_group(), seed) for seed in (0, 1)]
     batches = [[own_batch(100 * seed + step, WIDTH) for step in range(NUM_STEPS)] for seed in (0, 1)]
 

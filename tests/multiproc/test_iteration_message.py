@@ -51,7 +51,7 @@ def test_there_is_one_message_in_an_iteration_whatever_is_on(settings: dict[str,
     assert numbers == messages
 
 
-#: What would make a host wait for a GPU, had it computed the gradients: their values asked for in Python.
+#: Operations that would make a host wait for a GPU with the gradients: reads of their values in Python.
 ASKS_FOR_VALUES = [
     *((Tensor, f"__{name}__") for name in ("bool", "int", "float", "index", "contains")),
     *((Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "allclose", "unique")),
@@ -61,7 +61,7 @@ ASKS_FOR_VALUES = [
 
 @contextmanager
 def counting_waits() -> Iterator[list[str]]:
-    """Flags that ranks tell each other are not counted: bytes, on the host in any case."""
+    """Flags that ranks exchange are not counted: they are bytes on the host in any case."""
     waits: list[str] = []
 
     def counting(function: Any) -> Any:
@@ -90,7 +90,7 @@ OPTIONAL: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static
 )
 @on_ranks(2)
 def test_no_backward_asks_for_values_of_gradients(split: str, settings: dict[str, Any]) -> None:
-    """But the first one: for the plan of rank 0, and once for all comparisons of values if buckets are watched.
+    """Except for the first one: for rank 0's plan, and once for all comparisons of values if buckets are watched.
 
     On a GPU, tests/gpu says the same with torch's own detection.
     """
@@ -131,7 +131,7 @@ def without_a_gpu() -> Iterator[None]:
 
 
 def message_beside_a_gpu(with_store: bool) -> tuple[str, list[list[int]]]:
-    """What is made for gradients on a CUDA device, which need not be there for that; and what it hears."""
+    """The message for gradients on a CUDA device, which need not exist for this test, and what it receives."""
     dist.new_group([0])  # which rank 0 alone knows, as the groups of pipelines and tensor parallelism
     first_two = dist.new_group([0, 1])
     if dist.get_rank() == 2:

@@ -221,7 +221,7 @@ def test_a_shadow_does_not_use_up_what_it_has_still_to_send() -> None:
 
 
 class CountsCalls(CommAlgorithm):
-    """An all-reduce that counts what it is told of."""
+    """An all-reduce that counts its calls."""
 
     name = "counting all-reduce"
 
@@ -249,7 +249,7 @@ def test_an_algorithm_is_told_the_same_on_every_rank() -> None:
     assert model._ddp_compile_state.reducer.algorithm.calls == [3, 3]
 
 
-# How a Join ends, what it refuses, and what it leaves behind.
+# The end of a Join, its refusals, and the state after it.
 
 
 @on_ranks(2)

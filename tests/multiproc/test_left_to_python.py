@@ -94,7 +94,7 @@ class Experts(nn.Module):
 
 
 class Mixture(Blocks):
-    """Blocks that are experts: regions inside regions, since Dynamo gives up the loop of each block as well."""
+    """Blocks that are experts: regions inside regions, since Dynamo also gives up the loop of each block."""
 
     make_block = Experts
 
@@ -123,7 +123,7 @@ IN_BLOCKS = {
 
 
 def assert_launched_early(trained: Trained) -> None:
-    """All but the bucket with the stem; in the first step the buckets are packed by what the plan expects."""
+    """All except the bucket with the stem. In the first step the buckets follow the order that the plan expects."""
     num_buckets = len(trained.buckets)
     assert trained.num_early[-1] >= num_buckets - 2 > 1, trained.num_early
     assert trained.num_early[0] > num_buckets // 3, trained.num_early
@@ -192,8 +192,8 @@ def test_one_rank_may_compile_the_whole_and_another_one_blocks(make: type[Any], 
         assert of_rank.plan == trained[0].plan
 
 
-#: Dynamo compiles `call` for one block, and does not guard on which one ``is`` the block at hand: plain torch.compile
-#: computes something else there as well (2.13).
+#: Dynamo compiles `call` for one block, and does not guard on which one ``is`` the present block: plain torch.compile
+#: is also wrong there (2.13).
 COMPARES_BLOCKS = "static_graph_without_one"
 
 
@@ -214,5 +214,5 @@ def test_blocks_are_trained_in_every_way(name: str) -> None:
     assert trained.to_ddp < 1e-5
     assert trained.to_whole < 1e-5
     assert 1 <= trained.num_graphs <= 3
-    if name != "no_sync":  # where the stem has a gradient before
+    if name != "no_sync":  # in which the stem already has a gradient
         assert trained.num_early[-1] > 1

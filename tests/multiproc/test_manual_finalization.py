@@ -173,7 +173,7 @@ def test_after_a_backward_anything_may_be_sent() -> None:
 
 @torch.compiler.set_stance("force_eager")
 def forget_inside_join() -> list[str]:
-    """A rank that trains longer forgets it once; nothing has been sent to the other one, who has no input left."""
+    """A rank that trains longer forgets it once; nothing has been sent to the other one, which has no input left."""
     model: Any = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
     messages = []
@@ -193,7 +193,7 @@ def test_forgotten_inside_join_nothing_has_been_sent(ranks: Ranks) -> None:
     assert [len(messages) for messages in ranks(2).run(forget_inside_join)] == [0, 1]
 
 
-# Not by hand it is one rank's `test_module` that says it in CI.
+# Without manual finalization, `test_module` covers it in CI, on one rank.
 @pytest.mark.parametrize("by_hand", only([True], [False, True]))
 @on_ranks(2)
 def test_a_whole_step_may_be_compiled(by_hand: bool) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes are live at once in a step, beside DistributedDataParallel with gradients as bucket views."""
+"""Peak memory in a step, compared with DistributedDataParallel with gradients as bucket views."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ddp_compile.bench.profiling import live_bytes, peak_live_bytes
 
 Ranks = Callable[[int], RankPool]
 WIDTH, NUM_LAYERS = 256, 8
-#: Of ddp_compile, and of DistributedDataParallel, which keeps its first bucket at 1 MiB only if given a list.
+#: Settings of ddp_compile and of DistributedDataParallel, which keeps its first bucket at 1 MiB only with a list.
 CAPS_MIB = (1.0, 2.0)
 #: torch 2.11 does not know it.
 BATCHED_GRAD_COPY = "batched_grad_copy" in signature(DistributedDataParallel).parameters
 
 
 def model() -> nn.Module:
-    """Two MiB of gradients, and with few rows hardly any activations that would hide what the reducer holds."""
+    """Two MiB of gradients, and with few rows hardly any activations, which would hide the reducer's memory."""
     return Mlp(width=WIDTH, num_layers=NUM_LAYERS)
 
 
@@ -72,7 +72,7 @@ def test_no_more_is_live_than_with_eager_ddp_or_compiled_ddp(backend: str | None
     for name, make in (("ddp", with_ddp), ("ours", with_ours)):
         found[name] = peak_of(make())
         torch._dynamo.reset()
-        gc.collect()  # the next census would count what is left of this one
+        gc.collect()  # the next census would count the remains of this one
     gradients = 4 * NUM_LAYERS * (WIDTH + 1) * WIDTH
     assert found["ddp"] > 2 * gradients  # the figure is one of the whole step
     assert found["ours"] <= 1.002 * found["ddp"], found  # 128 bytes of padding a gradient
@@ -109,7 +109,7 @@ def test_gradients_set_to_zero_cost_no_more_than_none() -> None:
 
 
 def live_in_the_end(parameters: list[nn.Parameter], expected: float) -> int:
-    """gloo's threads let go of what they have reduced a moment after it is done."""
+    """gloo's threads release tensors a moment after the reduction is done."""
     deadline = time.monotonic() + 5
     while (live := live_bytes(parameters)) > expected and time.monotonic() < deadline:
         time.sleep(0.05)

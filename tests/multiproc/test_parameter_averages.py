@@ -1,4 +1,4 @@
-"""Algorithms that average parameters, beside the same computed by one process that stands for all ranks."""
+"""Algorithms that average parameters, compared with one process that computes the same for all ranks."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def check_invariants(algorithm: Any) -> None:
-    """What a rank keeps of its neighbors in a ring is what they have, in every bit."""
+    """A rank's copies of its neighbors in a ring equal the neighbors' parameters in every bit."""
     if not hasattr(algorithm, "_left"):
         return
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -234,7 +234,7 @@ def test_a_step_does_not_wait_for_the_neighbors() -> None:
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_messages_under_way_do_not_outlive_the_algorithm(how: str) -> None:
-    """Parameters become the mean of those of the ranks, though messages are under way then."""
+    """Parameters become their mean over the ranks although messages are under way."""
     model, optimizer = make_model(ONE_BY_ONE)
     for step in range(3):
         train_step(model, optimizer, step)

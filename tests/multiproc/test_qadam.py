@@ -1,4 +1,4 @@
-"""QAdam, each step beside the same arithmetic in one process that stands for all ranks."""
+"""QAdam, each step compared with the same arithmetic in one process for all ranks."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
         assert digest(found) == digest(expected) and resumed_optimizer.num_steps == STEPS, begin
 
 
-# The ways in which people train, beside Adam with DistributedDataParallel, and bad input.
+# Training patterns, compared with Adam under DistributedDataParallel, and bad input.
 
 
 def both(make: Callable[[], nn.Module], warmup_steps: int, **settings: Any) -> list[tuple[Any, Any]]:
@@ -267,7 +267,7 @@ def closure(model: Any, optimizer: Any, x: Tensor) -> None:
 
 
 def scaled(model: Any, optimizer: Any, x: Tensor) -> None:
-    """With an overflow on rank 1 at first, by which no rank steps."""
+    """With an overflow on rank 1 at first, so that no rank steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
     num_steps = getattr(optimizer, "num_steps", None)
     for factor in (float("inf") if dist.get_rank() == 1 else 1.0, 1.0):

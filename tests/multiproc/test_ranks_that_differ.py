@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: an error naming rank and difference, or exact means; docs/divergence.md lists them."""
+"""Ranks that differ: an error that names rank and difference, or exact means; docs/divergence.md lists the cases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ddp_compile.errors import DDPCompileError, RanksDifferError
 Ranks = Callable[[int], RankPool]
 
 
-# Ranks that get out of step without anybody waiting in vain
+# Ranks that get out of step while no rank waits in vain
 
 
 def leave_a_backward_out(is_culprit: bool) -> None:
@@ -106,7 +106,7 @@ def test_no_rank_goes_on_after_the_error() -> None:
 
 
 def two_models_in_another_order(first: int, settings: dict[str, Any]) -> list[Any]:
-    """Rank 1 calls the backwards in the other order from a step on; the first model's gradients, and the error."""
+    """From some step on, rank 1 swaps the backwards; returns the first model's gradients, and the error."""
     torch.manual_seed(0)
     modules = nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False))
     models = [ddp_compile(module, backend="aot_eager", **settings) for module in modules]
@@ -148,7 +148,7 @@ def test_backwards_of_two_models_in_another_order(
 
 @torch.compiler.set_stance("force_eager")
 def forwards_in_another_order() -> str:
-    """On rank 1 in the second step, before which models that run eagerly pack their buckets anew."""
+    """On rank 1 in the second step, before which models that run eagerly pack their buckets again."""
     models = [ddp_compile(module, backend="eager") for module in (nn.Linear(4, 4), nn.Linear(3, 4))]
     inputs = [torch.ones(1, 4), torch.ones(1, 3)]
     try:
@@ -235,7 +235,7 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_ranks(ranks: Ranks) -> No
         assert "before they were reduced, on rank 2 in bucket 0" in infinite
 
 
-# Ranks that differ, and yet average what they should
+# Ranks that differ but average correctly
 
 
 def forward_in_no_sync(model: nn.Module) -> None:
@@ -248,7 +248,7 @@ def two_forwards_for_one_backward(model: nn.Module) -> Tensor:
 
 
 def recompile(model: nn.Module) -> Tensor:
-    """With dynamic=False every number of rows is a graph of its own."""
+    """With dynamic=False every number of rows has its own graph."""
     num_rows = int(torch.randint(5, 500, ()))
     return loss_of(model(torch.randn(num_rows, WIDTH)))
 

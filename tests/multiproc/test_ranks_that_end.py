@@ -1,4 +1,4 @@
-"""Ranks that are done, whose process ends or who let the model go, while others have yet to hear of them."""
+"""Ranks that are done, whose process ends, or that free their model before others have received their messages."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def train_and_let_go(rank: int, path: Path, is_sharded: bool) -> None:
 
 
 def collect() -> None:
-    for _ in range(2):  # what tensors refer to is only looked at once they are gone
+    for _ in range(2):  # the objects that tensors refer to are only examined after the tensors are gone
         gc.collect()
 
 
 def collect_in_a_fork() -> None:
-    """As a worker of a DataLoader does, which has no threads of its parent, and nothing to wait for."""
+    """Like a worker of a DataLoader, which has none of its parent's threads, and nothing to wait for."""
     torch._dynamo.reset()
     child = os.fork()
     if child == 0:
@@ -186,7 +186,7 @@ def test_a_rank_that_is_gone_holds_up_no_message_to_others() -> None:
     assert [message.num_waits for message in messages] == [1, 1, 1]
 
 
-# Stores that ranks tell each other through: what is left in them, and what is said when one is gone.
+# Stores through which ranks communicate: what remains in them, and the errors when one is gone.
 
 
 def in_group_with_tcp_store() -> None:
@@ -238,7 +238,7 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Callable[[int],
 
 
 def end_in_backward(start: Callable[[int], None]) -> None:
-    """A rank whose backward raises tells the others what it raised, however its process was started."""
+    """A rank whose backward raises posts the exception for the others, however its process was started."""
     timeout = timedelta(seconds=15)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     start(store.port)

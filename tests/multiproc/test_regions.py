@@ -218,7 +218,7 @@ def launches_before(model: Any, parameter: Tensor) -> list[bool]:
     launches: list[bool] = []
     algorithm = model.comm_algorithm
     launch = algorithm.launch
-    # Behind an optimizer's zero_grad, and before its own hook has let the reducer know.
+    # After an optimizer's zero_grad, and before its own hook has told the reducer.
     algorithm.launch = lambda *args: (launches.append(parameter.grad is None), launch(*args))[1]
     return launches
 
@@ -334,8 +334,8 @@ def test_regions_that_fully_shard_has_sharded_share_a_graph() -> None:
     assert counter.frame_count == 1
 
 
-#: What is left out: a model without submodules; gradients of a part of the model, which a backward of regions brings as
-#: an eager one does; a backward on one rank alone that brings all of a bucket.
+#: Left out: a model without submodules; gradients of a part of the model, which a backward of regions brings like an
+#: eager one; a backward on one rank alone that brings a whole bucket.
 NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regularizer_by_itself_on_one_rank")
 
 

@@ -25,7 +25,7 @@ from ddp_compile.errors import GradientArrivalError
 
 
 class Trained(NamedTuple):
-    """What training has shown.
+    """The results of training.
 
     Args:
         worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
@@ -80,7 +80,7 @@ PATTERNS_IN_CI = [
 @on_ranks(2)
 def test_gradients_are_exact_and_buckets_are_launched_early(pattern: str) -> None:
     trained = train(pattern, "aot_eager")
-    # A sum of the iteration before and of this one rounds otherwise than the sum of both.
+    # A sum of the previous iteration and this one rounds differently from the sum of both.
     assert trained.worst <= (0.0 if PATTERNS[pattern].is_ddps else 1e-6)
     assert trained.num_early == PATTERNS[pattern].num_early
 
@@ -140,7 +140,7 @@ def mlp() -> nn.Module:
 
 
 def step_until_late(pattern: str, models: tuple[Any, Any]) -> str:
-    """The error of the step in which a contributor appears that ours had not before."""
+    """The error of the step in which a new contributor appears."""
     model, reference = models
     for step in range(APPEARS_AT):
         for each in models:
@@ -180,7 +180,7 @@ def test_a_contributor_that_a_static_graph_had_not_is_an_error_on_every_rank(pat
 @pytest.mark.inductor
 @on_ranks(2)
 def test_gradients_whose_places_are_not_aligned_wait_for_their_hooks() -> None:
-    """With a comm hook places have no gaps, so that some are not aligned, and compiled code expects that they are."""
+    """With a comm hook places have no gaps, so some are not aligned, but compiled code expects aligned ones."""
     # Products alone, which take no C++ kernels, of a number of elements that leaves the next place unaligned.
     settings: Any = {"bucket_cap_mb": 0.009, "split": "backward", "backend": "inductor", "static_graph": True}
     models = pair(lambda: nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(4))), **settings)

@@ -1,4 +1,4 @@
-"""``static_graph``: what the first iteration teaches, against eager DistributedDataParallel."""
+"""``static_graph``: what it learns in the first iteration, against eager DistributedDataParallel."""
 
 from __future__ import annotations
 

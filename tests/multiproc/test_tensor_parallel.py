@@ -1,4 +1,4 @@
-"""Data parallelism beside tensor parallelism: parameters that are DTensors, on a mesh of two dimensions."""
+"""Data parallelism combined with tensor parallelism: parameters that are DTensors, on a mesh of two dimensions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def in_columns_and_rows(block: str) -> dict[str, ParallelStyle]:
 
 
 def in_parts_of_two_sizes(block: str) -> dict[str, ParallelStyle]:
-    """A local tensor alone does not say how large the whole is, so what lies between the layers stays a DTensor."""
+    """A local tensor does not tell the global size, so values between the layers stay DTensors."""
     return {f"{block}.up": ColwiseParallel(use_local_output=False), f"{block}.down": RowwiseParallel()}
 
 
@@ -275,14 +275,14 @@ def left_by_ddp(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def test_ddp_takes_the_parameters_out(seen: list[Seen]) -> None:
-    """Why the comparison is with the whole batch; if this fails, torch has mended it, and DDP can stand beside."""
+    """Why the comparison is with the whole batch. If this fails, torch has fixed it, and DDP can be the reference."""
     for each in seen:
         before, after = each.left_by_ddp
         assert after < before
 
 
 class Seen(NamedTuple):
-    """What one rank has seen of all that CI asks."""
+    """One rank's results for all tests in CI."""
 
     differences: dict[str, float]
     refusals: dict[str, str]
@@ -292,7 +292,7 @@ class Seen(NamedTuple):
 
 
 def see_everything() -> Seen:
-    """One of the recipes compiled, since to trace DTensors takes most of the time, and all else eagerly."""
+    """Compiles one of the recipes, since tracing DTensors takes most of the time; all others run eagerly."""
     mesh = make_mesh()
     differences = go_through_recipes(["backward"], mesh)
     with torch.compiler.set_stance("force_eager"):

@@ -1,4 +1,4 @@
-"""What holds for every algorithm that averages parameters: nodes, checkpoints, ways to train, bytes, bad input."""
+"""Properties of every algorithm that averages parameters: nodes, checkpoints, ways to train, bytes, bad input."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_parameters_are_averaged_after_steps_of_all_kinds_and_in_place() -> None
                 loss.backward()
                 return loss
 
-            if step == 4 and dist.get_rank() == 1:  # in the next two iterations no rank asks where the others stand
+            if step == 4 and dist.get_rank() == 1:  # no agreement point is in the next two iterations
                 closure()  # and no step
             else:
                 optimizer.step(closure)
@@ -320,7 +320,7 @@ def test_bytes_sent_are_those_of_the_formula(config: Any, world_size: int, expec
     assert sum(sent) == expected(flat_of(model).numel())
 
 
-# What is refused, what goes wrong, and one algorithm in the place of another.
+# Refusals, failures, and changes of the algorithm.
 
 
 @on_ranks(2)
@@ -425,7 +425,7 @@ def test_every_algorithm_may_follow_every_other() -> None:
 
 @on_ranks(2)
 def test_optimizers_whose_counts_differ_are_made_alike() -> None:
-    """Adam's counts of steps become alike as well; and what cannot be made alike changes nothing."""
+    """Adam's step counts become equal too. If optimizers cannot be made equal, nothing changes."""
     model, optimizer = make_model(LocalSGD(period=2))
     for step in range(4):
         train_step(model, optimizer, step)

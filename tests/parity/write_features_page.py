@@ -34,7 +34,7 @@ TAIL = """
 
 
 def format_page() -> str:
-    """The page that the table makes."""
+    """The page generated from the table."""
     rows = [
         f"| {e.feature.value} | {'; '.join(other.value for other in e.others)} | {e.reason} | {e.way_out} |\n"
         for e in EXCLUSIONS

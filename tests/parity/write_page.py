@@ -1,4 +1,4 @@
-"""Writes docs/ddp_parity.md from the rows in the TOML files beside this one, if every test that they list passes.
+"""Writes docs/ddp_parity.md from the rows in the TOML files next to this one, if every test that they list passes.
 
 ``make parity`` runs the tests and writes the page; `tests/unit/test_ddp_parity.py` compares the page with what
 `print_markers` finds.
@@ -42,9 +42,9 @@ what it is here: the *same*; *better*; *refused* with an error, and what to writ
 after torch {oldest} says since when. The last column is the number of tests that hold the line; most compare gradients
 with DistributedDataParallel's own, on two or three ranks with gloo.
 
-Every argument but the module is given by name. An argument that is refused may still be given with the value that
+Every argument except the module is passed by name. An argument that is refused may still be passed with the value that
 changes nothing: `None`, `dim=0`, and `False` except for `forward_sync_buffers`. An argument that only a newer torch has
-is refused as such. A name that nobody has is a TypeError that suggests the nearest one, and an error to type checkers.
+is refused as such. An unknown name is a TypeError that suggests the nearest name, and an error in type checkers.
 Some features exclude each other: [feature_compatibility.md](feature_compatibility.md).
 
 `make parity` runs these tests and writes this page from `tests/parity/*.toml`; do not edit it.
@@ -86,7 +86,7 @@ def own_arguments() -> dict[str, str]:
 
 
 def differences(section: str, rows: Sequence[Row], names: Set[str], torch_version: str) -> list[str]:
-    """Where the rows of a section and what DistributedDataParallel has are not the same: one line for each name.
+    """The differences between the rows of a section and DistributedDataParallel: one line for each name.
 
     Args:
         section: "arguments" or "methods"; of methods there may be rows for private ones, which are not looked for.
@@ -113,7 +113,7 @@ def cases_of(row: Row, cases: Mapping[str, Any]) -> list[str]:
 
 
 def problems_of(rows: Sequence[Row], cases: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the rows: one line for each.
+    """The errors in the rows, one line for each.
 
     Args:
         rows: All rows.
@@ -161,7 +161,7 @@ def format_page(rows: Sequence[Row], cases: Mapping[str, Any]) -> str:
 
 
 class _Recorder:
-    """A pytest plugin that leaves out all cases but the listed ones, and notes their markers and how they ended."""
+    """A pytest plugin that deselects all cases except the listed ones, and records their markers and outcomes."""
 
     def __init__(self, listed: Container[str]) -> None:
         self.listed = listed
@@ -177,7 +177,7 @@ class _Recorder:
 
 
 def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
-    """Run pytest over what the rows list.
+    """Run pytest on the tests that the rows list.
 
     Args:
         rows: All rows.
@@ -186,7 +186,7 @@ def run_pytest(rows: Sequence[Row], *options: str) -> _Recorder:
     recorder = _Recorder({test for row in rows for test in row.tests})
     # Whole files, since pytest collects nothing at all if it is given one test that does not exist.
     files = sorted({str(ROOT / test.split("::")[0]) for row in rows for test in row.tests})
-    # With those that CI leaves out: no marker is asked for.
+    # Including those that CI leaves out, so no marker is requested.
     pytest.main(["--rootdir", str(ROOT), "-m", "", *options, *files], plugins=[recorder])
     return recorder
 

@@ -21,7 +21,7 @@ from peer_suites.torch_suites import STAND_IN, PeerTest
 from torch.testing._internal.common_utils import set_rng_seed
 
 GROUP_TIMEOUT_S = 60.0
-#: How long the other ranks have once one has failed, which they may wait for in vain.
+#: How long the other ranks may run after one has failed, since they may wait for it in vain.
 TIME_TO_FAIL_S = 3.0
 
 PASSED, SKIPPED, FAILED, TIMED_OUT = "passed", "skipped", "failed", "timed out"
@@ -37,7 +37,7 @@ class RankEnd(NamedTuple):
 
 
 class TestEnd(NamedTuple):
-    """How a test has ended: as on the first rank that did not pass."""
+    """The outcome of a test: that of the first rank that did not pass."""
 
     outcome: str
     error: str
@@ -47,12 +47,12 @@ class TestEnd(NamedTuple):
 
 
 def run_on_ranks(test: PeerTest, stand_in: type, limit_s: float) -> TestEnd:
-    """Run a test with ``stand_in`` in the place of DistributedDataParallel."""
+    """Run a test with ``stand_in`` instead of DistributedDataParallel."""
     context = multiprocessing.get_context("fork")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peer_") as name:
         folder = Path(name)
-        for subfolder in ("barrier", "test_dir"):  # where the tests of torch look for each other
+        for subfolder in ("barrier", "test_dir"):  # the folders through which ranks of torch's tests meet
             (folder / subfolder).mkdir()
         processes, connections = [], []
         for rank in range(test.world_size):

@@ -1,8 +1,8 @@
 """torch's own tests of DistributedDataParallel, with ddp_compile in its place: ``python tests/peer_suites/run.py``.
 
 Each test that names DistributedDataParallel runs with it first, on the CPU. If that passes, it runs with ddp_compile,
-which has to pass as well unless the test is in not_applicable.toml; then it has to fail with what is said there.
-Prints a line for each test, and a table. The exit code is 1 if one failed.
+which has to pass too, unless the test is in not_applicable.toml; then it has to fail with the error given there. Prints
+a line for each test, and a table. The exit code is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def why_not_by_ddp(test: PeerTest) -> str:
 
 
 def judge(test: PeerTest, backend: str, listed: verdict.Listed | None) -> tuple[str, str, str]:
-    """The row of the table, what to say, and what the ranks have printed."""
+    """The row of the table, a message, and the output of the ranks."""
 
     def run_with(name: str) -> on_ranks.TestEnd:
         stand_ins.backend = name

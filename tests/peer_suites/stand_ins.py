@@ -1,4 +1,4 @@
-"""What takes the place of DistributedDataParallel in torch's tests of it."""
+"""Replacements for DistributedDataParallel in torch's tests of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import ddp_compile
 from ddp_compile.module.mixin import ReplicatedModule
 
-#: Whether this process has made one of them, so that a test is one of DistributedDataParallel.
+#: Whether this process has made one of them, so that the test is a test of DistributedDataParallel.
 made_one = False
 
 #: The backend that `Replicated` compiles with.
@@ -44,8 +44,8 @@ class DDPOnCPU(DistributedDataParallel):
 class Replicated(nn.Module, Joinable):
     """``ddp_compile(module)`` with DistributedDataParallel's spelling: see docs/ddp_parity.md.
 
-    There, the module is wrapped, so that names begin with "module."; here, it stays the user's own. Nothing of what
-    DistributedDataParallel has inside is imitated: a test that looks there fails with an AttributeError.
+    There, the module is wrapped, so that names begin with "module."; here, it stays the user's own. The internals of
+    DistributedDataParallel are not imitated: a test that uses them fails with an AttributeError.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
@@ -56,7 +56,7 @@ class Replicated(nn.Module, Joinable):
             if given.get(theirs) is not None:
                 given[ours] = given.pop(theirs)
         given["parameters_to_ignore"] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        # Tests wrap a module again once they have done with the wrapper around it.
+        # Tests wrap a module again after they have used its first wrapper.
         self._replicate(module.unwrap() if isinstance(module, ReplicatedModule) else module, given)
 
     def _replicate(self, module: nn.Module, arguments: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What decides about torch's own tests with ddp_compile; the tests themselves are run by run.py."""
+"""The verdicts on torch's own tests with ddp_compile; run.py runs the tests themselves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """torch's own tests of DistributedDataParallel, as its wheel ships them, made to run on a machine without a GPU.
 
-Most of them ask for GPUs, yet test nothing of one. So the sources are changed before they are compiled: devices of any
-kind become the CPU, and decorators that skip a test without a GPU are dropped.
+Most of them ask for GPUs, but test nothing that needs one. So the sources are changed before they are compiled: devices
+of any kind become the CPU, and decorators that skip a test without a GPU are dropped.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _WORLD_SIZES = {
     "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view": 4,
 }
 
-#: Lines of tests that have much else to say, in the methods that they stand in, by the names that they mention: they
-#: look at the inside of DistributedDataParallel, and the test would end there.
+#: Lines, by their method and the names that they mention, that use internals of DistributedDataParallel and would end
+#: tests that check much else.
 LOOKS_INSIDE = {
     "_run_uneven_inputs_test": {"_authoritative_rank", "final_rank_tensor", "tensor_list", "ddp_logging_data"},
     "test_detect_ddp_is_actually_static": {"_ddp_graph_static"},
@@ -95,8 +95,8 @@ def _methods_with_ddp(module: ModuleType, class_name: str) -> list[str]:
 def load_for_cpu(name: str) -> ModuleType:
     """Import a module of torch's tests, its source changed so that every device is the CPU.
 
-    It has a name and a file of its own, since Dynamo traces nothing of what is in torch's. Tracebacks show the lines
-    of torch's file.
+    It has its own name and file, since Dynamo does not trace code in torch's. Tracebacks show the lines of torch's
+    file.
     """
     torchs = importlib.util.find_spec(name)
     assert torchs is not None and torchs.origin is not None, f"this torch has no {name}"
@@ -107,7 +107,7 @@ def load_for_cpu(name: str) -> ModuleType:
     file = f"{spec.name}.py"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     module.__dict__.update(_on_cpu=_on_cpu, _no_cuda=_NO_CUDA)
-    sys.modules[spec.name] = module  # where what is pickled by the name of a class is looked for
+    sys.modules[spec.name] = module  # unpickling looks up classes there
     exec(compile(for_cpu(source), file, "exec", dont_inherit=True), module.__dict__)
     module.__dict__["init_multigpu_helper"] = _one_device_for_each_rank
     return module

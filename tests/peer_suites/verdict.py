@@ -10,14 +10,14 @@ from pathlib import Path
 LIST = Path(__file__).with_name("not_applicable.toml")
 
 PASSED, FAILED = "passed", "failed"
-#: Why a test may be listed: it looks at the inside of DistributedDataParallel; it asks for the words of an error that
-#: has others here; it does what is refused here; or it sees what compiled graphs do under torch.compile as well.
+#: Why a test may be listed: it uses internals of DistributedDataParallel; it expects the words of an error that has
+#: other words here; it does something that is refused here; or compiled graphs fail it under torch.compile too.
 KINDS = INTERNALS, WORDS, REFUSED, COMPILED = ("internals", "words", "refused", "compiled")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Why a test does not apply, and what it has to fail with, so that nothing before hides behind the line."""
+    """Why a test does not apply, and the error that it must fail with, so that earlier failures are not hidden."""
 
     kind: str
     error: str
@@ -38,7 +38,7 @@ def read_list(file: Path = LIST) -> dict[str, Listed]:
 
 
 def judge(passed: bool, error: str, listed: Listed | None, passes_eagerly: Callable[[], bool]) -> tuple[str, str]:
-    """The row of the table that a test counts for, and what to say about it.
+    """The row of the table in which a test counts, and a message about it.
 
     ``passes_eagerly`` is asked if the list says that compiled graphs fail the test.
     """

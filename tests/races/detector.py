@@ -1,16 +1,16 @@
-"""Finds accesses to memory that no wait has put in order, from a program that has run on the CPU.
+"""Finds accesses to memory that no wait orders, in a program that ran on the CPU.
 
-Operators run at once here, one after the other. What they would do on an accelerator is written down beside them: which
-stream each one runs on, what it reads and writes, and which streams have waited for which. Two accesses to the same
-bytes, of which one writes, are a race unless a chain of waits leads from the first to the second. So a race is found
-whether or not it would have changed a result.
+Operators run immediately here, one after the other. For each one, the detector records what would happen on an
+accelerator: the stream that it runs on, its reads and writes, and which streams have waited for which. Two accesses to
+the same bytes, at least one of which writes, are a race unless a chain of waits leads from the first to the second. So
+a race is found whether or not it would have changed a result.
 
 Memory is known by address: two tensors on the same bytes conflict, whichever storages they have. When a storage is
 freed, its allocator may hand the bytes out again to the next operator on the stream that allocated them. That counts as
 a write there, after all streams that the allocator was told of (``record_stream``).
 
-Not seen: kernels themselves, the order in which inductor's kernels are launched, CUDA graphs, what NCCL needs of a
-device, and the engine's threads.
+Not seen: kernels themselves, the order in which inductor's kernels are launched, CUDA graphs, NCCL's needs on a device,
+and the engine's threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells a `RaceDetector` of every operator that torch's dispatcher runs, and notes those for which the host waits."""
+"""Reports every operator of torch's dispatcher to a `RaceDetector`, and records those that make the host wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddp_compile import graph_ops
 
 aten = torch.ops.aten
 
-#: They write where a tensor lies, and not what lies there; or look at nothing.
+#: They change where a tensor is, and not its values; or they read nothing.
 _WITHOUT_VALUES = {
     aten.set_.source_Storage_storage_offset,
     aten.set_.source_Tensor,

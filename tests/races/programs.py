@@ -233,7 +233,7 @@ def q_adam(stage: Stage) -> None:
 
 
 def asynchronous(stage: Stage) -> None:
-    """The thread averages while steps, evaluations, and forwards on other streams go on."""
+    """The thread averages during steps, evaluations, and forwards on other streams."""
     # In the last step of the warm-up the ranks compare nothing, so the host does not wait.
     model = replicated(stage, algorithm=AsyncModelAverage(sync_interval_ms=1, warmup_steps=3))
     optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), plain_batches(4, WIDTH)
@@ -328,7 +328,8 @@ _ON_NCCL: dict[str, Program] = {
     "backward split": train,
     "forward split": partial(train, split="forward"),
     "graph break": partial(train, make=partial(Layers, "break")),
-    # The bucket that is launched last is ready first: what is unused in the first iteration is not packed anew.
+    # The bucket that is launched last is ready first, since parameters that are unused in the first iteration are not
+    # packed again.
     "eager end": partial(train, make=partial(Layers, "eager"), find_unused_parameters=True),
     "regions": partial(train, make=lambda: nn.Sequential(*(Block() for _ in range(3))), regions=[Block]),
     "buffers": partial(train, make=partial(Layers, normed=True)),

@@ -1,8 +1,8 @@
 """A process group between real ranks that treats the CPU's tensors as NCCL treats those of a GPU.
 
 A collective waits for the stream that is current when it is launched, and runs on a stream of its group; messages from
-rank to rank run on one for each pair. What is received is NaN until somebody waits: then gloo, over which everything
-travels, has brought it. ``Work.wait()`` holds up the current stream and not the host.
+rank to rank run on one for each pair. Received values are NaN until the first wait. By then gloo, which transfers
+everything, has brought them. ``Work.wait()`` holds up the current stream and not the host.
 """
 
 from __future__ import annotations
@@ -276,14 +276,14 @@ class _Work(dist.Work):
         return self._work is None
 
     def get_future(self) -> Any:
-        # A work that nobody waits for keeps its tensors until it is done.
+        # A work that is not waited for keeps its tensors until it is done.
         for tensor in self._tensors:
             self._device.streams.detector.used_by(tensor, self._stream)
         return _StreamFuture(self._device, self, self._done, lambda: self._outputs)
 
 
 class _StreamFuture(Future[Any]):
-    """A future whose value is there when a stream has come to an event; callbacks run at once, on another stream."""
+    """A future whose value is there when a stream has reached an event; callbacks run now, on another stream."""
 
     def __init__(self, device: Device, work: _Work | None, done: int, value: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Streams on the CPU: what `ddp_compile.runtime.comm.streams` asks of a device, told to a `RaceDetector`."""
+"""Streams on the CPU: the calls of `ddp_compile.runtime.comm.streams` to a device, reported to a `RaceDetector`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class SimulatedStreams:
     # Which places in the sources are passed.
 
     def is_ignored(self, what: str) -> bool:
-        """Note the place in the sources that has called; returns whether it is to do nothing."""
+        """Record the calling place in the sources; returns whether the call must do nothing."""
         for code, line in Stack.here().frames:
             path = Path(code.co_filename).resolve()
             if ROOT in path.parents and ".venv" not in path.parts and path.name not in _PASSED_THROUGH:

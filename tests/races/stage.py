@@ -87,7 +87,7 @@ class Stage:
             self.detector.host_waits(stream)
 
     def steps(self, times: int = 1) -> Iterator[Roles]:
-        """Each of the roles, so many times; the device is idle between two of them."""
+        """Each of the roles, this many times; the device is idle between two of them."""
         for roles in self.roles:
             self.idle()
             for _ in range(times):
@@ -105,13 +105,13 @@ class Stage:
                 self.use_memory()
 
     def use_memory(self) -> None:
-        """Between two steps, allocate on every stream, as the next batch and other work beside training would."""
+        """Between two steps, allocate on every stream, as the next batch and other work would."""
         for stream in self._named.values():
             with self._streams.on(stream):
                 torch.zeros(1)
 
     def forward(self, model: Callable[[Any], Any], x: Any, roles: Roles, is_looked_at: bool = True) -> Tensor:
-        """The loss of a forward on its stream; the caller's waits for it if somebody looks at the loss."""
+        """The loss of a forward on its stream. The caller's stream waits for it if the loss is read."""
         self._inputs.append(x)  # a user who trains on several streams keeps them, or tells the allocator
         caller, forward = self.stream(roles.caller), self.stream(roles.forward)
         self.detector.wait_for_stream(forward, caller)

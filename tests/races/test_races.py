@@ -1,4 +1,4 @@
-"""In no program are there two accesses to memory that no wait orders, whichever streams it runs on."""
+"""No program has two accesses to memory that no wait orders, whichever streams it runs on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_everything_that_is_written_is_waited_for(ranks: Ranks, name: str, roles
         assert not outcome.races, "\n".join(outcome.races)
         for found, expected in zip(outcome.parameters, without_streams.parameters, strict=True):
             assert torch.isfinite(found).all()
-            if name != "asynchronous average":  # whose rounds come when they come
+            if name != "asynchronous average":  # its rounds come at random times
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -54,7 +54,7 @@ def hooked(x: Tensor) -> Tensor:
     return y
 
 
-#: Views, and what returns its argument as it is, of tensors of any shape from one dimension on.
+#: Views, and functions that return their argument unchanged, of tensors with at least one dimension.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda v: v[:],
     "atleast_3d": torch.atleast_3d,
@@ -91,7 +91,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "view_as_complex": lambda v: torch.view_as_complex(torch.stack([v, v], -1)).real,
 }
 
-#: What computes, has a backward of its own, or makes a new tensor.
+#: Functions that compute, have their own backward, or make a new tensor.
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "as_strided": lambda v: torch.as_strided(v, (1,), (1,)),
     "checkpoint": lambda v: checkpoint(torch.sin, v, use_reentrant=False),

@@ -1,4 +1,4 @@
-"""Trains models in a process of its own and prints, as JSON, what compile caches and reducers did."""
+"""Trains models in a separate process and prints, as JSON, what compile caches and reducers did."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 16
 
 
 class Layers(nn.Module):
-    """Products alone: a kernel of inductor's own would take seconds of a C++ compiler, and changes no key."""
+    """Only products: inductor's own kernels would take a C++ compiler seconds, and do not change keys."""
 
     def __init__(self) -> None:
         super().__init__()

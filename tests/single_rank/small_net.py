@@ -1,4 +1,4 @@
-"""A network with a buffer, and the same one replicated; what the tests of the module around it use."""
+"""A network with a buffer, and the same one replicated, for tests of replicated modules."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Values that share memory, across cuts and among what is returned: nothing may differ from eager code.
+"""Values that share memory, across cuts and among outputs: nothing may differ from eager code.
 
-Where torch.compile by itself differs from eager code, in one graph and with the same backend, we may differ as well. It
-does so in these cases: a view made under ``no_grad`` gets a history when it is returned; hooks and custom backwards of
-views that are returned beside what they are views of are lost; and of ``y = h.t(); return y, y.detach()`` the second is
-wrong. Whether a single output is a view (``_base``) may differ: nothing is told by it.
+If plain torch.compile differs from eager code, in one graph and with the same backend, we may differ too. It does in
+these cases: a view made under ``no_grad`` gets a history when it is returned; hooks and custom backwards of views are
+lost if the view and its base are both returned; and in ``y = h.t(); return y, y.detach()`` the second output is wrong.
+Whether a single output is a view (``_base``) may differ, since that shows nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training step is not captured into a device's graph: an error by name, before anything is sent.
 
-The tests have no device that captures; what the runtime asks it is answered here.
+The tests have no device that captures, so a stand-in answers the runtime's questions.
 """
 
 from __future__ import annotations

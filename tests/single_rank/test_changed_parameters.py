@@ -1,4 +1,4 @@
-"""Parameters that are added, replaced or converted after ddp_compile are refused by name; what may change, may."""
+"""Parameters that are added, replaced or converted after ddp_compile are refused by name; allowed changes work."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Change = Callable[[Any], Any]
 CHANGES: dict[str, tuple[Change, str]] = {
     "add_adapters": (add_adapters, "added: adapter.weight, adapter.bias."),
     "replace_head": (replace_head, "replaced by another Parameter: head.weight, head.bias."),
-    "remove_layer": (remove_layer, "not there any more: layer.weight, layer.bias."),
+    "remove_layer": (remove_layer, "removed: layer.weight, layer.bias."),
     "unfreeze": (lambda model: model.last.requires_grad_(True), "unfrozen: last.weight, last.bias."),
     "convert": (
         lambda model: model.double(),
@@ -91,11 +91,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "normalize_weight": (
         lambda model: parametrizations.weight_norm(model.layer),
-        "not there any more: layer.weight; added: layer.parametrizations.weight.original0, ",
+        "removed: layer.weight; added: layer.parametrizations.weight.original0, ",
     ),
     "normalize_weight_the_old_way": (
         lambda model: weight_norm(model.layer),
-        "not there any more: layer.weight; added: layer.weight_g, layer.weight_v.",
+        "removed: layer.weight; added: layer.weight_g, layer.weight_v.",
     ),
     "shard_a_layer": (
         lambda model: fully_shard(model.head, mesh=init_device_mesh("cpu", (1,))),

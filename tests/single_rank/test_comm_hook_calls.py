@@ -1,4 +1,4 @@
-"""How comm hooks are called on a single rank, as DistributedDataParallel's are, and what is refused by name."""
+"""How comm hooks are called on a single rank, like those of DistributedDataParallel, and refusals by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled backwards that hand buckets over, through torch's caches: nothing is lost, and nothing is mixed up."""
+"""Compiled backwards that hand over buckets, through torch's caches: nothing is lost or mixed up."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def test_a_torch_that_takes_one_pass_gets_one_that_does_both(monkeypatch: pytest
     both = backward_compile._with_cache_key(theirs, "ours")
     both(fx.Graph())
     assert (theirs.num_calls, both.uuid()) == (1, ("ours", "theirs"))
-    # A pass that does not say what it is keeps the caches off, as it would by itself.
+    # A pass without a key turns the caches off, as in plain torch.compile.
     assert backward_compile._with_cache_key(CountsCalls(None), "ours").uuid() is None
     assert backward_compile._with_cache_key(lambda graph: None, "ours").uuid() is None

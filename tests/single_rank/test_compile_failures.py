@@ -1,6 +1,6 @@
-"""What cannot be compiled runs eagerly, with the right gradients and a warning; under ``fullgraph`` it is an error.
+"""Graphs that cannot be compiled run eagerly, with right gradients and a warning; with ``fullgraph`` they are errors.
 
-One rank is enough here; ranks of which only one fails are in tests/multiproc/test_exceptions.py.
+One rank is enough here. A failure on one of several ranks is in tests/multiproc/test_exceptions.py.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def body_with_a_collective() -> fx.GraphModule:
 
 @pytest.mark.parametrize("way", ["as in torch 2.11", "traced"])
 def test_gradients_that_this_torch_loses_are_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 alone puts a function that communicates into a graph, whose gradient is zero then."""
+    """Only torch 2.11 puts a function that communicates into a graph; its gradient is then zero."""
     if way == "traced" and torch.__version__ >= "2.12":
         pytest.skip("this torch breaks the graph there")
     monkeypatch.setattr(torch_internals.dynamo, "_LOSES_GRADIENTS_OF_COLLECTIVES", True)

@@ -1,4 +1,4 @@
-"""What code reads off, sets on and calls of a DistributedDataParallel, on the module itself."""
+"""Attributes and methods of a DistributedDataParallel that code uses, on the module itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_require_backward_grad_sync_leaves_nothing_behind() -> None:
     ],
 )
 def test_a_method_of_ddps_that_is_not_here_is_an_attribute_error(name: str) -> None:
-    # Code that asks with hasattr() whether it was given a wrapper, to unwrap it, leaves the module as it is.
+    # Code that uses hasattr() to find and unwrap wrappers leaves the module unchanged.
     assert hasattr(nn.parallel.DistributedDataParallel(Net()), name)
     with pytest.raises(AttributeError, match=f"'Net' object has no attribute '{name}'"):
         getattr(replicated(), name)

@@ -1,4 +1,4 @@
-"""``torch.distributed.autograd`` keeps gradients in its context: nothing that comes there unreduced goes unnoticed."""
+"""``torch.distributed.autograd`` keeps gradients in its context: unreduced gradients there do not go unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which forwards without gradients are compiled: those of evaluation, and not those of ``generate`` unless asked."""
+"""Which forwards without gradients are compiled: those of evaluation, and those of ``generate`` only if requested."""
 
 from __future__ import annotations
 

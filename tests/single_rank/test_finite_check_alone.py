@@ -1,4 +1,4 @@
-"""``check_finite_gradients`` on one rank, and what it cannot be used with."""
+"""``check_finite_gradients`` on one rank, and features that it excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions beside the methods, modules with names of ours, and what a printed module says."""
+"""The functions that match the methods, modules that have our names, and printed modules."""
 
 from __future__ import annotations
 

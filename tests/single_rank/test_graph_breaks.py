@@ -1,4 +1,4 @@
-"""A graph break that leaves the module's own code to Python: what is compiled inside, and what users are told."""
+"""A graph break that leaves the module's own code to Python: what is compiled inside, and the messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class CalledByItsClass(Block):
-    """As Transformers' layers, whose class has a call of its own, for checkpoints."""
+    """Like Transformers' layers, whose class has its own call, for checkpoints."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * super().__call__(x)

@@ -1,4 +1,4 @@
-"""Graphs for which AOTAutograd's cache has a wrong answer: trained twice, so that the second time finds it full."""
+"""Graphs for which AOTAutograd's cache would answer wrongly: trained twice, the second time with a full cache."""
 
 from __future__ import annotations
 

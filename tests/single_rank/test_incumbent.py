@@ -1,4 +1,4 @@
-"""What the README says of ``torch.compile(DistributedDataParallel(module))``, seen on the torch it says it of."""
+"""The README's statements about ``torch.compile(DistributedDataParallel(module))``, for the torch that they name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Inductor keeps the order of collectives, unless the user has asked for another one.
+"""Inductor keeps the order of collectives, unless the user has changed the setting.
 
-The setting for that came after torch 2.13. In any torch, one that changes nothing of these graphs stands in for it.
+The setting for that came after torch 2.13. So a setting that does not affect these graphs stands in for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C at the worst moments of an iteration: what it leaves half done is refused, not gone on with."""
+"""Ctrl-C at the worst moments of an iteration: a half-done iteration is refused, not continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``split="backward"`` beside its exactness: which backends it works with, what it refuses, what memory it takes."""
+"""``split="backward"``, apart from its exactness: the backends that it works with, its refusals, its memory."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_graph_that_is_compiled_later_launches_early_from_the_next_iteration_t
     num_early = [num_launched_early(model, rows) for rows in (3, 4, 5, 6, 7)]
     first, later = model._ddp_compile_state.backend.reports
     assert (first.num_partitions, later.num_partitions) == (6, 1)
-    # Iterations 1, 2 and 4 teach; the second one has the graph that is left whole.
+    # Iterations 1, 2 and 4 are learned from; the second one has the graph that is left whole.
     assert num_early == [0, 5, 5, 5, 5]
     assert later.not_cut
     explained = model.explain()
@@ -268,7 +268,7 @@ def test_values_are_compared_only_after_somebody_has_registered_a_hook(monkeypat
     monkeypatch.setattr(computed_bucket.ComputedBucket, "__init__", note)
     model = replicated(backend="aot_eager")
     step(model)
-    assert compared == 5 * [True]  # the first iteration teaches
+    assert compared == 5 * [True]  # the first iteration is learned from
     for expected in (False, False, True, False):
         compared.clear()
         if expected:

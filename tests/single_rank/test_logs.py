@@ -1,4 +1,4 @@
-"""What users see: TORCH_LOGS output of a process of its own, and the two warnings."""
+"""What users see: TORCH_LOGS output of a separate process, and the two warnings."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def backward(model: Any, width: int = 64) -> None:
 
 @pytest.fixture
 def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: None) -> None:
-    """Overlap is of no concern to a single rank, so the warning is silent there; ask as one of two."""
+    """A single rank has nothing to overlap, so there is no warning; pretend to be one of two ranks."""
     monkeypatch.setattr(replicate_state, "_needs_overlap", lambda process_group: True)
 
 
 class BreaksInALoop(nn.Module):
-    """Dynamo cannot resume in the middle of a loop, so it gives the whole frame up without a word."""
+    """Dynamo cannot resume in the middle of a loop, so it silently gives up the whole frame."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The module that comes back is the user's own: same object, names and class; a copy of it is plain."""
+"""The returned module is the user's own: same object, names and class. A copy of it is plain."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_plain(copied: nn.Module, model: nn.Module) -> None:
     )
     assert all(p is not q for p, q in zip(copied.parameters(), model.parameters(), strict=True))
     assert not any(name.startswith("_ddp_compile") for name in vars(copied))
-    # Its gradients are its own: the reducer does not hear of them.
+    # Its gradients are separate: the reducer does not see them.
     backward(copied)
     assert all(p.grad is not None for p in copied.parameters())
 

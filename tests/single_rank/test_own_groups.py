@@ -1,4 +1,4 @@
-"""Process groups of our own beside a default group with a bound device, as ``init_process_group(device_id=...)`` has.
+"""Our own process groups if the default group has a bound device, from ``init_process_group(device_id=...)``.
 
 A gloo group takes a bound CUDA device on any machine, and hands it on to new groups as an NCCL group does.
 """

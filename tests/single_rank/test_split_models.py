@@ -137,7 +137,7 @@ def test_a_split_model_trains_as_the_eager_one(name: str, split: str) -> None:
     capture = name in ("scalar_from_tensor", "data_dependent_shape")
     with torch._dynamo.config.patch(capture_scalar_outputs=capture, capture_dynamic_output_shape_ops=capture):
         model = make_split(copy.deepcopy(reference), split, "aot_eager")
-        # Autocast and double precision round differently where ops are regrouped; the others are bit for bit.
+        # Autocast and double precision round differently if ops are regrouped; the others are equal bit for bit.
         tolerance = 1e-2 if "autocast" in name else 1e-6
         assert_trains_alike(model, reference, INPUTS.get(name, rows), tolerance)
     reports = model._ddp_compile_state.backend.reports

@@ -1,4 +1,4 @@
-"""Regional compilation on one rank: what a region is, what is compiled how often, and what is refused."""
+"""Regional compilation on one rank: which modules are regions, how often each is compiled, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gradient is reduced by one wrapper: two that reduce the same one are refused, by name, with the way out."""
+"""Only one wrapper may reduce a gradient: a second one is refused by name, with the way out."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_module_that_could_not_be_replicated_holds_nothing() -> None:
     backward(replicated(Task(head)))
 
 
-# Another wrapper around, or in the place of, a replicated module
+# Another wrapper around, or instead of, a replicated module
 
 
 def mesh() -> Any:
@@ -189,7 +189,7 @@ def test_ddp_that_comes_late_is_refused_at_its_first_forward() -> None:
 
 
 class Distilled(nn.Module):
-    """Calls a module that is none of its submodules."""
+    """Calls a module that is not one of its submodules."""
 
     def __init__(self, teacher: nn.Module) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def other_builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeLi
 
 @pytest.fixture(params=[*INSTRUCTION_SETS, *(pytest.param(build, marks=pytest.mark.long) for build in OTHER_BUILDS)])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Puts the loops of each instruction set that this processor has to work, and those of other builds; their name."""
+    """Selects the loops of each instruction set of this processor, and those of other builds; gives their name."""
     core = library.load()  # it has to be there: nothing may pass because it is missing
     if request.param in OTHER_BUILDS:
         built = request.getfixturevalue("other_builds")[request.param]

@@ -1,4 +1,4 @@
-"""What test_cuda_driver.py runs on fake_cuda_driver.c: ``python cuda_driver_checks.py LIBCUDA FOLDER``."""
+"""The checks that test_cuda_driver.py runs on fake_cuda_driver.c: ``python cuda_driver_checks.py LIBCUDA FOLDER``."""
 
 from __future__ import annotations
 

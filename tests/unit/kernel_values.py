@@ -1,4 +1,4 @@
-"""What the tests of the kernels run on, their values, and how to compare what comes out."""
+"""Implementations and values for the tests of the kernels, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ddp_compile import kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-#: Beside ordinary numbers: subnormals of each format, values that overflow in half precision, ties, signed zeros.
+#: In addition to ordinary numbers: subnormals of each format, values that overflow in half precision, ties, signed
+#: zeros.
 FINITE = [0.0, -0.0, 1e-45, 6e-8, 2.98e-8, 6.1e-5, 65504.0, 65519.99, 1.00390625, 2.0**-25, -3e4]
 SPECIAL = [*FINITE, 65520.0, 3.39e38, -3.4e38, float("inf"), -float("inf"), float("nan")]
 LAYOUTS = ("contiguous", "transposed", "strided", "unaligned")

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, that tell each other through one store."""
+"""Ranks as threads of one process that communicate through one store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_iteration(points: AgreementPoints, after_forward: bool = True) -> None:
 
 
 def on_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each function returns or raises, each on a thread of its own."""
+    """What each function returns or raises, each on its own thread."""
     results: list[Any] = [None] * len(functions)
 
     def run(place: int) -> None:

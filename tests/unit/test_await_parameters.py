@@ -1,4 +1,4 @@
-"""Operators that wait, inside a forward graph, for the parameters that the nodes behind them read."""
+"""Operators inside a forward graph that wait for the parameters that the nodes after them read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order a backward graph computes what its buckets need."""
+"""The order in which a backward graph computes the gradients of its buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that say, inside a backward graph, when a bucket is complete."""
+"""Operators inside a backward graph that report complete buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: who may read them, what happens to damaged ones, and to folders that cannot be used."""
+"""Compiled kernels on disk: permissions, damaged files, and folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert str(tmp_path / "cuda") in record.message and os.strerror(error) in record.message
-    assert "set DDP_COMPILE_CACHE_DIR to a folder that can be written" in record.message
+    assert "set DDP_COMPILE_CACHE_DIR to a writable folder" in record.message
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

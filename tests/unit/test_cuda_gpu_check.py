@@ -1,4 +1,4 @@
-"""The command that checks everything on a CUDA device: its parts fit into its time, and name files that exist."""
+"""The command that checks everything on a CUDA device: its parts fit into its time limit, and name files that exist."""
 
 from __future__ import annotations
 

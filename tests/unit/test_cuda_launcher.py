@@ -1,4 +1,4 @@
-"""The CUDA kernels and their launches, run on the CPU from the very bytes a launch would hand to the driver."""
+"""The CUDA kernels and their launches, run on the CPU from the bytes that a launch would pass to the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CUDA kernels do where something that they need is missing, and how they are compiled and loaded."""
+"""The CUDA kernels if something that they need is missing, and how they are compiled and loaded."""
 
 from __future__ import annotations
 

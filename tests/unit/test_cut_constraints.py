@@ -1,4 +1,4 @@
-"""Where a graph must stay whole, and what is said about it."""
+"""Where a graph must stay whole, and the reasons given."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """docs/ddp_parity.md has a line for everything that DistributedDataParallel has, and each line names tests that exist.
 
-That the tests pass is seen where they run; ``make parity`` runs just these and writes the page.
+This file does not run those tests; ``make parity`` runs just these and writes the page.
 """
 
 from __future__ import annotations

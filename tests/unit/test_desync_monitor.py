@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store: fingerprints, statuses, and stores that do not answer."""
+"""Communication of ranks through the store: fingerprints, statuses, and stores that do not answer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_table_has_a_line_for_each_place() -> None:
         "Where each rank was when it last posted, and for how long it had been there:\n"
         "  ranks  since         where\n"
         "  0-1    3.0 to 3.5 s  waiting for bucket 0 of iteration 2: failed\n"
-        "  2                    never heard of\n"
+        "  2                    never posted\n"
         "  3      0.0 s         after iteration 1"
     )
 
@@ -104,7 +104,7 @@ class Forward:
         forwards.watch([*self.outputs, torch.ones(1)])
 
     def backward(self, output: int = 0) -> int:
-        """Number of forwards left out, as told to the other ranks before the backward has ended."""
+        """Number of forwards left out, as reported to the other ranks before the backward has ended."""
         self.outputs[output].sum().backward(retain_graph=True)
         return self.forwards.num_left_out
 

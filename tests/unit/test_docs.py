@@ -1,4 +1,4 @@
-"""What the documents promise is what the code does."""
+"""The documents agree with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/feature_compatibility.md is the page that the table of exclusions makes."""
+"""docs/feature_compatibility.md is the page generated from the table of exclusions."""
 
 from __future__ import annotations
 

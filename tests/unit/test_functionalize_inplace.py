@@ -1,4 +1,4 @@
-"""In-place sums become out-of-place ones if nobody can tell the difference; other writes return what they wrote to."""
+"""In-place sums become out-of-place ones if the difference cannot be seen; other writes return their target."""
 
 from __future__ import annotations
 

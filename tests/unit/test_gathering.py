@@ -1,4 +1,4 @@
-"""What many ranks ask one store for, and who reads for all; see Note [One rank reads]."""
+"""The number of questions of many ranks to one store, and the rank that reads for all; see Note [One rank reads]."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_who_holds_the_store_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPa
     owner = RankStatuses(store_of(server), 0, range(2))
     owner.fail(": failed")
     started = time.monotonic()
-    assert "never heard of" in owner.report()
+    assert "never posted" in owner.report()
     assert 0.5 <= time.monotonic() - started < 3
 
 

@@ -1,4 +1,4 @@
-"""Who holds a gradient, and where it lies; what a whole training sees is in multiproc/test_gradients_of_users.py."""
+"""The holders of a gradient, and its memory. Whole trainings are in multiproc/test_gradients_of_users.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator by which compiled code hands buckets over."""
+"""The operator with which compiled code hands over buckets."""
 
 from __future__ import annotations
 

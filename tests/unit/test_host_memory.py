@@ -1,4 +1,4 @@
-"""Memory that is freed and needed again; each setting in a process of its own, since none can be taken back."""
+"""Memory that is freed and needed again. Each setting runs in a separate process, since it cannot be undone."""
 
 from __future__ import annotations
 

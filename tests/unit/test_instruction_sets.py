@@ -102,7 +102,7 @@ def test_a_nan_becomes_the_same_one_wherever_it_stands(loops: str, dtype: torch.
     [1e30, 3e38, 2e19, 1e-30, 1e-45, 0.0, 65519.0, 65520.0, 3.3895e38, 3.3961775e38, math.inf, -math.inf, math.nan],
 )
 def test_statistics_at_the_edges_of_the_float_range(loops: str, flat_dtype: torch.dtype, value: float) -> None:
-    """Squares may overflow or vanish in float32 where the sum in float64 does neither."""
+    """Squares may overflow or vanish in float32 although the sum in float64 does neither."""
     for numel in (64, 5000):
         tensors = [torch.full((numel,), value), torch.zeros(numel)]
         check_both_ways(tensors, flat_dtype, 1.0)

@@ -1,4 +1,4 @@
-"""Memory that is odd, shared, moved, freed, or looked at by two threads: refused with nothing written, or right."""
+"""Memory that is misaligned, shared, moved, freed, or used by two threads: refused with nothing written, or correct."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_half_precision_in_a_thread_that_flushes_subnormals(asked: Asked) -> Non
 
 
 class MadeOnDemand(Sequence[Tensor]):
-    """64 tensors that nobody keeps."""
+    """64 tensors that nothing keeps."""
 
     def __len__(self) -> int:
         return 64

@@ -1,4 +1,4 @@
-"""The C++ library on several threads: the same bits, no more threads than are worth it or than can be had."""
+"""The C++ library on several threads: the same bits, and not more threads than are useful or available."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_as_many_threads_as_are_set_and_one_for_small_tensors(set_threads: SetTh
 
 
 def check_without_threads() -> None:
-    """Run by the test below in a process of its own, in which no thread has left a stack that another could take."""
+    """Run by the test below in a separate process, in which no thread has left a stack that another could reuse."""
     values = torch.rand(3 * MIN_ELEMENTS_PER_THREAD)
     expected, outs = new_outs(values, 2), new_outs(values, 2)
     everything(values, 2, expected)
@@ -145,7 +145,7 @@ def check_without_threads() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 20), resource.RLIM_INFINITY))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         threading.Thread(target=int).start()
-    # For our kernels alone: torch's own operations end the process where they cannot have a thread.
+    # Only for our kernels, since torch's own operations end the process if they cannot start a thread.
     torch.get_num_threads = lambda: 3
     everything(values, 2, outs)
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))

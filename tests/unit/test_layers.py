@@ -1,4 +1,4 @@
-"""Who may import whom, read off the sources: layers point down only, and private torch names live in one folder."""
+"""The imports in the sources: layers import lower ones only, and private torch names are used in one folder only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = sorted(
 )
 INTERNALS = "ddp_compile.torch_internals"
 
-# Private names that are used outside of torch_internals/, each for a reason. Everything else there is a mistake.
+# Private names that are used outside torch_internals/, each for a reason. Everything else there is a mistake.
 ALLOWED_PRIVATE_NAMES = {
     # The only home of pytrees, and of the classes of operators in a graph; both are imported by torch's own documented
     # extension points, and only looked at in type checks and tree walks.
@@ -306,7 +306,7 @@ bucket.iteration = x
 
 # Names that are looked for before they are used, and the first torch that has them: docs/torch_facts.md.
 SINCE = {"torch._inductor.custom_graph_pass.get_custom_graph_passes": "2.13"}
-# And the first that has them no more.
+# And the first torch that no longer has them.
 UNTIL = {"torch.fx._symbolic_trace._is_fx_tracing_flag": "2.14"}
 
 

@@ -1,4 +1,4 @@
-"""The table of a reducer's states: what is in it, and that training walks all of it and nothing else."""
+"""The table of a reducer's states, and that training uses all of its transitions and no others."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def leave_out_and_go_on_locally(model: Any) -> None:
 
 
 def raise_in_the_middle(begin: Callable[[Any], None], *then: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A backward raises when one gradient has come; nothing that follows goes on."""
+    """A backward raises when one gradient has come. Everything that follows is refused."""
 
     def scenario(model: Any) -> None:
         def refuse(_gradient: Tensor) -> None:

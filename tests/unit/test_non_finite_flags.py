@@ -1,4 +1,4 @@
-"""Which gradients are not finite, of every dtype and layout, and without a wait for a device."""
+"""Which gradients are not finite, for every dtype and layout, without waiting for a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients the reducer is told of, and which are only counted."""
+"""The gradients of which the reducer is notified, and those that are only counted."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_hooks_keep_neither_the_listener_nor_a_cycle_alive() -> None:
     try:
         del listener, hooks
         assert alive() is None
-        backward(params)  # nobody listens any more
+        backward(params)  # nobody listens anymore
         del params
         assert of_parameter() is None
     finally:

@@ -1,4 +1,4 @@
-"""Taking a graph apart: together the partitions compute what the whole graph does, wherever it is cut."""
+"""Cutting a graph: together the partitions compute the same as the whole graph, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def with_sizes(call: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "before", "given", "taken"),
-    # What is needed later, and nothing else, is given out; numbers are written into the graphs that use them.
+    # A partition returns exactly the values that are needed later; numbers are copied into the graphs that use them.
     [(kept, "exp", ["sin", "tan"], ["sin"]), (with_sizes, "mul", ["sin"], ["sin"])],
 )
 def test_a_partition_gives_out_only_what_is_needed_later(

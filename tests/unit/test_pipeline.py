@@ -1,4 +1,4 @@
-"""Passes run in order with observers around them; the version of the pipelines follows their sources."""
+"""Passes run in order with observers around them, and the version of the pipelines depends on their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a module as it grows frame by frame, is sealed, and has its tail packed anew."""
+"""The plan of a module: it grows frame by frame, is sealed, and has its tail packed again."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_parameter_is_in_exactly_one_bucket_whatever_the_frames_show(seed:
 
 
 class PlansEachFrameAnew(PlanBuilder):
-    """Makes the whole plan anew for each frame: the reference for `add_frame`."""
+    """Makes the whole plan again for each frame: the reference for `add_frame`."""
 
     def __init__(self, specs: Sequence[GradientSpec], caps_bytes: Sequence[int]) -> None:
         super().__init__(specs, caps_bytes)
@@ -207,7 +207,7 @@ def test_regions_stay_together_in_any_order_of_arrival() -> None:
     builder = PlanBuilder(gradients(*[100] * 7), [400 * 3], region_of={1: 0, 2: 0, 4: 1, 5: 1})
     assert members(builder.propose().buckets) == [[6, 5, 4], [3, 2, 1], [0]]
     builder.seal(builder.propose())
-    # What has not come at all, 2, stays with its region, whose bucket is then the last one.
+    # Parameter 2, which has not come at all, stays with its region, whose bucket is then the last one.
     assert members(builder.reorder_tail([4, 0, 1, 5, 3, 6]).buckets) == [[4, 5, 0], [6], [1, 2, 3]]
     assert members(builder.reorder_tail([0, 6, 4, 3, 1, 5, 2]).buckets) == [[0, 6, 4, 5], [3, 1, 2]]
 

@@ -19,7 +19,7 @@ def calls(gm: fx.GraphModule) -> list[str]:
 
 
 def sink(recorded: Recorded) -> tuple[list[str], int]:
-    """Names of the calls after the pass, which must compute the same, and how many nodes it says it has moved."""
+    """Names of the calls after the pass, which must compute the same, and how many nodes it reports as moved."""
     gm = recorded.gm
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     expected = gm(*inputs)

@@ -1,4 +1,4 @@
-"""A torch that is newer than those tested is said once, and works."""
+"""A torch that is newer than the tested ones gives one warning, and works."""
 
 from __future__ import annotations
 

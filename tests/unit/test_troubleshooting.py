@@ -1,4 +1,4 @@
-"""The page of error messages quotes what the code says."""
+"""The page of error messages quotes the texts in the code."""
 
 from __future__ import annotations
 

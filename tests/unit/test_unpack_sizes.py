@@ -1,4 +1,4 @@
-"""Sizes are taken apart, so that a graph of symbolic shapes can be cut where one of fixed shapes can."""
+"""Sizes are unpacked, so that a graph with symbolic shapes can be cut at the same places as one with fixed shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are views of which others, and which of them cross a cut."""
+"""Which values are views of others, and which values cross a cut."""
 
 from __future__ import annotations
 
