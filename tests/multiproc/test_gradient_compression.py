@@ -14,8 +14,6 @@ from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded, tr
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import RankPool, on_ranks
-from test_training_patterns import PATTERNS
-from test_training_patterns import train as train_pattern
 from torch import Tensor, nn
 
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, torch_internals
@@ -137,25 +135,6 @@ def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digi
         for own, reduced in buckets:
             assert 0 < relative_difference(reduced, own.mean(0)) < digits
             assert is_same_everywhere(reduced)
-
-
-# The biases before a BatchNorm have no gradient but what rounding leaves, of which nothing relative can be said.
-OTHERS = ["two_forwards_with_batch_norm"]
-PATTERNS_IN_CI = ["watched_inside_no_sync", "gradients_replaced_in_between"]
-
-
-OTHER_PATTERNS = [name for name in PATTERNS if name not in (*PATTERNS_IN_CI, *OTHERS)]
-
-
-@pytest.mark.parametrize("patterns", only([PATTERNS_IN_CI], [PATTERNS_IN_CI, OTHER_PATTERNS]), ids=len)
-@pytest.mark.parametrize("algorithm", only([ByteGrad()], ALGORITHMS), ids=repr)
-@on_ranks(2)
-def test_it_trains_in_every_way_that_an_all_reduce_does(
-    algorithm: AlgorithmConfig, patterns: list[str], split: str
-) -> None:
-    worst = {name: train_pattern(name, split=split, algorithm=algorithm) for name in patterns}
-    # What is not reduced, or twice, is off by half or more. NaN is less than nothing.
-    assert all(each < 0.15 for each in worst.values()), worst
 
 
 class Branches(nn.Module):

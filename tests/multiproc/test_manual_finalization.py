@@ -9,50 +9,37 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backward_patterns import accumulate_in_no_sync, contributor_that_appears_on_one_rank, plain, two_forwards
-from beside import pair, train_beside
+from beside import one_backward, pair, train_beside
 from in_ci import only
 from models import Mlp, largest, loss_of
 from rank_pool import RankPool, on_ranks
 from torch import nn
+from ways_to_train import train
 
 from ddp_compile import ddp_compile
 
 Ranks = Callable[[int], RankPool]
-NUM_STEPS = 6
-STEPS = [plain, two_forwards, accumulate_in_no_sync, contributor_that_appears_on_one_rank]
 
 
 def mlp() -> nn.Module:
     return Mlp(width=33, num_layers=4)
 
 
-def train(step_of: Any, **settings: Any) -> float:
-    """The largest relative difference of a gradient to DistributedDataParallel's."""
-    models = pair(mlp, bucket_cap_mb=0.003, **settings)
-    models[0].require_manual_backward_finalization = True
-
-    def finalized(model: Any, x: torch.Tensor, step: int) -> None:
-        step_of(model, x, step)
-        if model is models[0]:
-            model.finalize_backward()
-
-    return largest(train_beside(models, finalized, NUM_STEPS, width=33, rows=6, lr=0.1))
+WAYS: list[tuple[str, dict[str, bool]]] = [
+    ("two_forwards", {}),
+    ("contributor_that_appears_on_one_rank", {}),
+    ("plain", {"find_unused_parameters": True}),
+    ("plain", {}),
+    ("accumulate_in_no_sync", {}),
+    ("plain", {"static_graph": True}),
+    ("plain", {"lazy_bucket_allocation": True}),
+]
 
 
-WAYS = [step.__name__ for step in STEPS] + ["find_unused_parameters", "static_graph", "lazy_bucket_allocation"]
-WAYS_IN_CI = ["two_forwards", "contributor_that_appears_on_one_rank", "find_unused_parameters"]
-
-
-@pytest.mark.parametrize("ways", only([WAYS_IN_CI], [WAYS_IN_CI, WAYS]), ids=["some", "all"])
+@pytest.mark.parametrize(("way", "settings"), only(WAYS[:3], WAYS), ids=str)
 @on_ranks(2)
-def test_gradients_are_those_of_ddp(ways: list[str], split: str) -> None:
-    steps = {step.__name__: step for step in STEPS}
-    worst = {
-        way: train(steps[way], split=split) if way in steps else train(plain, split=split, **{way: True})
-        for way in ways
-    }
-    assert max(worst.values()) < 1e-6, worst
+def test_gradients_are_those_of_ddp(way: str, settings: dict[str, bool], split: str) -> None:
+    assert train(way, by_hand=True, split=split, **settings).worst < 1e-6
 
 
 @pytest.mark.parametrize("find_unused_parameters", only([True], [False, True]))
@@ -209,6 +196,6 @@ def test_a_whole_step_may_be_compiled(by_hand: bool) -> None:
             models[0].finalize_backward()
 
     def step_of(model: Any, x: torch.Tensor, step: int) -> None:
-        compiled(x) if model is models[0] else plain(model, x, step)
+        compiled(x) if model is models[0] else one_backward(model, x)
 
     assert largest(train_beside(models, step_of, 4, width=33, rows=6)) < 1e-6

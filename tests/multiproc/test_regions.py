@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from backward_patterns import PATTERNS
 from beside import average, difference, flat_of, seeded
 from in_ci import only
 from models import GptBlock, global_batch, largest, loss_of, make_model, relative_difference
 from rank_pool import on_ranks
-from test_split_backward import train as train_pattern
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from ways_to_train import WAYS as WAYS_TO_TRAIN
+from ways_to_train import train as train_way
 
 from ddp_compile import RanksDifferError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, Decentralized
@@ -334,14 +334,14 @@ def test_regions_that_fully_shard_has_sharded_share_a_graph() -> None:
     assert counter.frame_count == 1
 
 
-#: What is left out: a model without submodules; gradients of a part of the model, which a backward of regions brings as
-#: an eager one does; a backward on one rank alone that brings all of a bucket.
-NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regulariser_by_itself_on_one_rank")
+#: A model without submodules; gradients of a part of the model, which a backward of regions brings as an eager one
+#: does; a backward on one rank alone that brings all of a bucket.
+NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regulariser_first_on_one_rank")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern not in NOT_BY_REGIONS])
+@pytest.mark.parametrize("way", [way for way in WAYS_TO_TRAIN if way not in NOT_BY_REGIONS])
 @on_ranks(2)
-def test_each_layer_a_region_in_every_way_to_train(pattern: str) -> None:
-    kinds = [nn.Conv2d if pattern in ("channels_last", "convolutions") else nn.Linear]
-    assert train_pattern(pattern, "aot_eager", split="auto", regions=kinds).worst < 1e-5
+def test_each_layer_a_region_in_every_way_to_train(way: str) -> None:
+    kinds = [nn.Conv2d if way in ("channels_last", "convolutions") else nn.Linear]
+    assert train_way(way, split="auto", regions=kinds).worst < 1e-5
