@@ -317,22 +317,6 @@ def test_a_script_that_forgets_to_abort_ends_and_the_other_one_as_well(how: str,
         assert {script.wait(60) for script in scripts} <= {0, 1}
 
 
-@pytest.mark.parametrize("setting", ["broadcast_buffers", "find_unused_parameters"])
-@on_ranks(2)
-def test_settings_by_which_ranks_would_wait_are_refused(setting: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    said = f"cannot be used with {setting}=True: .*Leave it out, or pass another algorithm"
-    with pytest.raises(ReplicationError, match=said) as refused:
-        ddp_compile(module, algorithm=OFTEN, **{"broadcast_buffers": False, setting: True})
-    assert str(refused.value).startswith(f"rank {dist.get_rank()}: the asynchronous model average")
-
-
-@pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("inf")}, {"warmup_steps": -1}])
-def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"AsyncModelAverage\({next(iter(setting))}="):
-        AsyncModelAverage(**setting)
-
-
 # When the process of one rank, or its part in the averages, ends, the others hear of it within seconds.
 
 ENDING = Path(__file__).with_name("ends_while_averaging.py")

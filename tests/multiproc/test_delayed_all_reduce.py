@@ -79,17 +79,12 @@ def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
         ddp_compile(
             net, delay_all_reduce_named_params=[("scale", net.scale)], param_to_hook_all_reduce=net.first.weight
         )
-    delayed: Any = {
-        "delay_all_reduce_named_params": [("table", net.table)],
-        "param_to_hook_all_reduce": net.first.weight,
-    }
-    model: Any = ddp_compile(net, backend="eager", **delayed)
-    with pytest.raises(
-        ReplicationError,
-        match=r"rank 0: Join cannot be used with delay_all_reduce_named_params \(table\).*drop delay_all",
-    ):
-        model.join_hook()
-    plain: Any = model.unwrap()
+    plain: Any = ddp_compile(
+        net,
+        backend="eager",
+        delay_all_reduce_named_params=[("table", net.table)],
+        param_to_hook_all_reduce=net.first.weight,
+    ).unwrap()
     with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
         every: Any = (pair for pair in plain.named_parameters() if pair[1].requires_grad)
         ddp_compile(plain, delay_all_reduce_named_params=every, param_to_hook_all_reduce=plain.last.bias)

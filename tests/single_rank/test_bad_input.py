@@ -44,11 +44,6 @@ pytestmark = pytest.mark.usefixtures("single_rank_group")
         ({"backend": "inductr"}, ValueError, "backend='inductr' is not known; pass a function or one of"),
         ({"mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
         ({"backend": "aot_eager", "mode": "fastest"}, ValueError, "mode='fastest' is not known; pass one of"),
-        (
-            {"mode": "default", "options": {"max_autotune": True}},
-            ValueError,
-            "mode='default' cannot be used with options=",
-        ),
         ({"options": {"no_such_option": 1}}, ValueError, "no_such_option"),
         ({"parameters_to_ignore": ["weihgt"]}, ValueError, "parameters_to_ignore names weihgt"),
         ({"parameters_to_ignore": "weight"}, TypeError, "pass a list of names: ['weight']"),
