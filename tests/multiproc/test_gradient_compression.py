@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded, train_beside
+from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import RankPool, on_ranks
@@ -135,29 +135,6 @@ def test_a_dtype_of_the_wire_keeps_its_digits(algorithm: GradientAllReduce, digi
         for own, reduced in buckets:
             assert 0 < relative_difference(reduced, own.mean(0)) < digits
             assert is_same_everywhere(reduced)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
-
-    def forward(self, x: Tensor, branch: int) -> Tensor:
-        return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_parameters_may_be_unused() -> None:
-    """Ranks take different branches, and no rank the last one."""
-    unused = {"find_unused_parameters": True}
-    models = pair(Branches, unused, algorithm=ByteGrad(), bucket_cap_mb=0.003, backend="eager")
-
-    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
-        loss_of(model(x, (step + dist.get_rank()) % 2)).backward()
-
-    assert largest(train_beside(models, step_of, width=33, rows=6)) < 0.05
-    assert models[0].layers[3].weight.grad is None
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", only([False], [False, True]))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import flat_of, is_same_everywhere, of_all_ranks
+from beside import flat_of, is_same_everywhere, of_all_ranks, seeded
 from in_ci import only
 from models import Mlp, loss_of
 from rank_pool import on_ranks
 from test_gradient_compression import tell_nodes
 from test_parameter_averages import batch, make_model, train_step
+from test_qadam import make as make_qadam
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -80,22 +81,27 @@ def test_a_ring_of_nodes() -> None:
 # Checkpoints.
 
 
-@pytest.mark.parametrize("name", only(["shift_one", "low precision"], ALGORITHMS))
+def make_with_optimizer(name: str) -> tuple[Any, torch.optim.Optimizer]:
+    return make_qadam(seeded(lambda: Mlp(17, 2))) if name == "QAdam" else make_model(ALGORITHMS[name])
+
+
+@pytest.mark.parametrize("name", only(["shift_one", "low precision", "QAdam"], [*ALGORITHMS, "QAdam"]))
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
 def test_a_checkpoint_in_mid_cycle_is_gone_on_from_bit_for_bit(name: str) -> None:
-    config = ALGORITHMS[name]
-    whole, optimizer = make_model(config)
+    whole, optimizer = make_with_optimizer(name)
+    states = {}
     for step in range(8):
+        parts = [whole, optimizer, whole.comm_algorithm]
+        states[step] = copy.deepcopy([part.state_dict() for part in parts])
         train_step(whole, optimizer, step)
-        if step == 4:
-            states = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), whole.comm_algorithm.state_dict()))
-    again, optimizer = make_model(config)
-    for part, state in zip((again, optimizer, again.comm_algorithm), states, strict=True):
-        part.load_state_dict(state)
-    for step in range(5, 8):
-        train_step(again, optimizer, step)
-    assert torch.equal(flat_of(whole), flat_of(again))
+    for begin in (1, 3, 5):  # of QAdam, in warm-up, at its end, and after it
+        again, optimizer = make_with_optimizer(name)
+        for part, state in zip((again, optimizer, again.comm_algorithm), states[begin], strict=True):
+            part.load_state_dict(state)
+        for step in range(begin, 8):
+            train_step(again, optimizer, step)
+        assert torch.equal(flat_of(whole), flat_of(again)), begin
 
 
 # A forward between a backward and its step.
