@@ -16,7 +16,7 @@ from beside import beside_plain, difference_to_mean, own_batch, train_beside
 from halves import Built, Halves, HalvesConfig
 from in_ci import only
 from models import CASES, Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from test_gradient_parity import train_three_ways
 from torch import Tensor, nn
 from ways_to_train import WAYS
@@ -33,8 +33,6 @@ from ddp_compile.algorithms import (
     Traits,
     build_algorithm,
 )
-
-Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("world_size", only([3], [2, 3]))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
-from rank_pool import RankFailure, RankPool, on_ranks
+from rank_pool import RankFailure, Ranks, on_ranks
 from torch import nn
 
 from ddp_compile import ddp_compile
@@ -25,7 +25,6 @@ from ddp_compile.algorithms import AsyncModelAverage
 from ddp_compile.errors import ReductionError, ReplicationError
 from ddp_compile.runtime.comm import streams
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 6
 OFTEN, NEVER = AsyncModelAverage(sync_interval_ms=0.1), AsyncModelAverage(sync_interval_ms=1e6)
 

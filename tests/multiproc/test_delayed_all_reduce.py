@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from beside import Step, own_batch, seeded, train_beside
 from models import largest
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,6 @@ from ddp_compile import ParametersChangedError, RanksDifferError, ReplicationErr
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 17
 
 

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from process_copies import run_in_copy
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
-Ranks = Callable[[int], RankPool]
 DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 11
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import relative_difference
-from rank_pool import RankPool
+from rank_pool import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +27,6 @@ from ddp_compile.algorithms import AlgorithmConfig, AsyncModelAverage, CommAlgor
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.features.compatibility import EXCLUSIONS, Exclusion, Feature
 
-Ranks = Callable[[int], RankPool]
 WIDTH, ROWS, LR = 4, 3, 0.1
 NO_MOMENTUM: Any = {"lr": LR}
 

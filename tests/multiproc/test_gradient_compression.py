@@ -13,14 +13,13 @@ import torch.distributed as dist
 from beside import is_same_everywhere, of_all_ranks, own_batch, pair, seeded
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile, torch_internals
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, GradientAllReduce
 from ddp_compile.kernels import minmax_u8_compress, minmax_u8_decompress
 
-Ranks = Callable[[int], RankPool]
 HALF = GradientAllReduce(wire_dtype=torch.float16)
 BRAIN = GradientAllReduce(wire_dtype=torch.bfloat16)
 ALGORITHMS: list[AlgorithmConfig] = [ByteGrad(), HALF, BRAIN]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from beside import beside_plain, difference, own_batch, pair, seeded
 from halves import Built
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import ReplicationError, ddp_compile
 from ddp_compile.algorithms import CommAlgorithm
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 33
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from test_regions import WAYS, Trained, Way
 from test_regions import train as train_regions
 from torch import Tensor, nn
 
-Ranks = Callable[[int], RankPool]
 WIDTH, NUM_BLOCKS, NUM_EXPERTS = 16, 4, 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch.distributed as dist
 from beside import one_backward, pair, train_beside
 from in_ci import only
 from models import Mlp, largest, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import nn
 from ways_to_train import train
 
 from ddp_compile import ddp_compile
-
-Ranks = Callable[[int], RankPool]
 
 
 def mlp() -> nn.Module:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from beside import own_batch, seeded
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from test_gradient_compression import SentBytes, byte_grad_of, fit
 from test_parameter_averages import batch, micro_steps_of, train_step
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.optim import QAdam
 
-Ranks = Callable[[int], RankPool]
 WARMUP_STEPS = 3
 STEPS = 7
 DECAYED = {"betas": (0.9, 0.99), "weight_decay": 0.05}

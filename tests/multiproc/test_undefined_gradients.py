@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from beside import difference, own_batch, pair
 from in_ci import only
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -19,7 +19,6 @@ from ddp_compile.errors import GradientArrivalError
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 5
 
 
