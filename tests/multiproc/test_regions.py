@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,10 +42,12 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Equal blocks between layers of other kinds; 2.6 KiB of gradients in each block."""
 
+    make_block: Callable[[], nn.Module] = Block
+
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(type(self).make_block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,13 +169,13 @@ class Trained(NamedTuple):
     says: str
 
 
-def rows(step: int, micro_batch: int = 0, width: int = WIDTH) -> list[Tensor]:
+def rows(step: int, micro_batch: int = 0) -> list[Tensor]:
     """The batches of all ranks; their means differ so far that gates choose other experts on each rank."""
     torch.manual_seed(100 * step + micro_batch)
-    return [2 * torch.randn(1, width) + 0.3 * torch.randn(ROWS, width) for _ in range(dist.get_world_size())]
+    return [2 * torch.randn(1, WIDTH) + 0.3 * torch.randn(ROWS, WIDTH) for _ in range(dist.get_world_size())]
 
 
-def train(way: Way, cap_mb: float, backend: str, width: int = WIDTH) -> Trained:
+def train(way: Way, cap_mb: float, backend: str) -> Trained:
     models = [seeded(way.make) for _ in range(3)]
     counter = CompileCounterWithBackend(backend)
     settings = {"regions": "auto", **way.settings}
@@ -191,7 +194,7 @@ def train(way: Way, cap_mb: float, backend: str, width: int = WIDTH) -> Trained:
             optimizer.zero_grad()
         for micro_batch in range(way.micro_batches):
             is_last = micro_batch == way.micro_batches - 1
-            of_ranks = rows(step, micro_batch, width)
+            of_ranks = rows(step, micro_batch)
             for each in (model, with_ddp):
                 with contextlib.nullcontext() if is_last else each.no_sync():
                     loss_of(each(of_ranks[dist.get_rank()])).backward()
