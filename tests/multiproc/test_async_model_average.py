@@ -39,6 +39,13 @@ def backward(model: Any, step: int) -> None:
     model(torch.randn(4, WIDTH)).square().mean().backward()
 
 
+def train(model: Any, optimizer: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
@@ -125,9 +132,7 @@ def test_many_times_aborted_and_resumed(world_size: int) -> None:
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for cycle in range(60):
-        backward(model, cycle)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, cycle)
         model.comm_algorithm.abort()
         model.comm_algorithm.abort()
         if cycle % 20 == 0:
@@ -168,9 +173,7 @@ def trains_while_the_other_waits(algorithm: Any) -> int:
     for step in range(20 if dist.get_rank() == 0 else 2):
         if dist.get_rank() == 1 and step == 1:
             store.wait(["rank 0 has ended"])
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, step)
     if dist.get_rank() == 0:
         store.set("rank 0 has ended", "")
     model.comm_algorithm.abort()
@@ -255,18 +258,13 @@ def test_an_open_forward_and_a_pause_fail_no_collective() -> None:
     """On one rank, for longer than collectives may take, while the other trains on."""
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(30):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, *range(30))
     if dist.get_rank() == 1:
         model(torch.randn(3, WIDTH))
         time.sleep(2.0)
     end = time.monotonic() + 2.0
     while dist.get_rank() == 0 and time.monotonic() < end:
-        backward(model, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, 0)
         time.sleep(0.01)
     model.comm_algorithm.abort()
     assert is_same_everywhere(flat_of(model))
@@ -289,33 +287,6 @@ def test_an_abort_of_one_rank_ends_by_an_error_that_names_the_others(ranks: Rank
     assert "cannot end, as ranks 1 have not called abort() within the process group's timeout" in said
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from ddp_compile import ddp_compile
-from ddp_compile.algorithms import AsyncModelAverage
-store, rank, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-model = ddp_compile(torch.nn.Linear(4, 4), algorithm=AsyncModelAverage(sync_interval_ms=0.1), backend="eager")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(20 * (rank + 1)):
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if how == "destroy":
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["end", "destroy"])
-def test_a_script_that_forgets_to_abort_ends_and_the_other_one_as_well(how: str, tmp_path: Path) -> None:
-    for attempt in range(5):
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / f"store_{attempt}")]
-        scripts = [subprocess.Popen([*command, str(rank), how]) for rank in range(2)]
-        # An error if the other one has ended first, and no signal.
-        assert {script.wait(60) for script in scripts} <= {0, 1}
-
-
 # When the process of one rank, or its part in the averages, ends, the others hear of it within seconds.
 
 ENDING = Path(__file__).with_name("ends_while_averaging.py")
@@ -332,6 +303,7 @@ LONG_HOW = {
     "child_exit": (ENDED, 1),
     "end": (ENDED, 0),  # the last line of its script
     "let_go": ("rank 1 has let its model go", -15),
+    "destroy": (ENDED, 0),  # the process group, and comes to its last line then
 }
 
 

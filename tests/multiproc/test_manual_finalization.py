@@ -11,7 +11,7 @@ import torch.distributed as dist
 from beside import one_backward, pair, train_beside
 from in_ci import only
 from models import Mlp, largest, loss_of
-from rank_pool import Ranks, on_ranks
+from rank_pool import on_ranks
 from torch import nn
 from ways_to_train import train
 
@@ -76,16 +76,12 @@ def test_what_fails_in_the_end_is_not_finalized_again() -> None:
     model.register_comm_hook(None, fails_later)
     x = torch.randn(6, 33)
     loss_of(model(x)).backward()
-    messages = []
-    for act in (model.finalize_backward, model.finalize_backward, lambda: model(x)):
-        try:
-            act()
-        except RuntimeError as error:
-            messages.append(str(error))
-    failed, again, forward = messages
-    assert "no such peer" in failed
-    assert "the last backward, or its finalization, has raised" in again
-    assert "the last backward raised after its reduction had started" in forward
+    with pytest.raises(RuntimeError, match="no such peer"):
+        model.finalize_backward()
+    with pytest.raises(RuntimeError, match="the last backward, or its finalization, has raised"):
+        model.finalize_backward()
+    with pytest.raises(RuntimeError, match="the last backward raised after its reduction had started"):
+        model(x)
 
 
 @on_ranks(2)
@@ -95,15 +91,11 @@ def test_forgotten_it_is_named_on_every_rank() -> None:
     model.require_manual_backward_finalization = True
     x = torch.randn(6, 33)
     loss_of(model(x)).backward()
-    try:
+    with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: a forward before finalize_backward\(\)"):
         model(x)
-    except RuntimeError as error:
-        message = str(error)
     model.finalize_backward()
     loss_of(model(x)).backward()  # nothing has been lost
     model.finalize_backward()
-    rank = dist.get_rank()
-    assert f"rank {rank}: a forward before finalize_backward()" in message
 
 
 @on_ranks(2)
@@ -116,16 +108,11 @@ def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
         loss_of(model(x)).backward()
         model.finalize_backward()
     loss_of(model(x)).backward()
-    messages = []
-    for act in (lambda: model.layers[1].weight.square().sum().backward(), model.finalize_backward):
-        try:
-            act()
-        except RuntimeError as error:
-            messages.append(str(error))
-    late, afterwards = messages
-    rank = dist.get_rank()
-    assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
-    assert "the last backward, or its finalization, has raised" in afterwards
+    said = rf"rank {dist.get_rank()}: a gradient of layers\.1\.weight before finalize_backward\(\)"
+    with pytest.raises(RuntimeError, match=said):
+        model.layers[1].weight.square().sum().backward()
+    with pytest.raises(RuntimeError, match="the last backward, or its finalization, has raised"):
+        model.finalize_backward()
 
 
 @on_ranks(2)
@@ -155,26 +142,19 @@ def test_after_a_backward_anything_may_be_sent() -> None:
     assert total == 2
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def forget_inside_join() -> list[str]:
-    """A rank that trains longer forgets it once; nothing has been sent to the other one, who has no input left."""
+def test_forgotten_inside_join_nothing_has_been_sent() -> None:
+    """By a rank that trains longer, to the other one, who has no input left."""
     model: Any = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
-    messages = []
     with model.join():
         for step in range(2 + 2 * dist.get_rank()):
             loss_of(model(torch.randn(6, 33))).backward()
             if step == 2:
-                try:
+                with pytest.raises(RuntimeError, match="a forward before finalize_backward"):
                     model(torch.randn(6, 33))
-                except RuntimeError as error:
-                    messages.append(str(error))
             model.finalize_backward()
-    return messages
-
-
-def test_forgotten_inside_join_nothing_has_been_sent(ranks: Ranks) -> None:
-    assert [len(messages) for messages in ranks(2).run(forget_inside_join)] == [0, 1]
 
 
 # Not by hand it is one rank's `test_module` that says it in CI.
