@@ -19,7 +19,10 @@ from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 from ddp_compile.errors import GradientArrivalError
 
-LATE_WAYS = ["contributor_that_appears_on_one_rank", "tensor_hook_on_data_on_one_rank"]
+LATE_WAYS = [
+    "contributor_that_appears_on_one_rank",
+    "tensor_hook_on_data_on_one_rank",
+]
 
 
 def mlp() -> nn.Module:
@@ -44,7 +47,7 @@ def step_until_late(way: str, models: tuple[Any, Any]) -> str:
     return said
 
 
-@pytest.mark.parametrize("way", only(LATE_WAYS[:1], LATE_WAYS))
+@pytest.mark.parametrize("way", only(LATE_WAYS[:1], [*LATE_WAYS, "hook_before_the_node_on_data_on_one_rank"]))
 @on_ranks(2)
 def test_a_late_contributor_is_an_error_on_every_rank_where_the_bucket_cannot_be_sent_again(way: str) -> None:
     models = pair(mlp, bucket_cap_mb=0.003, split="backward")

@@ -19,6 +19,8 @@ from ddp_compile import GradientArrivalError, ParametersChangedError, ddp_compil
 IN_CI = [
     "contributor_that_appears_on_one_rank",
     "hook_while_accumulating",
+    "hook_after_the_node",
+    "hook_before_the_node_on_data_on_one_rank",
     "hooks_on_all_parameters_twice",
     "losses_one_by_one",
     "sparse_regulariser",
@@ -66,6 +68,7 @@ SETTINGS_IN_CI = [
     ("contributor_that_appears_on_one_rank", LAZY),
     ("gradients_freed_in_between", LAZY),
     ("plain", {**STATIC, **LAZY}),
+    ("reentrant_checkpoints", STATIC),
 ]
 SETTINGS = [
     *SETTINGS_IN_CI,

@@ -66,7 +66,24 @@ def halve_after_accumulation(parameter: Tensor) -> None:
 
 
 def halve_before_accumulation(parameter: Tensor) -> None:
-    torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(lambda gradients: halve(gradients[0]))
+    node_of(parameter).register_prehook(lambda gradients: halve(gradients[0]))
+
+
+def node_of(parameter: Any) -> Any:
+    """Kept alive, which nothing else does in a plain module."""
+    parameter.node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return parameter.node
+
+
+def shrink_after_the_node(parameter: Tensor) -> None:
+    def hook(_inputs: object, _outputs: object) -> None:
+        parameter.grad.mul_(0.01 * (dist.get_rank() + 1))
+
+    node_of(parameter).register_hook(hook)
+
+
+def shrink_data_before_the_node(parameter: Tensor) -> None:
+    node_of(parameter).register_prehook(lambda gradients: halve_data(gradients[0]))
 
 
 def clamp_after_accumulation(parameter: Tensor) -> None:
@@ -371,6 +388,15 @@ WAYS = {
     "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), UNTIL_IT_APPEARS),
     "hook_after_accumulation": Way(with_hook(halve_after_accumulation), UNTIL_IT_APPEARS),
     "hook_before_accumulation": Way(with_hook(halve_before_accumulation), UNTIL_IT_APPEARS),
+    # For DistributedDataParallel's mean a hook after the node that comes after the wrapping is too late.
+    "hook_after_the_node": Way(with_hook(shrink_after_the_node), UNTIL_IT_APPEARS, **BESIDE_PLAIN),
+    "hook_after_the_node_from_the_beginning": Way(
+        with_hook(shrink_after_the_node, 0), (0, 3, 2, 2, 2, 2), **BESIDE_PLAIN
+    ),
+    "hook_before_the_node_on_data": Way(with_hook(shrink_data_before_the_node), UNTIL_IT_APPEARS, **BESIDE_PLAIN),
+    "hook_before_the_node_on_data_on_one_rank": Way(
+        with_hook(shrink_data_before_the_node, ranks=[1]), UNTIL_IT_APPEARS, **BESIDE_PLAIN
+    ),
     "hook_while_accumulating": Way(before(with_hook(halve_after_accumulation), True), UNTIL_IT_APPEARS),
     "hooks_on_all_parameters_twice": Way(clamp_more_and_more, NEVER),
     "graph_kept": Way(graph_kept, TWICE, **BESIDE_PLAIN),
