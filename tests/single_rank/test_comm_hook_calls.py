@@ -93,16 +93,6 @@ def test_a_bucket_is_flat_and_without_gaps_and_its_gradients_are_views() -> None
     assert all(torch.equal(a, p.grad * 2) for a, p in zip(doubled, plain.parameters(), strict=True))
 
 
-def test_the_hook_is_not_called_inside_no_sync() -> None:
-    model, calls = replicated(), []
-    model.register_comm_hook(calls, threefold)
-    with model.no_sync():
-        go_backward(model)
-    assert calls == []
-    go_backward(model)
-    assert [index for index, _, _ in calls] == [0, 1, 2]
-
-
 def test_a_hook_may_return_what_a_work_gives_it() -> None:
     model = replicated()
     model.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future())
