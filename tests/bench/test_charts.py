@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -192,54 +193,58 @@ def test_cases_are_chosen_on_one_link_and_next_to_25_mib_where_no_step_was_measu
 # Data files.
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "missing"),
-    [
-        ("summary.csv", [c for c in SUMMARY_COLUMNS if c not in ("link", "step_ms")], "link, step_ms"),
-        ("messages.csv", MESSAGE_COLUMNS[:2], "all_reduce_ms, all_reduce_ms_p25, all_reduce_ms_p75"),
-        ("ready.csv", READY_COLUMNS[:-1], "ready_mib"),
-    ],
-)
-def test_wrong_columns_are_named_before_anything_is_drawn(
-    tmp_path: Path, name: str, columns: list[str], missing: str
-) -> None:
-    write_csv(write_all(tmp_path) / name, columns, [dict.fromkeys(columns, "1")])
-    with pytest.raises(ValueError) as error:
-        draw_charts(tmp_path)
-    assert str(error.value) == f"{name} lacks the columns {missing}; run the benchmark again, or delete the file"
-    assert list(tmp_path.glob("*.png")) == []
+def columns_of(name: str, *columns: str) -> Callable[[Path], None]:
+    return lambda folder: write_csv(folder / name, list(columns), [dict.fromkeys(columns, "1")])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "timeline.json is not JSON"),
-        ("{}", "timeline.json holds a dict and not a list"),
-        ("[3]", "timeline.json, step 0 is an int and not an object"),
-        ('[{"mode": ""}]', "timeline.json, step 0 lacks the keys implementation, bucket_cap_mb, link, step_ms, events"),
-        (
-            json.dumps([profiled_step(PEER, "none") | {"events": [{"lane": "compute"}]}]),
-            "timeline.json, step 0, events lacks the keys name, start_ms, end_ms",
-        ),
-        (
-            json.dumps([profiled_step(PEER, "none") | {"step_ms": "long"}]),
-            "timeline.json, step 0: step_ms='long' must be a number",
-        ),
-    ],
-)
-def test_a_wrong_timeline_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "timeline.json").write_text(text)
-    with pytest.raises(ValueError) as error:
-        draw_charts(tmp_path)
-    assert str(error.value).startswith(message)
+def timeline(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "timeline.json").write_text(text)
 
 
-def test_what_is_no_number_is_named_with_its_line(tmp_path: Path) -> None:
+def no_number(folder: Path) -> None:
     rows = message_rows()
     rows[1]["all_reduce_ms"] = "1,5"
-    write_csv(tmp_path / "messages.csv", MESSAGE_COLUMNS, rows)
-    with pytest.raises(ValueError, match=r"^messages\.csv, line 3: all_reduce_ms='1,5' must be a number"):
+    write_csv(folder / "messages.csv", MESSAGE_COLUMNS, rows)
+
+
+STEP = profiled_step(PEER, "none")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            columns_of("summary.csv", *(c for c in SUMMARY_COLUMNS if c not in ("link", "step_ms"))),
+            "summary.csv lacks the columns link, step_ms; run the benchmark again, or delete the file",
+        ),
+        (
+            columns_of("messages.csv", *MESSAGE_COLUMNS[:2]),
+            "messages.csv lacks the columns all_reduce_ms, all_reduce_ms_p25, all_reduce_ms_p75; run",
+        ),
+        (columns_of("ready.csv", *READY_COLUMNS[:-1]), "ready.csv lacks the columns ready_mib; run"),
+        (no_number, "messages.csv, line 3: all_reduce_ms='1,5' must be a number"),
+        (timeline("{"), "timeline.json is not JSON"),
+        (timeline("{}"), "timeline.json holds a dict and not a list"),
+        (timeline("[3]"), "timeline.json, step 0 is an int and not an object"),
+        (
+            timeline('[{"mode": ""}]'),
+            "timeline.json, step 0 lacks the keys implementation, bucket_cap_mb, link, step_ms, events",
+        ),
+        (
+            timeline(json.dumps([STEP | {"events": [{"lane": "compute"}]}])),
+            "timeline.json, step 0, events lacks the keys name, start_ms, end_ms",
+        ),
+        (timeline(json.dumps([STEP | {"step_ms": "long"}])), "timeline.json, step 0: step_ms='long' must be a number"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named_before_anything_is_drawn(
+    tmp_path: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    spoil(write_all(tmp_path))
+    with pytest.raises(ValueError) as error:
         draw_charts(tmp_path)
+    assert str(error.value).startswith(said)
+    assert list(tmp_path.glob("*.png")) == []
 
 
 @pytest.mark.parametrize("figure", ["", "nan", "inf"])

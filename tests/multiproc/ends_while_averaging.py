@@ -79,7 +79,9 @@ def end(scenario: str) -> None:
         del model, optimizer
         gc.collect()
         signal.pause()
-    if scenario != "end":
+    if scenario == "destroy":
+        dist.destroy_process_group()
+    elif scenario != "end":
         raise KeyError("on purpose")
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from beside import flat_of, is_same_everywhere, of_all_ranks
 from in_ci import only
-from rank_pool import RankFailure, RankPool, on_ranks
+from rank_pool import RankFailure, Ranks, on_ranks
 from torch import nn
 
 from ddp_compile import ddp_compile
@@ -25,7 +25,6 @@ from ddp_compile.algorithms import AsyncModelAverage
 from ddp_compile.errors import ReductionError, ReplicationError
 from ddp_compile.runtime.comm import streams
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 6
 OFTEN, NEVER = AsyncModelAverage(sync_interval_ms=0.1), AsyncModelAverage(sync_interval_ms=1e6)
 
@@ -38,6 +37,13 @@ def make_model(algorithm: AsyncModelAverage, **settings: Any) -> Any:
 def backward(model: Any, step: int) -> None:
     torch.manual_seed(100 * dist.get_rank() + step)
     model(torch.randn(4, WIDTH)).square().mean().backward()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
@@ -126,9 +132,7 @@ def test_many_times_aborted_and_resumed(world_size: int) -> None:
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for cycle in range(60):
-        backward(model, cycle)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, cycle)
         model.comm_algorithm.abort()
         model.comm_algorithm.abort()
         if cycle % 20 == 0:
@@ -169,9 +173,7 @@ def trains_while_the_other_waits(algorithm: Any) -> int:
     for step in range(20 if dist.get_rank() == 0 else 2):
         if dist.get_rank() == 1 and step == 1:
             store.wait(["rank 0 has ended"])
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, step)
     if dist.get_rank() == 0:
         store.set("rank 0 has ended", "")
     model.comm_algorithm.abort()
@@ -256,18 +258,13 @@ def test_an_open_forward_and_a_pause_fail_no_collective() -> None:
     """On one rank, for longer than collectives may take, while the other continues to train."""
     model = make_model(OFTEN, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(30):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, *range(30))
     if dist.get_rank() == 1:
         model(torch.randn(3, WIDTH))
         time.sleep(2.0)
     end = time.monotonic() + 2.0
     while dist.get_rank() == 0 and time.monotonic() < end:
-        backward(model, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, 0)
         time.sleep(0.01)
     model.comm_algorithm.abort()
     assert is_same_everywhere(flat_of(model))
@@ -290,50 +287,7 @@ def test_an_abort_of_one_rank_ends_by_an_error_that_names_the_others(ranks: Rank
     assert "cannot end, because ranks 1 have not called abort() within the process group's timeout" in said
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from ddp_compile import ddp_compile
-from ddp_compile.algorithms import AsyncModelAverage
-store, rank, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-model = ddp_compile(torch.nn.Linear(4, 4), algorithm=AsyncModelAverage(sync_interval_ms=0.1), backend="eager")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(20 * (rank + 1)):
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if how == "destroy":
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["end", "destroy"])
-def test_a_script_that_forgets_to_abort_ends_and_the_other_one_as_well(how: str, tmp_path: Path) -> None:
-    for attempt in range(5):
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / f"store_{attempt}")]
-        scripts = [subprocess.Popen([*command, str(rank), how]) for rank in range(2)]
-        # An error if the other one has ended first, and no signal.
-        assert {script.wait(60) for script in scripts} <= {0, 1}
-
-
-@pytest.mark.parametrize("setting", ["broadcast_buffers", "find_unused_parameters"])
-@on_ranks(2)
-def test_settings_by_which_ranks_would_wait_are_refused(setting: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    said = f"cannot be used with {setting}=True: .*Leave it out, or pass another algorithm"
-    with pytest.raises(ReplicationError, match=said) as refused:
-        ddp_compile(module, algorithm=OFTEN, **{"broadcast_buffers": False, setting: True})
-    assert str(refused.value).startswith(f"rank {dist.get_rank()}: the asynchronous model average")
-
-
-@pytest.mark.parametrize("setting", [{"sync_interval_ms": 0}, {"sync_interval_ms": float("inf")}, {"warmup_steps": -1}])
-def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"AsyncModelAverage\({next(iter(setting))}="):
-        AsyncModelAverage(**setting)
-
-
-# If one rank's process ends, or leaves the averaging, the others notice within seconds.
+# When the process of one rank, or its part in the averages, ends, the others hear of it within seconds.
 
 ENDING = Path(__file__).with_name("ends_while_averaging.py")
 ENDED = "rank 1 has reached the end of its process"
@@ -348,7 +302,8 @@ LONG_HOW = {
     "raise": (ENDED, 1),
     "child_exit": (ENDED, 1),
     "end": (ENDED, 0),  # the last line of its script
-    "let_go": ("rank 1 has freed its model", -15),
+    "let_go": ("rank 1 has let its model go", -15),
+    "destroy": (ENDED, 0),  # the process group, and comes to its last line then
 }
 
 

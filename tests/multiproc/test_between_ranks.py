@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from beside import beside_plain, train_beside
 from models import largest, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import nn
 
 from ddp_compile import MissingGradientError, RanksDifferError, ddp_compile
 from ddp_compile.runtime.comm import collectives
-
-Ranks = Callable[[int], RankPool]
 
 
 def frozen_on_rank_1() -> nn.Module:

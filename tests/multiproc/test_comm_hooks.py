@@ -21,7 +21,7 @@ from models import (
     needs_ddp_to_keep_buffers,
     relative_difference,
 )
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -36,7 +36,6 @@ from ddp_compile import RanksDifferError, ReductionError, comm_hooks, ddp_compil
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 Hook = Callable[..., Any]
 
 WIDTH, NUM_LAYERS, CAP_MB, NUM_STEPS = 33, 4, 0.004, 5
@@ -101,7 +100,10 @@ HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "ours allreduce": lambda: (None, comm_hooks.allreduce_hook),
     "ours fp16": lambda: (None, comm_hooks.fp16_compress_hook),
     "ours bf16": lambda: (None, comm_hooks.bf16_compress_hook),
+    "builtin allreduce": lambda: (None, dist.BuiltinCommHookType.ALLREDUCE),
+    "builtin fp16": lambda: (None, dist.BuiltinCommHookType.FP16_COMPRESS),
 }
+THEIRS = [name for name in HOOKS if not name.startswith(("ours", "builtin"))]
 
 
 def waiting(hook: Hook) -> Hook:
@@ -126,30 +128,38 @@ def train(models: tuple[Any, Any], num_steps: int = NUM_STEPS) -> float:
     return largest(train_beside(models, num_steps=num_steps, width=WIDTH, lr=0.1))
 
 
-def train_with_hook(ours: str, theirs: str, **settings: Any) -> float:
+#: Number of ranks; our hook and DistributedDataParallel's; settings; and how far gradients may be apart.
+Case = tuple[int, str, str, dict[str, bool], float]
+CASES_IN_CI: list[Case] = [
+    *((2, name, name, {}, 0.0) for name in ("power", "other tensor", "post local")),
+    (2, "other tensor", "other tensor", {"gradient_as_bucket_view": False}, 0.0),  # results are copied back
+    (3, "allreduce", "allreduce", {}, 1e-6),
+    (2, "ours bf16", "bf16", {}, 2e-2),  # ours round once if torch's round twice
+    (2, "builtin fp16", "ours fp16", {}, 0.0),
+]
+#: Others are made of these by a wrapper, or for another format.
+CASES: list[Case] = [
+    *CASES_IN_CI,
+    *((2, name, name, {}, 0.0) for name in THEIRS if name not in ("power", "other tensor", "post local")),
+    (3, "fp16", "fp16", {}, 1e-2),
+    (2, "ours allreduce", "allreduce", {}, 0.0),
+    (2, "builtin allreduce", "allreduce", {}, 0.0),
+    (2, "ours fp16", "fp16", {}, 2e-3),
+]
+
+
+@pytest.mark.parametrize(("world_size", "ours", "theirs", "settings", "tolerance"), only(CASES_IN_CI, CASES), ids=str)
+@on_ranks()
+def test_gradients_are_those_of_ddp_with_the_same_hook(
+    world_size: int, ours: str, theirs: str, settings: dict[str, bool], tolerance: float
+) -> None:
     models = two_models(**settings)
     models[0].register_comm_hook(*HOOKS[ours]())
     state, hook = HOOKS[theirs]()
     models[1].register_comm_hook(state, waiting(hook))
-    worst = train(models)
+    assert train(models) <= tolerance
     assert len(models[0].bucket_plan.buckets) == NUM_LAYERS
     assert_buckets_launched_early(models[0])
-    return worst
-
-
-# CI leaves out hooks that wrap these, hooks for other formats, and three ranks.
-HOOKS_IN_CI = ["power", "other tensor", "post local"]
-
-
-@pytest.mark.parametrize("name", only(HOOKS_IN_CI, [name for name in HOOKS if not name.startswith("ours")]))
-@on_ranks(2)
-def test_gradients_are_those_of_ddp_with_the_same_hook(name: str) -> None:
-    assert train_with_hook(name, name) == 0.0
-
-
-@on_ranks(2)
-def test_results_are_copied_back_where_gradients_are_no_views() -> None:
-    assert train_with_hook("other tensor", "other tensor", gradient_as_bucket_view=False) == 0.0
 
 
 def in_two_steps(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -173,32 +183,6 @@ def test_collectives_of_callbacks_meet_no_others() -> None:
     models = two_models(find_unused_parameters=True)
     models[0].register_comm_hook(None, in_two_steps)
     assert train(models, num_steps=2) == 0.0
-
-
-@pytest.mark.parametrize(("name", "tolerance"), only([("allreduce", 1e-6)], [("allreduce", 1e-6), ("fp16", 1e-2)]))
-@on_ranks(3)
-def test_three_ranks_agree_with_ddp(name: str, tolerance: float) -> None:
-    assert train_with_hook(name, name) < tolerance
-
-
-# Ours round once if torch's round twice; `test_builtin_hooks_are_ours` has the others in CI.
-@pytest.mark.parametrize(
-    ("name", "tolerance"), only([("bf16", 2e-2)], [("allreduce", 0.0), ("fp16", 2e-3), ("bf16", 2e-2)])
-)
-@on_ranks(2)
-def test_our_hooks_agree_with_torchs(name: str, tolerance: float) -> None:
-    assert train_with_hook(f"ours {name}", name) <= tolerance
-
-
-@pytest.mark.parametrize(
-    ("name", "tolerance"), only([("FP16_COMPRESS", 2e-3)], [("ALLREDUCE", 0.0), ("FP16_COMPRESS", 2e-3)])
-)
-@on_ranks(2)
-def test_builtin_hooks_are_ours(name: str, tolerance: float) -> None:
-    model, reference = two_models()
-    model.register_comm_hook(None, getattr(dist.BuiltinCommHookType, name))
-    reference._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
-    assert train((model, reference)) <= tolerance
 
 
 @on_ranks(2)
@@ -234,23 +218,16 @@ def test_a_hook_gets_sparse_gradients_as_they_are(hook: Hook) -> None:
     assert ours.is_sparse and torch.equal(ours.to_dense(), theirs.to_dense())
 
 
-@pytest.mark.skipif(QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
 @on_ranks(2)
 def test_a_hook_of_torchs_that_gloo_cannot_run_is_named() -> None:
-    with pytest.raises(ReductionError) as raised:
-        model = ddp_compile(nn.Linear(4, 4), backend="aot_eager")
-        model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
-        loss_of(model(torch.randn(2, 4))).backward()
-    assert "quantization_pertensor_hook failed on bucket 0" in str(raised.value)
-
-
-@pytest.mark.skipif(not QUANTIZES_ON_GLOO, reason="gloo runs torch's quantization hooks since torch 2.15")
-@on_ranks(2)
-def test_gradients_are_those_of_ddp_with_torchs_quantization() -> None:
     models = pair(lambda: nn.Linear(16, 16))
     for each in models:
         each.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
-    assert train_beside(models, num_steps=1, width=16) == [0.0]
+    if QUANTIZES_ON_GLOO:
+        assert train_beside(models, num_steps=1, width=16) == [0.0]
+        return
+    with pytest.raises(ReductionError, match="quantization_perchannel_hook failed on bucket 0"):
+        loss_of(models[0](torch.randn(2, 16))).backward()
 
 
 ALL_REDUCE, FP16 = default_hooks.allreduce_hook, default_hooks.fp16_compress_hook

@@ -15,14 +15,13 @@ import torch.distributed.run
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from process_copies import run_in_copy
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from custom_algorithm import TopK
 from ddp_compile import ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, GradientAllReduce
 
-Ranks = Callable[[int], RankPool]
 Named = dict[str, Tensor]
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_algorithm.py"
 WIDTH, RATIO, RATE = 9, 0.1, 0.5

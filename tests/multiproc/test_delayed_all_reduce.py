@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from beside import Step, own_batch, seeded, train_beside
 from models import largest
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,6 @@ from ddp_compile import ParametersChangedError, RanksDifferError, ReplicationErr
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 17
 
 
@@ -79,17 +78,12 @@ def test_what_does_not_fit_is_named(single_rank_group: None) -> None:
         ddp_compile(
             net, delay_all_reduce_named_params=[("scale", net.scale)], param_to_hook_all_reduce=net.first.weight
         )
-    delayed: Any = {
-        "delay_all_reduce_named_params": [("table", net.table)],
-        "param_to_hook_all_reduce": net.first.weight,
-    }
-    model: Any = ddp_compile(net, backend="eager", **delayed)
-    with pytest.raises(
-        ReplicationError,
-        match=r"rank 0: Join cannot be used with delay_all_reduce_named_params \(table\).*drop delay_all",
-    ):
-        model.join_hook()
-    plain: Any = model.unwrap()
+    plain: Any = ddp_compile(
+        net,
+        backend="eager",
+        delay_all_reduce_named_params=[("table", net.table)],
+        param_to_hook_all_reduce=net.first.weight,
+    ).unwrap()
     with pytest.raises(ReplicationError, match="every parameter that requires a gradient is named in"):
         every: Any = (pair for pair in plain.named_parameters() if pair[1].requires_grad)
         ddp_compile(plain, delay_all_reduce_named_params=every, param_to_hook_all_reduce=plain.last.bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import relative_difference
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +26,6 @@ from ddp_compile import ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 Trained = list[list[float]]
 ROWS, WIDTH = 12, 9
 SAVED_AT, NUM_STEPS = 3, 6

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from process_copies import run_in_copy
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 
-Ranks = Callable[[int], RankPool]
 DOCS = Path(__file__).parents[2] / "docs"
 VOCABULARY = 11
 
@@ -198,27 +197,17 @@ def run_script(folder: Path) -> str:
     return printed.getvalue()
 
 
-def assert_learns(printed: str, num_losses: int) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+@pytest.mark.parametrize(("page", "num_losses"), [("docs/tutorial.md", 5), ("README.md", 4)])
+def test_the_script_of_a_page_trains(page: str, num_losses: int, ranks: Ranks, tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS.parent / page).read_text(), re.M | re.S)
+    (tmp_path / "train.py").write_text(script)
+    rank_0, rank_1 = ranks(2).run(run_script, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", rank_0)]
     assert len(losses) == num_losses and losses[-1] < losses[0] / 2
-
-
-def test_the_script_of_the_tutorial_trains(ranks: Ranks, tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS / "tutorial.md").read_text(), re.M | re.S)
-    (tmp_path / "train.py").write_text(script)
-    rank_0, rank_1 = ranks(2).run(run_script, tmp_path)
-    assert_learns(rank_0, 5)
-    assert "4 buckets, 8 gradients" in rank_0 and "4 partitions" in rank_0
     assert rank_1 == ""
-    assert next(iter(torch.load(tmp_path / "model.pt"))) == "layers.0.weight"
-
-
-def test_the_script_of_the_readme_trains(ranks: Ranks, tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(# train\.py\n.*?)^```", (DOCS.parent / "README.md").read_text(), re.M | re.S)
-    (tmp_path / "train.py").write_text(script)
-    rank_0, rank_1 = ranks(2).run(run_script, tmp_path)
-    assert_learns(rank_0, 4)
-    assert rank_1 == ""
+    if page == "docs/tutorial.md":
+        assert "4 buckets, 8 gradients" in rank_0 and "4 partitions" in rank_0
+        assert next(iter(torch.load(tmp_path / "model.pt"))) == "layers.0.weight"
 
 
 def run_cell_twice() -> None:

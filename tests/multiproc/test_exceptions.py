@@ -19,14 +19,13 @@ import torch.distributed as dist
 from beside import difference_to_mean
 from in_ci import only
 from models import loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import RankPool, Ranks, on_ranks
 from torch import Tensor, fx, nn
 
 from ddp_compile import ReductionError, ddp_compile
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 8
 CAP_MB = 1e-4  # each layer's gradients fill a bucket
 

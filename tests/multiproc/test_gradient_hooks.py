@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from beside import beside_plain, difference, difference_to_mean, own_batch, pair, seeded, train_beside
+from beside import own_batch, pair, seeded, train_beside
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
 from rank_pool import on_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,86 +28,8 @@ def small_mlp() -> nn.Module:
     return Mlp(7, 4)
 
 
-# Hooks on nodes: their changes of a gradient are averaged, whenever they were registered.
-
-
 def shrink(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.01)  # type: ignore[union-attr]
-
-
-def write_after(parameter: nn.Parameter) -> Any:
-    """A hook after the node that writes into ``.grad``; returns the node, without which the hook is gone."""
-
-    def hook(_inputs: object, _outputs: object) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(0.01 * (dist.get_rank() + 1))
-
-    node = get_gradient_edge(parameter).node
-    node.register_hook(hook)
-    return node
-
-
-def write_before(parameter: nn.Parameter) -> Any:
-    """A hook before the node that writes without a change of the version."""
-
-    def hook(gradients: tuple[Tensor, ...]) -> None:
-        gradients[0].data.mul_(0.01 * (dist.get_rank() + 1))
-
-    node = get_gradient_edge(parameter).node
-    node.register_prehook(hook)
-    return node
-
-
-def write_before_on_one_rank(parameter: nn.Parameter) -> Any:
-    return write_before(parameter) if dist.get_rank() == 1 else None
-
-
-@pytest.mark.parametrize("cap_mb", [1e-4, pytest.param(5, marks=pytest.mark.long)])
-@pytest.mark.parametrize("when", only([APPEARS_AT], [None, 0, APPEARS_AT]))
-@pytest.mark.parametrize(
-    "kind", only([write_after, write_before_on_one_rank], [write_after, write_before, write_before_on_one_rank])
-)
-@pytest.mark.usefixtures("each_split")
-@on_ranks(2)
-def test_what_hooks_on_nodes_make_of_gradients_is_averaged(
-    kind: Callable[[nn.Parameter], Any], when: int | None, cap_mb: float
-) -> None:
-    mine, theirs, alone = (seeded(small_mlp) for _ in range(3))
-    nodes = [kind(p) for model in (mine, theirs, alone) if when is None for p in model.parameters()]
-    ddp = DistributedDataParallel(theirs)
-    mine = ddp_compile(mine, bucket_cap_mb=cap_mb, backend="aot_eager")
-    for step in range(NUM_STEPS):
-        if step == when:
-            nodes += [kind(parameter) for parameter in alone.parameters()]
-            for parameter in mine.parameters():
-                kind(parameter)  # the reducer holds the node
-        for model in (mine, ddp, alone):
-            model.zero_grad()
-            loss_of(model(own_batch(step, 7))).backward()
-        assert difference_to_mean(mine, alone) < 1e-5
-        if (
-            when is None
-        ):  # a hook that is registered after the wrapping comes too late for DistributedDataParallel's mean
-            assert difference(mine, theirs) < 1e-5
-
-
-@on_ranks(2)
-def test_with_a_comm_hook_what_changes_after_a_bucket_left_is_an_error(split: str, each_split: str) -> None:
-    mine, alone = beside_plain(small_mlp, bucket_cap_mb=1e-4)
-    mine.register_comm_hook(None, allreduce_hook)
-    nodes = []
-    for step in range(NUM_STEPS):
-        if step == APPEARS_AT:
-            for model in (mine, alone):
-                nodes += [write_before_on_one_rank(parameter) for parameter in model.parameters()]
-        for model in (alone, mine):
-            model.zero_grad()
-            if step == APPEARS_AT and model is mine and split == "backward":
-                with pytest.raises(GradientArrivalError, match=r"layers\.3\.weight"):
-                    loss_of(model(own_batch(step, 7))).backward()
-                return
-            loss_of(model(own_batch(step, 7))).backward()
-        assert difference_to_mean(mine, alone) < 1e-5
 
 
 @pytest.mark.usefixtures("each_split")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from beside import difference_to_mean, own_batch, seeded
 from in_ci import only
 from models import Mlp, largest, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -24,7 +24,6 @@ from ddp_compile.features.uneven_inputs import UnevenInputs
 from ddp_compile.runtime.comm import process_groups
 from ddp_compile.runtime.comm.iteration_message import IterationMessage
 
-Ranks = Callable[[int], RankPool]
 NUM_STEPS = 6
 
 

@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from in_ci import only
-from rank_pool import RankPool, on_ranks
-from test_regions import WAYS, Trained, Way
+from rank_pool import Ranks, on_ranks
+from test_regions import WAYS, WIDTH, Block, Blocks, Trained, Way
 from test_regions import train as train_regions
 from torch import Tensor, nn
 
-Ranks = Callable[[int], RankPool]
-WIDTH, NUM_BLOCKS, NUM_EXPERTS = 16, 4, 4
+NUM_EXPERTS = 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+class Loop(Blocks):
+    """Blocks in a loop that Dynamo gives up if it ``breaks``."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
-class Blocks(nn.Module):
-    """Blocks in a loop that Dynamo gives up, between two layers outside."""
-
-    make_block: Callable[[], nn.Module] = Block
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(type(self).make_block() for _ in range(NUM_BLOCKS))
-        self.head = nn.Linear(WIDTH, 3)
+    breaks = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-            print(end="")
+            if self.breaks:
+                print(end="")
         return self.head(x)
 
 
@@ -98,27 +81,24 @@ class Mixture(Blocks):
 
     make_block = Experts
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block(x)
 
 
 def train(make: type[nn.Module], split: str) -> Trained:
     unused = {"find_unused_parameters": True} if make is Mixture else {}
     way = Way(make, {"regions": None, "split": split, **unused}, unused, lr=0.0)  # gates choose the same experts again
-    trained = train_regions(way, 0.004, "aot_eager", WIDTH)
+    trained = train_regions(way, 0.004, "aot_eager")
     assert trained.to_ddp < 1e-5
     assert trained.to_whole < 1e-5
     return trained
 
 
 IN_BLOCKS = {
-    Blocks: "4 regions of Block (",
-    Logging: "4 regions of Block (",
-    OfTorch: "4 regions of Sequential (",
-    Mixture: "16 regions of Block (blocks.0.experts.0, blocks.0.experts.1, ..., blocks.3.experts.3)",
+    Loop: "6 regions of Block (",
+    Logging: "6 regions of Block (",
+    OfTorch: "6 regions of Sequential (",
+    Mixture: "24 regions of Block (blocks.0.experts.0, blocks.0.experts.1, ..., blocks.5.experts.3)",
 }
 
 
@@ -141,46 +121,36 @@ def test_what_python_calls_is_compiled_and_launched_early(make: type[nn.Module],
         assert len({of_rank.num_unused for of_rank in trained}) == 2
 
 
-class DiffersByRank(Blocks):
+class DiffersByRank(Loop):
     """Dynamo gives up the loop on one rank only."""
 
     breaks_on = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            if dist.get_rank() == self.breaks_on:
-                print(end="")
-        return self.head(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaks = dist.get_rank() == self.breaks_on
 
 
 class BreaksOnRank1(DiffersByRank):
     breaks_on = 1
 
 
-class BreaksLater(Blocks):
+class BreaksLater(Loop):
     """Dynamo gives up the loop from the third step on, after it compiled the whole module and buckets were packed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_steps = 0
+    num_steps = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-            if self.num_steps > 1:
-                print(end="")
         self.num_steps += 1
-        return self.head(x)
+        self.breaks = self.num_steps > 2
+        return super().forward(x)
 
 
 @pytest.mark.long
 @on_ranks(2)
 def test_a_loop_that_is_given_up_later_goes_on_with_blocks(split: str) -> None:
     trained = train(BreaksLater, split)
-    assert "4 regions of Block (" in trained.says
+    assert "6 regions of Block (" in trained.says
     assert trained.num_early[-1] >= len(trained.buckets) - 2 > 1, trained.num_early
 
 
@@ -188,7 +158,7 @@ def test_a_loop_that_is_given_up_later_goes_on_with_blocks(split: str) -> None:
 def test_one_rank_may_compile_the_whole_and_another_one_blocks(make: type[Any], split: str, ranks: Ranks) -> None:
     trained = ranks(2).run(train, make, split)
     for rank, of_rank in enumerate(trained):
-        assert ("4 regions of Block (" in of_rank.says) == (rank == make.breaks_on)
+        assert ("6 regions of Block (" in of_rank.says) == (rank == make.breaks_on)
         assert of_rank.plan == trained[0].plan
 
 

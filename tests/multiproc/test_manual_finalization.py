@@ -3,56 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from backward_patterns import accumulate_in_no_sync, contributor_that_appears_on_one_rank, plain, two_forwards
-from beside import pair, train_beside
+from beside import one_backward, pair, train_beside
 from in_ci import only
 from models import Mlp, largest, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import nn
+from ways_to_train import train
 
 from ddp_compile import ddp_compile
-
-Ranks = Callable[[int], RankPool]
-NUM_STEPS = 6
-STEPS = [plain, two_forwards, accumulate_in_no_sync, contributor_that_appears_on_one_rank]
 
 
 def mlp() -> nn.Module:
     return Mlp(width=33, num_layers=4)
 
 
-def train(step_of: Any, **settings: Any) -> float:
-    """The largest relative difference of a gradient to DistributedDataParallel's."""
-    models = pair(mlp, bucket_cap_mb=0.003, **settings)
-    models[0].require_manual_backward_finalization = True
-
-    def finalized(model: Any, x: torch.Tensor, step: int) -> None:
-        step_of(model, x, step)
-        if model is models[0]:
-            model.finalize_backward()
-
-    return largest(train_beside(models, finalized, NUM_STEPS, width=33, rows=6, lr=0.1))
+WAYS: list[tuple[str, dict[str, bool]]] = [
+    ("two_forwards", {}),
+    ("contributor_that_appears_on_one_rank", {}),
+    ("plain", {"find_unused_parameters": True}),
+    ("plain", {}),
+    ("accumulate_in_no_sync", {}),
+    ("plain", {"static_graph": True}),
+    ("plain", {"lazy_bucket_allocation": True}),
+]
 
 
-WAYS = [step.__name__ for step in STEPS] + ["find_unused_parameters", "static_graph", "lazy_bucket_allocation"]
-WAYS_IN_CI = ["two_forwards", "contributor_that_appears_on_one_rank", "find_unused_parameters"]
-
-
-@pytest.mark.parametrize("ways", only([WAYS_IN_CI], [WAYS_IN_CI, WAYS]), ids=["some", "all"])
+@pytest.mark.parametrize(("way", "settings"), only(WAYS[:3], WAYS), ids=str)
 @on_ranks(2)
-def test_gradients_are_those_of_ddp(ways: list[str], split: str) -> None:
-    steps = {step.__name__: step for step in STEPS}
-    worst = {
-        way: train(steps[way], split=split) if way in steps else train(plain, split=split, **{way: True})
-        for way in ways
-    }
-    assert max(worst.values()) < 1e-6, worst
+def test_gradients_are_those_of_ddp(way: str, settings: dict[str, bool], split: str) -> None:
+    assert train(way, by_hand=True, split=split, **settings).worst < 1e-6
 
 
 @pytest.mark.parametrize("find_unused_parameters", only([True], [False, True]))
@@ -92,16 +76,12 @@ def test_what_fails_in_the_end_is_not_finalized_again() -> None:
     model.register_comm_hook(None, fails_later)
     x = torch.randn(6, 33)
     loss_of(model(x)).backward()
-    messages = []
-    for act in (model.finalize_backward, model.finalize_backward, lambda: model(x)):
-        try:
-            act()
-        except RuntimeError as error:
-            messages.append(str(error))
-    failed, again, forward = messages
-    assert "no such peer" in failed
-    assert "the last backward, or its finalization, has raised" in again
-    assert "the last backward raised after its reduction had started" in forward
+    with pytest.raises(RuntimeError, match="no such peer"):
+        model.finalize_backward()
+    with pytest.raises(RuntimeError, match="the last backward, or its finalization, has raised"):
+        model.finalize_backward()
+    with pytest.raises(RuntimeError, match="the last backward raised after its reduction had started"):
+        model(x)
 
 
 @on_ranks(2)
@@ -111,15 +91,11 @@ def test_forgotten_it_is_named_on_every_rank() -> None:
     model.require_manual_backward_finalization = True
     x = torch.randn(6, 33)
     loss_of(model(x)).backward()
-    try:
+    with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: a forward before finalize_backward\(\)"):
         model(x)
-    except RuntimeError as error:
-        message = str(error)
     model.finalize_backward()
     loss_of(model(x)).backward()  # nothing has been lost
     model.finalize_backward()
-    rank = dist.get_rank()
-    assert f"rank {rank}: a forward before finalize_backward()" in message
 
 
 @on_ranks(2)
@@ -132,16 +108,11 @@ def test_a_gradient_that_comes_before_it_is_an_error(split: str) -> None:
         loss_of(model(x)).backward()
         model.finalize_backward()
     loss_of(model(x)).backward()
-    messages = []
-    for act in (lambda: model.layers[1].weight.square().sum().backward(), model.finalize_backward):
-        try:
-            act()
-        except RuntimeError as error:
-            messages.append(str(error))
-    late, afterward = messages
-    rank = dist.get_rank()
-    assert f"rank {rank}: a gradient of layers.1.weight before finalize_backward()" in late
-    assert "the last backward, or its finalization, has raised" in afterward
+    said = rf"rank {dist.get_rank()}: a gradient of layers\.1\.weight before finalize_backward\(\)"
+    with pytest.raises(RuntimeError, match=said):
+        model.layers[1].weight.square().sum().backward()
+    with pytest.raises(RuntimeError, match="the last backward, or its finalization, has raised"):
+        model.finalize_backward()
 
 
 @on_ranks(2)
@@ -171,26 +142,19 @@ def test_after_a_backward_anything_may_be_sent() -> None:
     assert total == 2
 
 
+@on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def forget_inside_join() -> list[str]:
-    """A rank that trains longer forgets it once; nothing has been sent to the other one, which has no input left."""
+def test_forgotten_inside_join_nothing_has_been_sent() -> None:
+    """By a rank that trains longer, to the other one, who has no input left."""
     model: Any = ddp_compile(mlp(), backend="eager")
     model.require_manual_backward_finalization = True
-    messages = []
     with model.join():
         for step in range(2 + 2 * dist.get_rank()):
             loss_of(model(torch.randn(6, 33))).backward()
             if step == 2:
-                try:
+                with pytest.raises(RuntimeError, match="a forward before finalize_backward"):
                     model(torch.randn(6, 33))
-                except RuntimeError as error:
-                    messages.append(str(error))
             model.finalize_backward()
-    return messages
-
-
-def test_forgotten_inside_join_nothing_has_been_sent(ranks: Ranks) -> None:
-    assert [len(messages) for messages in ranks(2).run(forget_inside_join)] == [0, 1]
 
 
 # Without manual finalization, `test_module` covers it in CI, on one rank.
@@ -209,6 +173,6 @@ def test_a_whole_step_may_be_compiled(by_hand: bool) -> None:
             models[0].finalize_backward()
 
     def step_of(model: Any, x: torch.Tensor, step: int) -> None:
-        compiled(x) if model is models[0] else plain(model, x, step)
+        compiled(x) if model is models[0] else one_backward(model, x)
 
     assert largest(train_beside(models, step_of, 4, width=33, rows=6)) < 1e-6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace
 
@@ -13,14 +12,13 @@ import pytest
 import torch
 from in_ci import only
 from models import ROWS_PER_RANK, Mlp, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compile import ddp_compile
 from ddp_compile.bench.profiling import live_bytes, peak_live_bytes
 
-Ranks = Callable[[int], RankPool]
 WIDTH, NUM_LAYERS = 256, 8
 #: Settings of ddp_compile and of DistributedDataParallel, which keeps its first bucket at 1 MiB only with a list.
 CAPS_MIB = (1.0, 2.0)

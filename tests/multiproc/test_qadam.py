@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from beside import own_batch, seeded
 from in_ci import only
 from models import Mlp, largest, loss_of, relative_difference
-from rank_pool import RankPool, on_ranks
-from test_gradient_compression import Branches, SentBytes, byte_grad_of, fit
+from rank_pool import on_ranks
+from test_gradient_compression import SentBytes, byte_grad_of, fit
 from test_parameter_averages import batch, micro_steps_of, train_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import RanksDifferError, ReplicationError, ddp_compile
 from ddp_compile.optim import QAdam
 
-Ranks = Callable[[int], RankPool]
 WARMUP_STEPS = 3
 STEPS = 7
 DECAYED = {"betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -167,31 +165,7 @@ def test_every_step_is_that_of_the_reference(world_size: int, split: str) -> Non
     assert sent_bytes == [0] * WARMUP_STEPS + [byte_grads] * (STEPS - WARMUP_STEPS)
 
 
-@on_ranks(2)
-def test_it_goes_on_from_a_checkpoint_bit_for_bit() -> None:
-    torch.manual_seed(0)
-    module = Mlp(17, 2)
-    checkpoints = {}
-    model, optimizer = make(copy.deepcopy(module))
-    for step in range(STEPS):
-        buffer = io.BytesIO()
-        torch.save([model.state_dict(), optimizer.state_dict()], buffer)
-        checkpoints[step] = buffer
-        train_step(model, optimizer, step)
-    expected = Before.of(model, optimizer)
-    for begin in (1, WARMUP_STEPS, 5):
-        checkpoints[begin].seek(0)
-        weights, state = torch.load(checkpoints[begin])
-        resumed, resumed_optimizer = make(copy.deepcopy(module))
-        resumed.load_state_dict(weights)
-        resumed_optimizer.load_state_dict(state)
-        for step in range(begin, STEPS):
-            train_step(resumed, resumed_optimizer, step)
-        found = Before.of(resumed, resumed_optimizer)
-        assert digest(found) == digest(expected) and resumed_optimizer.num_steps == STEPS, begin
-
-
-# Training patterns, compared with Adam under DistributedDataParallel, and bad input.
+# The ways in which people train, beside Adam with DistributedDataParallel, and bad input.
 
 
 def both(make: Callable[[], nn.Module], warmup_steps: int, **settings: Any) -> list[tuple[Any, Any]]:
@@ -213,6 +187,15 @@ def difference_of_momenta(pairs: list[tuple[Any, Any]]) -> float:
         for p, q in zip(model.parameters(), reference.parameters(), strict=True)
         if q in adam.state
     )
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(4))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.layers[0](torch.tanh(self.layers[1 + branch](x)))
 
 
 @pytest.mark.parametrize("set_to_none", only([True], [True, False]))

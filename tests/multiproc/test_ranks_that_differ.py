@@ -22,7 +22,7 @@ from differing_ranks import (
 )
 from in_ci import only
 from models import largest, loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -30,10 +30,7 @@ from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import ByteGrad, GradientAllReduce
 from ddp_compile.errors import DDPCompileError, RanksDifferError
 
-Ranks = Callable[[int], RankPool]
-
-
-# Ranks that get out of step while no rank waits in vain
+# Ranks that get out of step without anybody waiting in vain
 
 
 def leave_a_backward_out(is_culprit: bool) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from backward_patterns import PATTERNS
 from beside import average, difference, flat_of, seeded
 from in_ci import only
 from models import GptBlock, global_batch, largest, loss_of, make_model, relative_difference
 from rank_pool import on_ranks
-from test_split_backward import train as train_pattern
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from ways_to_train import WAYS as WAYS_TO_TRAIN
+from ways_to_train import train as train_way
 
 from ddp_compile import RanksDifferError, ddp_compile, shard_optimizer
 from ddp_compile.algorithms import AlgorithmConfig, ByteGrad, Decentralized
@@ -41,10 +42,12 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """Equal blocks between layers of other kinds; 2.6 KiB of gradients in each block."""
 
+    make_block: Callable[[], nn.Module] = Block
+
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(type(self).make_block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,13 +169,13 @@ class Trained(NamedTuple):
     says: str
 
 
-def rows(step: int, micro_batch: int = 0, width: int = WIDTH) -> list[Tensor]:
+def rows(step: int, micro_batch: int = 0) -> list[Tensor]:
     """The batches of all ranks; their means differ so far that gates choose other experts on each rank."""
     torch.manual_seed(100 * step + micro_batch)
-    return [2 * torch.randn(1, width) + 0.3 * torch.randn(ROWS, width) for _ in range(dist.get_world_size())]
+    return [2 * torch.randn(1, WIDTH) + 0.3 * torch.randn(ROWS, WIDTH) for _ in range(dist.get_world_size())]
 
 
-def train(way: Way, cap_mb: float, backend: str, width: int = WIDTH) -> Trained:
+def train(way: Way, cap_mb: float, backend: str) -> Trained:
     models = [seeded(way.make) for _ in range(3)]
     counter = CompileCounterWithBackend(backend)
     settings = {"regions": "auto", **way.settings}
@@ -191,7 +194,7 @@ def train(way: Way, cap_mb: float, backend: str, width: int = WIDTH) -> Trained:
             optimizer.zero_grad()
         for micro_batch in range(way.micro_batches):
             is_last = micro_batch == way.micro_batches - 1
-            of_ranks = rows(step, micro_batch, width)
+            of_ranks = rows(step, micro_batch)
             for each in (model, with_ddp):
                 with contextlib.nullcontext() if is_last else each.no_sync():
                     loss_of(each(of_ranks[dist.get_rank()])).backward()
@@ -334,14 +337,14 @@ def test_regions_that_fully_shard_has_sharded_share_a_graph() -> None:
     assert counter.frame_count == 1
 
 
-#: Left out: a model without submodules; gradients of a part of the model, which a backward of regions brings like an
-#: eager one; a backward on one rank alone that brings a whole bucket.
-NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regularizer_by_itself_on_one_rank")
+#: A model without submodules; gradients of a part of the model, which a backward of regions brings as an eager one
+#: does; a backward on one rank alone that brings all of a bucket.
+NOT_BY_REGIONS = ("shared_gradients", "losses_one_by_one", "regulariser_first_on_one_rank")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if pattern not in NOT_BY_REGIONS])
+@pytest.mark.parametrize("way", [way for way in WAYS_TO_TRAIN if way not in NOT_BY_REGIONS])
 @on_ranks(2)
-def test_each_layer_a_region_in_every_way_to_train(pattern: str) -> None:
-    kinds = [nn.Conv2d if pattern in ("channels_last", "convolutions") else nn.Linear]
-    assert train_pattern(pattern, "aot_eager", split="auto", regions=kinds).worst < 1e-5
+def test_each_layer_a_region_in_every_way_to_train(way: str) -> None:
+    kinds = [nn.Conv2d if way in ("channels_last", "convolutions") else nn.Linear]
+    assert train_way(way, split="auto", regions=kinds).worst < 1e-5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import Step, one_backward, own_batch, pair, train_beside
+from beside import one_backward, own_batch, pair, train_beside
 from in_ci import only
 from models import largest, loss_of, relative_difference
 from rank_pool import on_ranks
@@ -73,36 +73,14 @@ class Layers(nn.Sequential):
         super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-class Checkpoints(Layers):
-    """Nothing but reentrant checkpoints: the pass in which the output is differentiated brings no gradient itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            torch._dynamo.graph_break()
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
-
-def train_static(make: type[nn.Module], step_of: Step) -> float:
-    models = pair(make, {"static_graph": True}, bucket_cap_mb=0.0005)
-    return largest(train_beside(models, step_of, 4, width=WIDTH))
-
-
 @pytest.mark.parametrize("use_reentrant", only([True], [True, False]))
 @on_ranks(2)
 def test_a_checkpoint_around_the_whole_module(use_reentrant: bool) -> None:
     def step_of(model: nn.Module, x: Tensor, step: int) -> None:
         loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)).backward()
 
-    assert train_static(Layers, step_of) < 1e-6
-
-
-@on_ranks(2)
-def test_nothing_but_reentrant_checkpoints() -> None:
-    def step_of(model: nn.Module, x: Tensor, step: int) -> None:
-        one_backward(model, x.requires_grad_())
-
-    assert train_static(Checkpoints, step_of) < 1e-6
+    models = pair(Layers, {"static_graph": True}, bucket_cap_mb=0.0005)
+    assert largest(train_beside(models, step_of, 4, width=WIDTH)) < 1e-6
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import relative_difference
-from rank_pool import RankPool, run_in_new_processes
+from rank_pool import RankPool, Ranks, run_in_new_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compile import ddp_compile
 from ddp_compile.comm_hooks import allreduce_hook
 
-Ranks = Callable[[int], RankPool]
 ROWS, WIDTH = 4, 16
 CAP_MB = 0.001  # less than a block
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from beside import difference, own_batch, pair
 from in_ci import only
-from rank_pool import RankPool, on_ranks
+from rank_pool import on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import ddp_compile
@@ -19,7 +19,6 @@ from ddp_compile.errors import GradientArrivalError
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 5
 
 
@@ -63,14 +62,6 @@ class Read(nn.Module):
         return (torch.tanh(self.student(x)) - target) * self.scale.detach() + self.chooser(x).argmax(1, keepdim=True)
 
 
-#: On which ranks, and in which of four steps, the gradient is undefined. The first backward is followed more closely.
-WHEN: dict[str, Callable[[int, int], bool]] = {
-    "always": lambda rank, step: True,
-    "from the third step on": lambda rank, step: step >= 2,
-    "on another rank in each step": lambda rank, step: (rank + step) % 2 == 0,
-}
-
-
 def look_at(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: None)
@@ -78,86 +69,65 @@ def look_at(module: nn.Module) -> nn.Module:
 
 
 def differences(
-    make: Callable[[], nn.Module], when: str, through_compile: bool, zeroed: bool, hooked: bool, **options: Any
+    make: Callable[[], nn.Module],
+    program: str,
+    zeroed: bool = False,
+    hooked: bool = False,
+    through_compile: bool = False,
+    **options: Any,
 ) -> list[float]:
-    """For each of four steps the largest difference of two gradients, as with DistributedDataParallel."""
+    """After each backward the largest difference of two gradients.
+
+    Args:
+        make: Makes the model.
+        program: For each backward whether its gradient is "d"efined, "u"ndefined, or undefined on some "r"ank, another
+            one in each step; reduced if it is a capital letter.
+        zeroed: Whether gradients are zeroed between steps, not dropped.
+        hooked: Whether there are hooks that look at the gradients.
+        through_compile: Whether DistributedDataParallel is compiled as well.
+        **options: Settings of both models.
+    """
     torch._dynamo.reset()
     models = pair(lambda: look_at(make()) if hooked else make(), options, bucket_cap_mb=2e-4)
     if through_compile:
         models = models[0], torch.compile(models[1], backend="aot_eager")
     worst = []
-    for step in range(4):
+    for step, letter in enumerate(program):
+        is_undefined = {"d": False, "u": True, "r": (dist.get_rank() + step) % 2 == 0}[letter.lower()]
         for model in models:
             model.zero_grad(set_to_none=not zeroed)
-            model(own_batch(step, WIDTH), WHEN[when](dist.get_rank(), step)).square().sum().backward()
+            with contextlib.nullcontext() if letter.isupper() else model.no_sync():
+                model(own_batch(step, WIDTH), is_undefined).square().sum().backward()
         gradients = [p.grad for p in models[0].parameters()]
-        assert any(gradient is None or not gradient.any() for gradient in gradients) or when != "always"
+        assert letter != "U" or any(gradient is None or not gradient.any() for gradient in gradients)
         worst.append(difference(*models))
     return worst
 
 
-Case = tuple[str, dict[str, bool], bool, bool]
-#: When; settings of DistributedDataParallel; whether gradients are zeroed between steps; whether there are other hooks.
-STOPPED: list[Case] = [
-    ("always", {}, False, False),
-    ("always", {"find_unused_parameters": True}, False, True),
-    ("always", {"static_graph": True}, False, False),
-    ("from the third step on", {}, False, False),
-    ("from the third step on", {}, True, True),
-    ("from the third step on", {"static_graph": True, "gradient_as_bucket_view": False}, False, False),
-    ("on another rank in each step", {"gradient_as_bucket_view": False}, False, True),
-    ("on another rank in each step", {"find_unused_parameters": True}, True, False),
-    ("on another rank in each step", {"static_graph": True}, False, True),
+IN_CI: list[dict[str, Any]] = [
+    {"program": "DDUU", "zeroed": True, "hooked": True},
+    {"program": "DDUU", "static_graph": True, "gradient_as_bucket_view": False},
+    {"program": "RRRR", "zeroed": True, "find_unused_parameters": True},
+    {"program": "dU"},
+    {"program": "DdUuDU", "hooked": True},
+]
+#: `test_a_parameter_that_a_graph_reads_without_a_gradient` has "always" in CI.
+OTHERS: list[dict[str, Any]] = [
+    {"program": "UUUU"},
+    {"program": "UUUU", "find_unused_parameters": True, "hooked": True},
+    {"program": "UUUU", "static_graph": True},
+    {"program": "DDUU"},
+    {"program": "RRRR", "gradient_as_bucket_view": False, "hooked": True},
+    {"program": "RRRR", "static_graph": True, "hooked": True},
+    {"program": "du"},
+    *({"program": program, "hooked": True} for program in ("u", "U", "uU")),
 ]
 
 
-#: Every setting once; `test_a_parameter_that_a_graph_reads_without_a_gradient` has the time that is left out.
-STOPPED_IN_CI = [STOPPED[4], STOPPED[5], STOPPED[7]]
-OTHERS_STOPPED = [case for case in STOPPED if case not in STOPPED_IN_CI]
-
-
-@pytest.mark.parametrize("cases", only([STOPPED_IN_CI], [STOPPED_IN_CI, OTHERS_STOPPED]), ids=["some", "others"])
+@pytest.mark.parametrize("cases", only([IN_CI], [IN_CI, OTHERS]), ids=["some", "others"])
 @on_ranks(2)
-def test_a_function_that_returns_no_gradient(cases: list[Case]) -> None:
-    found = [differences(Stopped, when, False, zeroed, hooked, **flags) for when, flags, zeroed, hooked in cases]
-    assert max(map(max, found)) < 1e-6, found
-
-
-def in_micro_batches(hooked: bool, program: str) -> list[float]:
-    """The differences after each of a few backwards.
-
-    Args:
-        hooked: Whether there are hooks that look at the gradients.
-        program: For each backward whether its gradient is "d"efined or "u"ndefined; reduced if it is a capital letter.
-    """
-    torch._dynamo.reset()
-    models = pair(Stopped, bucket_cap_mb=2e-4)
-    if hooked:
-        for model in models:
-            look_at(model)
-    worst = []
-    for step, letter in enumerate(program):
-        for model in models:
-            model.zero_grad()
-            with contextlib.nullcontext() if letter.isupper() else model.no_sync():
-                model(own_batch(step, WIDTH), letter.lower() == "u").square().sum().backward()
-        worst.append(difference(*models))
-    return worst
-
-
-MICRO_BATCHES = [(False, "du"), (False, "dU"), (True, "u"), (True, "U"), (True, "uU"), (True, "DdUuDU")]
-
-
-MICRO_BATCHES_IN_CI = [(False, "dU"), (True, "DdUuDU")]
-OTHER_MICRO_BATCHES = [case for case in MICRO_BATCHES if case not in MICRO_BATCHES_IN_CI]
-
-
-@pytest.mark.parametrize(
-    "cases", only([MICRO_BATCHES_IN_CI], [MICRO_BATCHES_IN_CI, OTHER_MICRO_BATCHES]), ids=["some", "others"]
-)
-@on_ranks(2)
-def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, str]]) -> None:
-    found = [in_micro_batches(hooked, program) for hooked, program in cases]
+def test_a_function_that_returns_no_gradient_now_and_then(cases: list[dict[str, Any]]) -> None:
+    found = [differences(Stopped, **case) for case in cases]
     assert max(map(max, found)) < 1e-6, found
 
 
@@ -166,7 +136,7 @@ def test_micro_batches_may_differ_in_what_is_undefined(cases: list[tuple[bool, s
 def test_a_parameter_that_a_graph_reads_without_a_gradient(world_size: int) -> None:
     # Eager DistributedDataParallel waits for unreachable parameters, unless find_unused_parameters is set.
     every = ({}, {"find_unused_parameters": True}, {"static_graph": True})
-    found = [differences(Read, "always", not flags, False, False, **flags) for flags in every]
+    found = [differences(Read, "UUUU", through_compile=not flags, **flags) for flags in every]
     assert max(map(max, found)) < 1e-6, found
 
 

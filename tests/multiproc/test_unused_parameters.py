@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from beside import difference, difference_to_mean, own_batch, pair
 from in_ci import only
 from models import assert_buckets_launched_early, relative_difference
-from rank_pool import RankFailure, RankPool, on_ranks
+from rank_pool import RankFailure, RankPool, Ranks, on_ranks
 from torch import Tensor, nn
 
 from ddp_compile import GradientArrivalError, ddp_compile
+from ddp_compile.algorithms import ByteGrad
 
 pytestmark = pytest.mark.usefixtures("each_split")
 
@@ -65,53 +66,60 @@ def choose(branch: int, *models: nn.Module) -> None:
         getattr(model, "module", model).branch = branch
 
 
-def branch_by_rank_and_step(returns: str, as_view: bool, set_to_none: bool, **ours: Any) -> tuple[float, list[bool]]:
+class Case(NamedTuple):
+    """One way to train branches."""
+
+    world_size: int = 2
+    returns: str = "tensor"
+    as_view: bool = True
+    set_to_none: bool = True
+    ours: dict[str, Any] = {}  # noqa: RUF012 - only read
+    tolerance: float = 1e-6
+
+
+LAZY, BYTES = {"lazy_bucket_allocation": True}, {"algorithm": ByteGrad()}
+IN_CI = {
+    "copied and zeroed": Case(as_view=False, set_to_none=False),
+    "lazy": Case(set_to_none=False, ours=LAZY),
+    "in a dataclass": Case(returns="dataclass"),
+    "in eight bits": Case(ours=BYTES, tolerance=0.05),
+}
+CASES = IN_CI | {
+    "plain": Case(),
+    "copied": Case(as_view=False),
+    "zeroed": Case(set_to_none=False),
+    "three ranks": Case(3),
+    "copied and lazy": Case(as_view=False, ours=LAZY),
+    "in a dict": Case(returns="dict"),
+    "inductor": Case(ours={"backend": "inductor"}, tolerance=1e-5),
+}
+
+
+def marked(name: str) -> Any:
+    marks = [pytest.mark.inductor] if name == "inductor" else []
+    return pytest.param(CASES[name], id=name, marks=[*marks, *([] if name in IN_CI else [pytest.mark.long])])
+
+
+@pytest.mark.parametrize("case", map(marked, CASES))
+def test_ranks_that_use_different_branches(case: Case, ranks: Ranks) -> None:
+    ranks(case.world_size).run(branch_by_rank_and_step, case)
+
+
+def branch_by_rank_and_step(case: Case) -> None:
     """Branches 0 and 1 by rank, then both ranks the same, then a branch that only one rank ever uses."""
-    models = branches(returns, {"gradient_as_bucket_view": as_view}, **ours)
+    models = branches(case.returns, {"gradient_as_bucket_view": case.as_view}, **case.ours)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    rank, worst = dist.get_rank(), 0.0
+    rank = dist.get_rank()
     for step, branch in enumerate([rank % 2, 0, 1, 2 if rank == 0 else 1, 1 - rank % 2, 0]):
         choose(branch, *models)
         for model in models:
             backward(model, own_batch(step, WIDTH))
-        worst = max(worst, difference(*models))
+        assert difference(*models) < case.tolerance
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(set_to_none=case.set_to_none)
     assert_buckets_launched_early(models[0])
-    return worst, [p.grad is None for p in models[0].branches[3].parameters()]
-
-
-WAYS = [(False, False, 2), (True, True, 2), (False, True, 2), (True, False, 2), (True, True, 3)]
-
-
-@pytest.mark.parametrize(("set_to_none", "as_view", "world_size"), only(WAYS[:1], WAYS))
-@on_ranks()
-def test_ranks_that_use_different_branches(set_to_none: bool, as_view: bool, world_size: int) -> None:
-    worst, never_used = branch_by_rank_and_step("tensor", as_view, set_to_none)
-    assert worst < 1e-6
-    assert never_used == [True, True]
-
-
-@pytest.mark.parametrize("as_view", only([True], [True, False]))
-@on_ranks(2)
-def test_lazy_buckets_keep_what_unused_parameters_hold(as_view: bool) -> None:
-    assert branch_by_rank_and_step("tensor", as_view, not as_view, lazy_bucket_allocation=True)[0] < 1e-6
-
-
-@pytest.mark.parametrize("returns", only(["dataclass"], ["dict", "dataclass"]))
-@on_ranks(2)
-def test_outputs_in_containers(returns: str) -> None:
-    assert branch_by_rank_and_step(returns, True, True)[0] < 1e-6
-
-
-@pytest.mark.long
-@pytest.mark.inductor
-@on_ranks(2)
-def test_with_inductor() -> None:
-    worst, never_used = branch_by_rank_and_step("tensor", True, True, backend="inductor")
-    assert worst < 1e-5
-    assert never_used == [True, True]
+    assert all(p.grad is None for p in models[0].branches[3].parameters())
 
 
 @pytest.mark.parametrize("as_view", only([True], [True, False]))

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_compile import ReductionError, comm_hooks, ddp_compile
+from ddp_compile import ReductionError, ddp_compile
 from ddp_compile.algorithms import AlgorithmConfig, Bucket, CommAlgorithm, Traits
 
 CAP_MB = 60 / 2**20
@@ -91,16 +91,6 @@ def test_a_bucket_is_flat_and_without_gaps_and_its_gradients_are_views() -> None
     plain.zero_grad()
     go_backward(plain)
     assert all(torch.equal(a, p.grad * 2) for a, p in zip(doubled, plain.parameters(), strict=True))
-
-
-def test_the_hook_is_not_called_inside_no_sync() -> None:
-    model, calls = replicated(), []
-    model.register_comm_hook(calls, threefold)
-    with model.no_sync():
-        go_backward(model)
-    assert calls == []
-    go_backward(model)
-    assert [index for index, _, _ in calls] == [0, 1, 2]
 
 
 def test_a_hook_may_return_what_a_work_gives_it() -> None:
@@ -181,16 +171,6 @@ def any_names(my_state: Any, gradients: Any, bits: int = 8) -> torch.futures.Fut
 @pytest.mark.parametrize("hook", [any_names, functools.partial(any_names, bits=4), lambda *both: None, print])
 def test_hooks_that_take_a_state_and_a_bucket_are_accepted(hook: Any) -> None:
     replicated().register_comm_hook(None, hook)
-
-
-@pytest.mark.parametrize("second", [allreduce_hook, dist.BuiltinCommHookType.ALLREDUCE])
-def test_a_second_hook_is_refused(second: Any) -> None:
-    model = replicated()
-    model.register_comm_hook(None, comm_hooks.bf16_compress_hook)
-    with pytest.raises(
-        RuntimeError, match=r"comm hook allreduce_hook cannot be used with the comm hook bf16_compress_hook: .*unwrap"
-    ):
-        model.register_comm_hook(None, second)
 
 
 def test_a_hook_is_refused_in_the_middle_of_a_backward() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_net import Net, backward, replicated
+from small_net import backward, replicated
 from torch import Tensor, nn
 
 from ddp_compile import NonFiniteGradientError, ReplicationError, ddp_compile
-from ddp_compile.algorithms import Decentralized, LocalSGD
+from ddp_compile.algorithms import Decentralized
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
 
@@ -29,17 +29,7 @@ def test_what_is_not_finite_is_let_through_unless_that_is_asked_for() -> None:
     (replicated()(torch.randn(4, 6)) * float("inf")).sum().backward()
 
 
-DELAYED = r"delay_all_reduce_named_params.*\. Leave check_finite.* out, and pass error_if_nonfinite=True to clip_grad_"
-
-
-def test_gradients_that_do_not_pass_through_buckets_are_refused() -> None:
-    settings: dict[str, Any] = {"check_finite_gradients": True, "backend": "eager"}
-    with pytest.raises(ReplicationError, match=r"True cannot be used with the local SGD"):
-        ddp_compile(Net(), algorithm=LocalSGD(period=2), **settings)
-    net = Net()
-    settings["delay_all_reduce_named_params"] = [("first.weight", net.first.weight)]
-    with pytest.raises(ReplicationError, match=DELAYED):
-        ddp_compile(net, param_to_hook_all_reduce=net.second.weight, **settings)
+def test_an_algorithm_that_reduces_no_gradients_does_not_follow() -> None:
     model: Any = replicated(check_finite_gradients=True)
     with pytest.raises(ReplicationError, match=r"rank 0: check_finite_gradients=True .* the decentralized"):
         model.set_comm_algorithm(Decentralized())

@@ -1,0 +1,233 @@
+"""Ways to train, each against eager DistributedDataParallel: gradients, and how many buckets are launched early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import beside_plain, is_same_everywhere, own_batch
+from in_ci import only
+from models import Mlp, loss_of, relative_difference
+from rank_pool import on_ranks
+from torch import Tensor, nn
+from ways_to_train import NEVER, WAYS, Trained, train, ways
+
+from ddp_compile import GradientArrivalError, ParametersChangedError, ddp_compile
+
+# Of the others, one of these has the same thing happen to the buckets, or other tests have them: `SETTINGS_IN_CI`, and
+# `test_algorithms`.
+IN_CI = [
+    "contributor_that_appears_on_one_rank",
+    "hook_while_accumulating",
+    "hook_after_the_node",
+    "hook_before_the_node_on_data_on_one_rank",
+    "hooks_on_all_parameters_twice",
+    "losses_one_by_one",
+    "sparse_regulariser",
+    "regulariser_last",
+    "two_forwards_with_batch_norm",
+    "two_forwards_and_backwards",
+    "accumulate_any_number",
+    "accumulate_by_attribute",
+    "gradients_freed_in_between",
+    "gradients_zeroed_in_between",
+    "backward_in_inference_mode",
+    "under_autocast",
+    "unscaled_and_clipped",
+    "module_used_twice",
+    "reentrant_checkpoints",
+]
+
+
+@pytest.mark.parametrize("way", ways(IN_CI))
+@on_ranks(2)
+def test_gradients_are_exact_and_buckets_are_launched_early(way: str) -> None:
+    trained = train(way, split="backward")
+    assert trained.worst <= WAYS[way].tolerance
+    assert trained.num_early == WAYS[way].num_early
+
+
+# A graph that is cut takes "losses_one_by_one" for a gradient that arrives twice.
+@pytest.mark.parametrize("way", ways([], [way for way in WAYS if way != "losses_one_by_one"]))
+@on_ranks(2)
+def test_gradients_are_exact_if_graphs_are_cut(way: str) -> None:
+    trained = train(way, split="forward")
+    assert trained.worst <= WAYS[way].tolerance
+    assert trained.num_early == NEVER
+
+
+UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
+COPIED, LAZY = {"gradient_as_bucket_view": False}, {"lazy_bucket_allocation": True}
+ZEROED: dict[str, bool] = {"set_to_none": False}
+SETTINGS_IN_CI = [
+    ("accumulate_in_no_sync", UNUSED),
+    ("accumulate", ZEROED),
+    ("shared_gradients", STATIC),
+    ("plain", {**STATIC, **COPIED}),
+    ("contributor_that_appears", COPIED),
+    ("contributor_that_appears_on_one_rank", LAZY),
+    ("gradients_freed_in_between", LAZY),
+    ("plain", {**STATIC, **LAZY}),
+    ("reentrant_checkpoints", STATIC),
+]
+SETTINGS = [
+    *SETTINGS_IN_CI,
+    ("contributor_that_appears_on_one_rank", UNUSED),
+    *((way, STATIC) for way in ("plain", "accumulate", "tensor_hook", "accumulate_in_no_sync")),
+    *((way, both) for way in ("accumulate", "accumulate_in_no_sync") for both in (COPIED, {**COPIED, **ZEROED})),
+    ("accumulate_in_no_sync", ZEROED),
+    ("plain", {**COPIED, **LAZY}),
+    *((way, LAZY) for way in WAYS if WAYS[way].tolerance == 0 and (way, LAZY) not in SETTINGS_IN_CI),
+]
+
+
+@pytest.mark.parametrize(("way", "setting"), only(SETTINGS_IN_CI, SETTINGS), ids=str)
+@on_ranks(2)
+def test_gradients_are_exact_with_every_setting(way: str, setting: dict[str, bool]) -> None:
+    assert train(way, split="backward", **setting) == Trained(0.0, WAYS[way].num_early)
+
+
+# Its C++ kernels take the compiler most of half a minute; `test_gradient_parity` has "plain" in CI, without any.
+@pytest.mark.inductor
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "static_graph"),
+    [
+        ("plain", False),
+        ("contributor_that_appears_on_one_rank", False),
+        *((way, static_graph) for way in ("shared_gradients", "channels_last") for static_graph in (False, True)),
+    ],
+)
+@on_ranks(2)
+def test_gradients_are_exact_under_inductor(way: str, static_graph: bool) -> None:
+    trained = train(way, "inductor", split="backward", static_graph=static_graph)
+    assert trained.worst < 1e-5
+    assert trained.num_early == WAYS[way].num_early
+
+
+@pytest.mark.parametrize("donated_buffer", only([True], [True, False]))
+@on_ranks(2)
+def test_a_second_backward_through_a_kept_graph_is_averaged_as_well(donated_buffer: bool, each_split: str) -> None:
+    assert train("graph_kept", donated_buffer=donated_buffer).worst < 1e-6
+
+
+@on_ranks(2)
+def test_a_graph_kept_later_than_in_the_first_backward_needs_donated_buffers_off(each_split: str) -> None:
+    model = ddp_compile(Mlp(17, 3), backend="aot_eager")
+    loss_of(model(torch.randn(4, 17))).backward()
+    with pytest.raises(RuntimeError, match=r"torch\._functorch\.config\.donated_buffer=False"):
+        loss_of(model(torch.randn(4, 17))).backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("by_attribute", [False, True])
+@on_ranks(2)
+def test_local_gradients_are_those_of_this_rank(by_attribute: bool, each_split: str) -> None:
+    model, plain = beside_plain(lambda: Mlp(7, 2))
+    loss = loss_of(plain(own_batch(0, 7)))
+    if by_attribute:
+        model.require_backward_grad_sync = False
+        loss_of(model(own_batch(0, 7))).backward()
+    else:
+        with model.no_sync():
+            loss_of(model(own_batch(0, 7))).backward()
+    loss.backward()
+    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not is_same_everywhere(model.layers[0].weight.grad)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs, each of a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.uses_trunk = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.trunk(x) if self.uses_trunk else x
+        torch._dynamo.graph_break()
+        left = self.left(h)
+        torch._dynamo.graph_break()
+        return left, self.right(h)
+
+
+@on_ranks(2)
+def test_a_backward_that_reaches_a_part_leaves_nothing_in_flight_and_another_brings_the_rest(each_split: str) -> None:
+    heads = TwoHeads()
+    heads.trunk, heads.uses_trunk = nn.Identity(), False
+    model = ddp_compile(heads, backend="aot_eager", bucket_cap_mb=1e-4)
+    x = own_batch(0, 4)
+    for _ in range(2):
+        model.zero_grad()
+        left, right = model(x)
+        for loss, layer in ((loss_of(right), model.right), (loss_of(left), model.left)):
+            (mean,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
+            dist.all_reduce(mean)
+            loss.backward()
+            # Each branch is averaged when its own backward returns, though the first one does not end the iteration.
+            assert relative_difference(layer.weight.grad, mean / dist.get_world_size()) < 1e-6
+
+
+@on_ranks(2)
+def test_a_gradient_that_arrives_twice_is_named_with_both_causes(each_split: str) -> None:
+    model = ddp_compile(TwoHeads(), backend="aot_eager", bucket_cap_mb=1e-5)
+    left, right = model(torch.randn(2, 4))
+    with pytest.raises(GradientArrivalError, match=r"(?s)trunk\.weight arrived twice.*add the losses up"):
+        loss_of(left).backward(retain_graph=True)
+        loss_of(right).backward()
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.table, sparse=True)
+
+
+class WithSparseLayer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 6), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("make", [Lookup, WithSparseLayer])
+@on_ranks(2)
+def test_sparse_gradients_are_averaged(make: type[nn.Module], each_split: str) -> None:
+    """Also one that no module announced, which is dense then."""
+    model, plain = beside_plain(make)
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(0, 20, (6,))
+    for each in (model, plain):
+        loss_of(each(tokens)).backward()
+    first, expected = (next(each.parameters()).grad for each in (model, plain))
+    assert first.is_sparse == (make is WithSparseLayer) and expected.is_sparse
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        mean = q.grad.to_dense() if q.grad.is_sparse else q.grad
+        dist.all_reduce(mean)
+        assert relative_difference(p.grad.to_dense() if p.grad.is_sparse else p.grad, mean / 2) < 1e-6
+
+
+class NotCompiled(Mlp):
+    """A graph break in a loop: Dynamo gives the frame up, and so does not notice another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("dtype", only([torch.float64], [torch.float64, torch.bfloat16]))
+@on_ranks(2)
+def test_a_dtype_that_has_changed_is_named_where_the_bucket_is_filled(dtype: torch.dtype, each_split: str) -> None:
+    model = ddp_compile(NotCompiled(width=8, num_layers=3), backend="eager")
+    for _ in range(4):  # the next look at the parameters is before the eighth forward
+        loss_of(model(torch.randn(2, 8))).backward()
+    model.to(dtype)
+    output = model(torch.randn(2, 8, dtype=dtype))
+    with pytest.raises(ParametersChangedError) as raised:
+        loss_of(output).backward()
+    name = str(dtype).removeprefix("torch.")
+    assert str(raised.value).startswith(f"rank {dist.get_rank()}: ")
+    assert f"float32[64] before and {name}[64] now: layers.0.weight" in str(raised.value)

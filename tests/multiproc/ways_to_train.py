@@ -1,0 +1,478 @@
+"""Ways to train: one table of models and steps that `train` compares with eager DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import Step, beside_plain, one_backward, pair, train_beside
+from models import Mlp, largest, loss_of, needs_ddp_to_keep_buffers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+NUM_STEPS = 6
+#: The fifth step, in which something comes that was not there in the steps before.
+APPEARS_AT = 4
+
+
+def inner_weight(model: nn.Module) -> Tensor:
+    """Of the second layer: the bucket of the first one is ready when the backward ends, and not before."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    return weights[min(1, len(weights) - 1)]
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.1 * inner_weight(model).square().sum()
+
+
+def only_then(step_of: Step, begins: int = APPEARS_AT, ranks: Container[int] = (0, 1)) -> Step:
+    """``step_of`` from one step on and on these ranks; otherwise one backward."""
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        (step_of if number >= begins and dist.get_rank() in ranks else one_backward)(model, x, number)
+
+    return step
+
+
+def with_hook(register: Callable[[Tensor], object], begins: int = APPEARS_AT, ranks: Container[int] = (0, 1)) -> Step:
+    """One backward; before that of step ``begins`` a hook is registered."""
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        if number == begins and dist.get_rank() in ranks:
+            register(inner_weight(model))
+        one_backward(model, x)
+
+    return step
+
+
+def halve(gradient: Tensor) -> None:
+    gradient.div_(2)
+
+
+def halve_data(gradient: Tensor) -> None:
+    gradient.data.div_(2)  # which shows neither in the address nor in the version
+
+
+def only_look(gradient: Tensor) -> None:
+    """As logging does."""
+
+
+def halve_after_accumulation(parameter: Tensor) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda p: halve(p.grad))
+
+
+def halve_before_accumulation(parameter: Tensor) -> None:
+    node_of(parameter).register_prehook(lambda gradients: halve(gradients[0]))
+
+
+def node_of(parameter: Any) -> Any:
+    """Kept alive, which nothing else does in a plain module."""
+    parameter.node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return parameter.node
+
+
+def shrink_after_the_node(parameter: Tensor) -> None:
+    def hook(_inputs: object, _outputs: object) -> None:
+        parameter.grad.mul_(0.01 * (dist.get_rank() + 1))
+
+    node_of(parameter).register_hook(hook)
+
+
+def shrink_data_before_the_node(parameter: Tensor) -> None:
+    node_of(parameter).register_prehook(lambda gradients: halve_data(gradients[0]))
+
+
+def clamp_after_accumulation(parameter: Tensor) -> None:
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def clamp_more_and_more(model: Any, x: Tensor, step: int) -> None:
+    if step in (0, 2):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp_after_accumulation)
+    one_backward(model, x)
+
+
+def regulariser_built_after(model: Any, x: Tensor, step: int) -> None:
+    (loss_of(model(x)) + penalty(model)).backward()
+
+
+def regulariser_built_before(model: Any, x: Tensor, step: int) -> None:
+    extra = penalty(model)
+    (extra + loss_of(model(x))).backward()
+
+
+def regulariser_first(model: Any, x: Tensor, step: int) -> None:
+    penalty(model).backward()
+    one_backward(model, x)
+
+
+def regulariser_last(model: Any, x: Tensor, step: int) -> None:
+    one_backward(model, x)
+    penalty(model).backward()
+
+
+def two_forwards(model: Any, x: Tensor, step: int) -> None:
+    (loss_of(model(x)) + loss_of(model(2 * x))).backward()
+
+
+def two_forwards_and_backwards(model: Any, x: Tensor, step: int) -> None:
+    for loss in [loss_of(model(x)), loss_of(model(2 * x))]:
+        loss.backward()
+
+
+def accumulate(how: str = "", numbers: tuple[int, ...] = (3,)) -> Step:
+    """Several backwards, all but the last one local: in ``no_sync``, or because the ``attribute`` says so."""
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        num_backwards = numbers[number % len(numbers)]
+        for i in range(1, num_backwards + 1):
+            if how == "attribute":
+                model.require_backward_grad_sync = i == num_backwards
+            with model.no_sync() if how == "no_sync" and i < num_backwards else contextlib.nullcontext():
+                one_backward(model, i * x)
+
+    return step
+
+
+def before(step_of: Step, is_local: bool) -> Step:
+    """Another backward comes before ``step_of``."""
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        with model.no_sync() if is_local else contextlib.nullcontext():
+            one_backward(model, 2 * x)
+        step_of(model, x, number)
+
+    return step
+
+
+def changed_in_between(change: Callable[[Tensor], object], stride: int = 1) -> Step:
+    """Two backwards; after the first one somebody changes the gradients of every ``stride``-th parameter."""
+
+    def step(model: Any, x: Tensor, number: int) -> None:
+        one_backward(model, x)
+        for parameter in list(model.parameters())[::stride]:
+            change(parameter)
+        one_backward(model, x)
+
+    return step
+
+
+def forward_that_nobody_uses(model: Any, x: Tensor, step: int) -> None:
+    model(3 * x)
+    one_backward(model, x)
+
+
+def forward_beside(model: Any, x: Tensor, step: int) -> None:
+    """Rank 0 does another forward, and rank 1 adds to the loss."""
+    if dist.get_rank() == 0:
+        with model.no_sync():  # outside, it would be one that the ranks miss
+            model(3 * x)
+        one_backward(model, x)
+    else:
+        regulariser_built_before(model, x, step)
+
+
+def forward_inside_no_sync(model: Any, x: Tensor, step: int) -> None:
+    output = model(x)
+    with model.no_sync():
+        model(2 * x)
+    loss_of(output).backward()
+
+
+def graph_kept(model: Any, x: Tensor, step: int) -> None:
+    loss = loss_of(model(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradients_asked_for(model: Any, x: Tensor, step: int) -> None:
+    loss = loss_of(model(x))
+    torch.autograd.grad(loss, inner_weight(model), retain_graph=True)
+    loss.backward()
+
+
+def losses_one_by_one(model: Any, x: Tensor, step: int) -> None:
+    early, late = model(x)
+    loss_of(early).backward(retain_graph=True)
+    loss_of(late).backward()
+
+
+def sparse_regulariser(model: Any, x: Tensor, step: int) -> None:
+    nn.functional.embedding(torch.tensor([1, 2]), model.weight, sparse=True).sum().backward()
+    one_backward(model, x)
+
+
+def under_autocast(model: Any, x: Tensor, step: int) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model(x))
+    loss.backward()
+
+
+def backward_in_inference_mode(model: Any, x: Tensor, step: int) -> None:
+    loss = loss_of(model(x))
+    with torch.inference_mode():
+        loss.backward()
+
+
+def unscaled_and_clipped(model: Any, x: Tensor, step: int) -> None:
+    (1024 * loss_of(model(x))).backward()
+    for parameter in model.parameters():
+        parameter.grad.div_(1024)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+class TwoOutputs(Mlp):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        early = torch.tanh(self.layers[0](x))
+        x = early
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return early, x
+
+
+class UsedTwice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(self.layers[0](super().forward(x))))
+
+
+class FrameUsedTwice(Mlp):
+    """One compiled frame that the model calls twice, so that its graph computes each bucket twice in a backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        x = self.body(x)
+        torch._dynamo.graph_break()
+        return self.body(x)
+
+    def body(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Tied(Mlp):
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__(width, num_layers)
+        self.layers[-1].weight = self.layers[0].weight
+
+
+class Shared(nn.Module):
+    """One gradient for two parameters, and the tangent itself as a third one's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right, self.last = (nn.Parameter(torch.randn(6, width)) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh((x + self.left + self.right) @ self.weight) + self.last
+
+
+class Table(nn.Module):
+    """A table that the model uses whole, and a regulariser by rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return torch.tanh(self.layers[2](x @ self.weight.t() @ self.weight))
+
+
+class Convolutions(nn.Module):
+    """Inductor computes their gradients in channels_last, whatever the parameters' strides are."""
+
+    def __init__(self, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(fan_in, 16, 3, padding=1) for fan_in in (1, 16, 16, 16))
+        self.to(memory_format=memory_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :32].view(-1, 1, 4, 8)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Checkpoints(Mlp):
+    """A checkpoint for each layer. Graph breaks let reentrant ones open passes inside the backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(33, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.use_reentrant:
+                torch._dynamo.graph_break()
+                x = x.requires_grad_() if x.is_leaf else x
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(33, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 3))
+
+
+class Way(NamedTuple):
+    """A way to train.
+
+    Args:
+        step: One step.
+        num_early: How many buckets are launched inside the backward in each step under ``split="backward"``. Of an
+            `Mlp` of four layers these are three: the last one is ready when the backward ends.
+        make: Makes the model.
+        is_ddps: Whether DistributedDataParallel can do it; otherwise the plain model's mean is the reference.
+        tolerance: Of a gradient's relative difference.
+    """
+
+    step: Step = one_backward
+    num_early: tuple[int, ...] = (0, 3, 3, 3, 3, 3)
+    make: Callable[[], nn.Module] = lambda: Mlp(33, 4)
+    is_ddps: bool = True
+    tolerance: float = 0.0
+
+
+#: For `Way.num_early`: the buckets wait for their hooks in every step.
+NEVER = (0, 0, 0, 0, 0, 0)
+#: Two backwards in a step, of which only the very first one teaches.
+TWICE = (3, 6, 6, 6, 6, 6)
+#: The regularised weight's bucket waits, the others do not.
+BUT_ONE = (0, 2, 2, 2, 2, 2)
+#: What is launched too early is launched again, and waits from then on.
+UNTIL_IT_APPEARS = (0, 3, 3, 3, 3, 2)
+#: A sum of the iteration before and of this one rounds otherwise than the sum of both.
+BESIDE_PLAIN = {"is_ddps": False, "tolerance": 1e-6}
+WAYS = {
+    "plain": Way(),
+    "regulariser_built_after": Way(regulariser_built_after, BUT_ONE),
+    "regulariser_built_before": Way(regulariser_built_before, BUT_ONE),
+    "regulariser_first": Way(regulariser_first),
+    "regulariser_last": Way(regulariser_last),
+    "regulariser_first_on_one_rank": Way(only_then(regulariser_first, ranks=[1])),
+    "contributor_on_one_rank": Way(only_then(regulariser_built_after, 0, [1]), BUT_ONE),
+    "contributor_that_appears": Way(only_then(regulariser_built_before), UNTIL_IT_APPEARS),
+    "contributor_that_appears_on_one_rank": Way(only_then(regulariser_built_before, ranks=[1]), UNTIL_IT_APPEARS),
+    "contributor_on_one_rank_and_a_forward_on_the_other": Way(only_then(forward_beside), UNTIL_IT_APPEARS),
+    "sparse_regulariser": Way(only_then(sparse_regulariser), (0, 2, 2, 2, 2, 1), lambda: Table(33), **BESIDE_PLAIN),
+    "two_forwards": Way(two_forwards, NEVER),
+    "two_forwards_later": Way(only_then(two_forwards), (0, 3, 3, 3, 3, 0)),
+    # A bias before BatchNorm has a gradient of zero but for rounding, which regrouping changes.
+    "two_forwards_with_batch_norm": Way(two_forwards, NEVER, with_batch_norm, tolerance=1e-5),
+    "two_forwards_and_backwards": Way(two_forwards_and_backwards, TWICE, **BESIDE_PLAIN),
+    "forward_that_nobody_uses": Way(forward_that_nobody_uses),
+    "forward_inside_no_sync": Way(forward_inside_no_sync),
+    "accumulate": Way(accumulate(), (6, 9, 9, 9, 9, 9)),
+    "accumulate_in_no_sync": Way(accumulate("no_sync")),
+    "accumulate_by_attribute": Way(accumulate("attribute")),
+    "accumulate_any_number": Way(accumulate("no_sync", (1, 2, 5, 1, 9))),
+    "accumulate_and_regularise": Way(before(only_then(regulariser_built_before), True), UNTIL_IT_APPEARS),
+    "average_and_regularise": Way(before(only_then(regulariser_built_before), False), (3, 6, 6, 6, 6, 4)),
+    "gradients_detached_in_between": Way(changed_in_between(lambda p: p.grad.detach_().mul_(0.5)), TWICE),
+    "gradients_replaced_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", 0.5 * p.grad)), TWICE),
+    # A bucket finds some of its gradients gone and others where they were.
+    "gradients_freed_in_between": Way(changed_in_between(lambda p: setattr(p, "grad", None), stride=2), TWICE),
+    "gradients_zeroed_in_between": Way(changed_in_between(lambda p: p.grad.zero_()), TWICE),
+    "tensor_hook": Way(with_hook(lambda p: p.register_hook(lambda gradient: gradient / 2)), UNTIL_IT_APPEARS),
+    "tensor_hook_in_place": Way(with_hook(lambda p: p.register_hook(halve)), UNTIL_IT_APPEARS),
+    "tensor_hook_on_data_on_one_rank": Way(
+        with_hook(lambda p: p.register_hook(halve_data), ranks=[1]), UNTIL_IT_APPEARS
+    ),
+    "hook_on_one_rank": Way(with_hook(lambda p: p.register_hook(only_look), ranks=[0]), UNTIL_IT_APPEARS),
+    "hook_after_accumulation": Way(with_hook(halve_after_accumulation), UNTIL_IT_APPEARS),
+    "hook_before_accumulation": Way(with_hook(halve_before_accumulation), UNTIL_IT_APPEARS),
+    # For DistributedDataParallel's mean a hook after the node that comes after the wrapping is too late.
+    "hook_after_the_node": Way(with_hook(shrink_after_the_node), UNTIL_IT_APPEARS, **BESIDE_PLAIN),
+    "hook_after_the_node_from_the_beginning": Way(
+        with_hook(shrink_after_the_node, 0), (0, 3, 2, 2, 2, 2), **BESIDE_PLAIN
+    ),
+    "hook_before_the_node_on_data": Way(with_hook(shrink_data_before_the_node), UNTIL_IT_APPEARS, **BESIDE_PLAIN),
+    "hook_before_the_node_on_data_on_one_rank": Way(
+        with_hook(shrink_data_before_the_node, ranks=[1]), UNTIL_IT_APPEARS, **BESIDE_PLAIN
+    ),
+    "hook_while_accumulating": Way(before(with_hook(halve_after_accumulation), True), UNTIL_IT_APPEARS),
+    "hooks_on_all_parameters_twice": Way(clamp_more_and_more, NEVER),
+    "graph_kept": Way(graph_kept, TWICE, **BESIDE_PLAIN),
+    "gradients_asked_for": Way(gradients_asked_for, **BESIDE_PLAIN),
+    "losses_one_by_one": Way(losses_one_by_one, TWICE, lambda: TwoOutputs(33, 4), **BESIDE_PLAIN),
+    "under_autocast": Way(under_autocast),
+    "backward_in_inference_mode": Way(backward_in_inference_mode, NEVER),
+    "unscaled_and_clipped": Way(unscaled_and_clipped),
+    "module_used_twice": Way(make=lambda: UsedTwice(33, 4)),
+    "frame_used_twice": Way(num_early=NEVER, make=lambda: FrameUsedTwice(33, 4)),
+    "tied_weights": Way(num_early=BUT_ONE, make=lambda: Tied(33, 4)),
+    "shared_gradients": Way(num_early=(0, 1, 1, 1, 1, 1), make=lambda: Shared(33)),
+    "convolutions": Way(make=lambda: Convolutions(torch.contiguous_format)),
+    "channels_last": Way(make=lambda: Convolutions(torch.channels_last)),
+    "checkpoints": Way(make=lambda: Checkpoints(use_reentrant=False)),
+    "reentrant_checkpoints": Way(num_early=NEVER, make=lambda: Checkpoints(use_reentrant=True)),
+}
+
+
+def ways(in_ci: Container[str], names: Iterable[str] = WAYS) -> list[Any]:
+    """For `pytest.mark.parametrize`: these `WAYS`, marked ``long`` but for those ``in_ci``."""
+    of_torch = {"two_forwards_with_batch_norm": [needs_ddp_to_keep_buffers]}
+    marks = {name: [*of_torch.get(name, []), *([] if name in in_ci else [pytest.mark.long])] for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in names]
+
+
+class Trained(NamedTuple):
+    """The results of training on one rank.
+
+    Args:
+        worst: Largest relative difference of any gradient to the reference, bit for bit equal if 0.
+        num_early: How many buckets were launched inside the backward, for each step.
+    """
+
+    worst: float
+    num_early: tuple[int, ...]
+
+
+def count_early(model: Any) -> list[int]:
+    """A list to which the number of each bucket is appended that is launched inside a backward."""
+    queue = model._ddp_compile_state.reducer._queue
+    launched, complete_with = [], queue.complete_with
+
+    def counted(bucket: Any, gradients: Any) -> None:
+        launched.append(bucket.spec.index)
+        complete_with(bucket, gradients)
+
+    queue.complete_with = counted
+    return launched
+
+
+def train(
+    name: str,
+    backend: str = "aot_eager",
+    by_hand: bool = False,
+    set_to_none: bool = True,
+    donated_buffer: bool = False,
+    **settings: Any,
+) -> Trained:
+    """Train in one of the `WAYS`; ``by_hand``, backwards are finalized after they have returned."""
+    step_of, _, make, is_ddps, _ = WAYS[name]
+    settings = {"bucket_cap_mb": 0.003, "backend": backend, **settings}
+    models = (pair if is_ddps else beside_plain)(make, **settings)
+    ours = models[0]
+    ours.require_manual_backward_finalization = by_hand
+    launched, num_early = count_early(ours), []
+
+    def counted(model: Any, x: Tensor, step: int) -> None:
+        launched.clear()
+        with torch._functorch.config.patch(donated_buffer=donated_buffer):
+            step_of(model, x, step)
+        if model is ours:
+            num_early.append(len(launched))
+            if by_hand:
+                model.finalize_backward()
+
+    worst = largest(train_beside(models, counted, NUM_STEPS, width=33, rows=6, set_to_none=set_to_none, lr=0.1))
+    assert ours._ddp_compile_state.compiler.failures == []
+    return Trained(worst, tuple(num_early))
