@@ -110,7 +110,7 @@ def on(device: str) -> nn.Module:
         return nn.ParameterDict({"weight": torch.empty(3, device=device)})
 
 
-NOT_ON_XPU = "is on xpu:0, and the process group sends tensors on cpu and cuda only (backend 'gloo')"
+NOT_ON_XPU = "is on xpu:0, but the process group sends tensors on cpu and cuda only (backend 'gloo')"
 NOT_ON_MPS = (
     NOT_ON_XPU.replace("xpu", "mps") if hasattr(torch.mps, "Stream") else "is on mps:0, and torch.mps has no streams"
 )

@@ -143,7 +143,7 @@ def test_a_part_that_is_trained_without_the_module_is_told_that_nothing_is_avera
 
     warnings = warnings_of(caplog, train, times=10)
     assert len(warnings) == (not is_called)
-    assert is_called or "the last one for 4 of 6 parameters" in warnings[0]
+    assert is_called or "the last one of 4 of 6 parameters" in warnings[0]
 
 
 def test_a_model_that_is_cut_is_not_warned_about(

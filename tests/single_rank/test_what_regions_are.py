@@ -309,10 +309,10 @@ def test_the_module_and_its_regions_are_freed_and_a_region_that_outlives_it_runs
     [
         (Model, {"regions": "all"}, "regions='all' is neither 'auto' nor a list of module classes"),
         (Model, {"regions": []}, r"regions=\[\] is neither"),
-        (Model, {"regions": Block}, "is neither 'auto' nor a list of classes of modules"),
-        (Model, {"regions": [Block()]}, "is neither 'auto' nor a list of classes of modules"),
-        (Model, {"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, and no submodule of Model is one"),
-        (Model, {"regions": [Model]}, "rank 0: regions names Model, and no submodule of Model is one"),
+        (Model, {"regions": Block}, "is neither 'auto' nor a list of module classes"),
+        (Model, {"regions": [Block()]}, "is neither 'auto' nor a list of module classes"),
+        (Model, {"regions": [Block, nn.Conv2d]}, "rank 0: regions names Conv2d, but no submodule of Model is one"),
+        (Model, {"regions": [Model]}, "rank 0: regions names Model, but no submodule of Model is one"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
             {"regions": "auto"},

@@ -193,7 +193,7 @@ def test_plans_that_differ_in_anything_have_different_digests() -> None:
 def test_json_of_another_version_is_refused() -> None:
     document = json.loads(plan_buckets(gradients(1), 100).to_json())
     document["version"] = 99
-    with pytest.raises(ValueError, match=r"JSON version 99, this version of ddp_compile reads 2; install the same"):
+    with pytest.raises(ValueError, match=r"JSON version 99, but this version of ddp_compile reads 2; install the same"):
         BucketPlan.from_json(json.dumps(document))
 
 
