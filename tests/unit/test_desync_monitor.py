@@ -296,7 +296,7 @@ def test_a_rank_that_says_nothing_stops_nobody(monkeypatch: pytest.MonkeyPatch, 
         run_iteration(points)
         points.compare()
         points.iteration_ends(points.iteration_number + 1)
-    said = [message for message in caplog.messages if "said nothing" in message]
+    said = [message for message in caplog.messages if "posted nothing" in message]
     assert len(said) == 3 and "at the end of iteration 1: 1." in said[0]
     assert "some rank did not answer 3 times" in caplog.text
 
