@@ -257,8 +257,8 @@ def test_what_it_does_not_take_is_refused_by_name() -> None:
     rank = dist.get_rank()
     double, sparse, hook = [*said, str(already.value)]
     assert double.startswith(
-        f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and of float64 are"
-        " weight, bias."
+        f"rank {rank}: the ByteGrad all-reduce takes gradients of float32, bfloat16, float16, and refuses"
+        " weight, bias (float64)."
     )
     assert sparse.startswith(f"rank {rank}: the ByteGrad all-reduce takes no sparse gradients")
     assert "cannot be used with the ByteGrad all-reduce: a hook can only replace" in hook
