@@ -122,6 +122,6 @@ def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]
     if refused:
         found = "; ".join(f"{shorten_names(names)} ({dtype})" for dtype, names in refused.items())
         raise ReplicationError(
-            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, and refuses {found}. Convert them,"
-            " name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
+            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, and refuses {found}. Convert"
+            " them, name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
         )
