@@ -120,8 +120,8 @@ def refuse_gradients(algorithm: CommAlgorithm, gradients: Sequence[GradientSpec]
         if each.dtype not in taken:
             refused.setdefault(each.dtype, []).append(each.fqn)
     if refused:
-        found = "; ".join(f"of {dtype} are {shorten_names(names)}" for dtype, names in refused.items())
+        found = "; ".join(f"{shorten_names(names)} ({dtype})" for dtype, names in refused.items())
         raise ReplicationError(
-            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, but {found}. Convert them,"
-            " name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
+            f"{this_rank()}: the {algorithm.name} takes gradients of {', '.join(taken)}, and refuses {found}. Convert"
+            " them, name them in parameters_to_ignore, or use GradientAllReduce() without arguments"
         )

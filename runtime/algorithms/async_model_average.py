@@ -34,7 +34,8 @@ class AsyncModelAverageAlgorithm(ParameterAverage):
     two steps of this rank, the thread adds S / n - c to x. So the rank keeps its own updates since the copy. Then the
     thread sleeps.
 
-    As a context manager it resumes and aborts. If an exception leaves the context, it does not wait for other ranks.
+    As a context manager it resumes and aborts. If an exception leaves the context, this rank leaves the averaging, and
+    the others raise.
 
     Source: Bagua (Gan et al. 2021, arXiv 2107.01499). There, an optimizer's step does not take the lock, so its update
         is lost if the average is written at the same time. A forward without a backward blocks the thread forever.
