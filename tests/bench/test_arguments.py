@@ -8,7 +8,6 @@ import shlex
 
 import pytest
 
-from ddp_compile.__main__ import main
 from ddp_compile.bench.cli import add_arguments, command_line
 
 
@@ -56,21 +55,3 @@ def test_a_command_can_be_asked_for_again(parser: argparse.ArgumentParser, argum
     assert words[:4] == ["python", "-m", "ddp_compile", "bench"]
     assert {"--rounds", "--link"} <= set(words)  # defaults too: they may be others one day
     assert parser.parse_args(words[4:]) == asked
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--link simulated:none", "simulated:none: a simulated link has a rate"),
-        ("--link simulated:1gbit,none", "--link has simulated rates and others"),
-        ("--link simulated:1gbit --ranks 2", "a simulated link has one real rank; say with --simulated-ranks"),
-    ],
-)
-def test_simulated_links_of_the_cpu_are_asked_for_alone(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    try:
-        assert main(["bench", *arguments.split()]) != 0
-    except SystemExit as ended:
-        assert ended.code
-    assert message in capsys.readouterr().err

@@ -66,6 +66,12 @@ def test_an_interrupt_cleans_up_though_it_is_repeated(
         (["--bucket-cap-mb", "x"], "x must be a positive number of MiB"),
         (["--implementations", ""], "name at least one"),
         (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--link", "simulated:none"], "simulated:none: a simulated link has a rate"),
+        (["--link", "simulated:1gbit,none"], "--link has simulated rates and others"),
+        (
+            ["--link", "simulated:1gbit", "--ranks", "2"],
+            "a simulated link has one real rank; say with --simulated-ranks",
+        ),
     ],
 )
 def test_bad_input_lists_what_is_known(

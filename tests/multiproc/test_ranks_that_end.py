@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,33 +238,6 @@ def test_a_store_that_went_with_rank_0_is_said_to_be_gone(ranks: Callable[[int],
     assert time.monotonic() - started < 30
 
 
-def end_in_backward(start: Callable[[int], None]) -> None:
-    """A rank whose backward raises tells the others what it raised, however its process was started."""
-    timeout = timedelta(seconds=15)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    start(store.port)
-    rank_status = store.get("test/rank_status/0").decode()
-    assert rank_status.endswith("backward of iteration 3: raised ValueError: a hook refused the gradient")
-
-
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
-def test_what_ends_a_process_of_torchs_in_its_backward_is_told_to_the_others(method: str) -> None:
-    def start(port: int) -> None:
-        with pytest.raises(mp.ProcessRaisedException, match="a hook refused the gradient"):
-            mp.start_processes(train_until_it_raises, (port,), start_method=method)
-
-    context_of_copies()
-    end_in_backward(start)
-
-
-def test_what_ends_a_process_of_pythons_in_its_backward_is_told_to_the_others() -> None:
-    def start(port: int) -> None:
-        ended = run_in_copy(train_until_it_raises, 0, port)
-        assert ended.exit_code == 1 and "a hook refused the gradient" in ended.stderr
-
-    end_in_backward(start)
-
-
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(Path(__file__).with_name(name)), *arguments],
@@ -274,12 +248,35 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
-def test_what_ends_an_interpreter_in_its_backward_is_told_to_the_others() -> None:
-    def start(port: int) -> None:
-        assert "a hook refused the gradient" in run_script("ends_in_backward.py", str(port)).stderr
+def in_a_process_of_torch(method: str, port: int) -> str:
+    context_of_copies()
+    with pytest.raises(mp.ProcessRaisedException) as raised:
+        mp.start_processes(train_until_it_raises, (port,), start_method=method)
+    return str(raised.value)
 
-    end_in_backward(start)
+
+def in_a_process_of_python(port: int) -> str:
+    ended = run_in_copy(train_until_it_raises, 0, port)
+    assert ended.exit_code == 1
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        partial(in_a_process_of_torch, "forkserver"),
+        pytest.param(partial(in_a_process_of_torch, "spawn"), marks=pytest.mark.long),
+        in_a_process_of_python,
+        pytest.param(lambda port: run_script("ends_in_backward.py", str(port)).stderr, marks=pytest.mark.long),
+    ],
+    ids=["torch's, forkserver", "torch's, spawn", "Python's", "interpreter"],
+)
+def test_what_ends_a_process_in_its_backward_is_told_to_the_others(start: Callable[[int], str]) -> None:
+    timeout = timedelta(seconds=15)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    assert "a hook refused the gradient" in start(store.port)
+    rank_status = store.get("test/rank_status/0").decode()
+    assert rank_status.endswith("backward of iteration 3: raised ValueError: a hook refused the gradient")
 
 
 @pytest.mark.long

@@ -77,28 +77,6 @@ def two_ranks_in_name_only(monkeypatch: pytest.MonkeyPatch, single_rank_group: N
     monkeypatch.setattr(replicate_state, "_needs_overlap", lambda process_group: True)
 
 
-class BreaksInALoop(nn.Module):
-    """Dynamo cannot resume in the middle of a loop, so it gives the whole frame up without a word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            torch._dynamo.graph_break()
-        return x
-
-
-def test_a_model_of_which_nothing_was_compiled_is_warned_about_once(
-    single_rank_group: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ddp_compile(BreaksInALoop(), backend="eager")
-    (warning,) = warnings_of(caplog, lambda: backward(model, 4))
-    assert "nothing was compiled" in warning
-
-
 class CheckpointedWhole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
