@@ -1,4 +1,4 @@
-"""What one rank does wrong, the others must hear of: by name, and within the group's timeout."""
+"""A mistake of one rank is an error on the others: it names the mistake, within the group's timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel documents and no other file here looks at, each beside it or beside what it says."""
+"""What DistributedDataParallel documents and no other file tests: each compared with it or with its documentation."""
 
 from __future__ import annotations
 

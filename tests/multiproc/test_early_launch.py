@@ -1,4 +1,4 @@
-"""Places where a bucket launched inside the compiled backward could go wrong, and operators of the backward's own."""
+"""Buckets launched inside the compiled backward, if that could go wrong; backwards with operators of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same: an error naming rank and difference, or exact means; docs/divergence.md lists them."""
+"""Ranks that differ get an error that names rank and difference, or exact means; docs/divergence.md lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are done, whose process ends or who let the model go, while others have yet to hear of them."""
+"""Ranks that end, or let the model go, before the others have heard from them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ KINDS = INTERNALS, WORDS, REFUSED, COMPILED = ("internals", "words", "refused", 
 
 @dataclass(frozen=True)
 class Listed:
-    """Why a test does not apply, and what it has to fail with, so that nothing before hides behind the line."""
+    """Why a test does not apply, and what it has to fail with, so that no other error is hidden by the line."""
 
     kind: str
     error: str

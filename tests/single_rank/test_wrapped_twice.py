@@ -1,4 +1,4 @@
-"""A gradient is reduced by one wrapper: two that reduce the same one are refused, by name, with the way out."""
+"""Two wrappers that would reduce the same gradient are refused; the error names both and the way out."""
 
 from __future__ import annotations
 
