@@ -64,7 +64,7 @@ def test_what_is_prepared_once_stays_so(ranks: Ranks) -> None:
     ranks(2).run(call, "accelerate_ranks.prepare_again")
 
 
-def test_an_optimizer_may_be_sharded_behind_prepare(tmp_path: Path, ranks: Ranks) -> None:
+def test_an_optimizer_may_be_sharded_after_prepare(tmp_path: Path, ranks: Ranks) -> None:
     for whole, sharded in ranks(2).run(call, "accelerate_ranks.shard_and_go_on", str(tmp_path)):
         assert len(whole) == 5 and sharded == pytest.approx(whole, rel=2e-6)
 
@@ -83,7 +83,7 @@ def test_ddp_kwargs_hold(ranks: Ranks) -> None:
         assert "bf16_compress_hook" in algorithm
 
 
-def test_a_sync_may_be_triggered_behind_forwards(ranks: Ranks) -> None:
+def test_a_sync_may_be_triggered_after_forwards(ranks: Ranks) -> None:
     assert max(ranks(2).run(call, "accelerate_ranks.trigger_sync_in_both")) < 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Our training against DistributedDataParallel, or against the plain module, whose gradients are averaged here."""
+"""Train a replicated model beside DistributedDataParallel, or beside the plain module with averaged gradients."""
 
 from __future__ import annotations
 

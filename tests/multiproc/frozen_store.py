@@ -24,7 +24,7 @@ def start_server() -> tuple[int, int]:
     read, write = os.pipe()
     process = os.fork()
     if process == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a reader of the script's output must not wait for this one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the reader of the script's output would wait for this process
         os.dup2(1, 2)
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not even a stopped one is left behind
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""If one rank does something wrong, the others must get an error that names it, within the group's timeout."""
+"""A mistake of one rank is an error on the others: it names the mistake, within the group's timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documented behavior of DistributedDataParallel that no other file tests, compared with it or with its docs."""
+"""What DistributedDataParallel documents and no other file tests: each compared with it or with its documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How launching a bucket inside the compiled backward could go wrong, and backwards with their own operators."""
+"""Buckets launched inside the compiled backward, if that could go wrong; backwards with operators of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do with ``.grad`` apart from stepping: keep it, replace it, save it; compared with eager DDP's default."""
+"""Users keep, replace and save ``.grad``: they see what they see with eager DistributedDataParallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that differ: an error that names rank and difference, or exact means; docs/divergence.md lists the cases."""
+"""Ranks that differ get an error that names rank and difference, or exact means; docs/divergence.md lists them."""
 
 from __future__ import annotations
 

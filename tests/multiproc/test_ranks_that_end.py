@@ -1,4 +1,4 @@
-"""Ranks that are done, whose process ends, or that free their model before others have received their messages."""
+"""Ranks that end, or let the model go, before the others have heard from them."""
 
 from __future__ import annotations
 

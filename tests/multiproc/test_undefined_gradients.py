@@ -1,4 +1,4 @@
-"""Parameters that the engine visits with nothing to add to ``.grad``, against DistributedDataParallel."""
+"""Parameters whose gradient autograd leaves undefined, against DistributedDataParallel."""
 
 from __future__ import annotations
 

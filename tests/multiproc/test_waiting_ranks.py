@@ -1,4 +1,4 @@
-"""Ranks that others wait for in vain: the error says where each rank is; docs/divergence.md lists them.
+"""Errors of ranks that wait in vain say where each rank stands; docs/divergence.md lists them.
 
 The expected errors of two ranks come at different times. So that neither sees the other's connection break, the ranks
 wait for each other in a separate group afterward.

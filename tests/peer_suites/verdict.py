@@ -17,7 +17,7 @@ KINDS = INTERNALS, WORDS, REFUSED, COMPILED = ("internals", "words", "refused", 
 
 @dataclass(frozen=True)
 class Listed:
-    """Why a test does not apply, and the error that it must fail with, so that earlier failures are not hidden."""
+    """Why a test does not apply, and what it has to fail with, so that no other error is hidden by the line."""
 
     kind: str
     error: str

@@ -102,7 +102,7 @@ SHARES = [
 
 
 @pytest.mark.parametrize(("source", "kind", "first"), SHARES)
-def test_views_of_a_value_may_be_used_behind_cuts_and_returned(source: str, kind: str, first: int) -> None:
+def test_views_of_a_value_may_be_used_after_cuts_and_returned(source: str, kind: str, first: int) -> None:
     operations = dict.fromkeys(["detach", *list(VIEWS)[first :: len(SOURCES)]])
     recipe = all_views(source, kind, list(operations), returned=True)
     assert_as_right_as_torch_compile(recipe, "forward", "aot_eager", least_partitions=3)

@@ -1,4 +1,4 @@
-"""Ctrl-C at the worst moments of an iteration: a half-done iteration is refused, not continued."""
+"""After a Ctrl-C in the middle of an iteration, the next forward refuses to go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users see: TORCH_LOGS output of a separate process, and the two warnings."""
+"""What users see: the output of TORCH_LOGS, and warnings."""
 
 from __future__ import annotations
 

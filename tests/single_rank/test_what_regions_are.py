@@ -274,7 +274,7 @@ def test_a_checkpoint_is_compiled_both_times_whatever_evaluation_is() -> None:
 # What is left when it is gone.
 
 
-def test_regions_are_plain_again_in_copies_and_behind_unwrap() -> None:
+def test_regions_are_plain_again_in_copies_and_after_unwrap() -> None:
     counter = CompileCounter()
     model: Any = ddp_compile(Model(), regions="auto", backend=counter)
     keys = list(model.state_dict())

@@ -1,4 +1,4 @@
-"""Only one wrapper may reduce a gradient: a second one is refused by name, with the way out."""
+"""Two wrappers that would reduce the same gradient are refused; the error names both and the way out."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ddp_compile.graph_ops import AWAIT_PARAMETERS
 from ddp_compile.passes.pipeline import AotContext
 from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
@@ -46,20 +47,23 @@ class BackwardBuilder:
         return fx.GraphModule({}, self.graph)
 
 
-def context(*buckets: Sequence[int], parameter_of_input: dict[int, int] | None = None) -> AotContext:
+def context(
+    *buckets: Sequence[int], parameter_of_input: dict[int, int] | None = None, reads: Sequence[int] = ()
+) -> AotContext:
     """Buckets of these parameters; input ``i`` of the forward is parameter ``i`` unless said otherwise."""
     specs = tuple(
         BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
         for i, members in enumerate(buckets)
     )
-    of_input = parameter_of_input or {p: p for members in buckets for p in members}
-    return AotContext(parameter_of_input=of_input, buckets=specs, reducer=7, graph_name="graph 0")
+    of_input = parameter_of_input or {p: p for p in reads or (p for members in buckets for p in members)}
+    return AotContext(parameter_of_input=of_input, buckets=specs, reads=tuple(reads), reducer=7, graph_name="graph 0")
 
 
 def calls(gm: fx.GraphModule) -> list[str]:
-    """The calls of the graph in order; for a ready bucket, its parameters."""
+    """The calls of the graph in order; for operators of ours, the parameters of the bucket."""
+    ours = {bucket_ready: "ready", AWAIT_PARAMETERS: "await"}
     return [
-        f"ready {node.args[2]}" if node.target is bucket_ready else node.name
+        f"{ours[node.target]} {node.args[2]}" if node.target in ours else node.name
         for node in gm.graph.nodes
         if node.op == "call_function"
     ]

@@ -1,34 +1,21 @@
-"""Operators inside a forward graph that wait for the parameters that the nodes after them read."""
+"""Operators inside a forward graph wait for the parameters that the next nodes read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backward_graphs import BackwardBuilder, aten
+from backward_graphs import BackwardBuilder, aten, calls, context
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
 from ddp_compile.graph_ops import AWAIT_PARAMETERS
 from ddp_compile.passes.forward.await_parameters import await_parameters_pass
-from ddp_compile.passes.pipeline import AotContext
-from ddp_compile.plan.spec import BucketSpec, GradientSpec
 
 
 def forward_input(build: BackwardBuilder, name: str, position: int | None) -> fx.Node:
     node = build.input(name)
     node.meta["desc"] = None if position is None else PlainAOTInput(idx=position)
     return node
-
-
-def context(*buckets: Sequence[int], reads: Sequence[int]) -> AotContext:
-    """Parameter ``i`` is input ``i`` of the Dynamo graph."""
-    specs = tuple(
-        BucketSpec(i, tuple(GradientSpec(p, f"p{p}", 16, "float32", "cpu") for p in members), 1)
-        for i, members in enumerate(buckets)
-    )
-    return AotContext(
-        parameter_of_input={p: p for p in reads}, reads=tuple(reads), buckets=specs, reducer=7, graph_name="graph 0"
-    )
 
 
 def layers(num: int, unknown: Sequence[int] = ()) -> fx.GraphModule:
@@ -40,14 +27,6 @@ def layers(num: int, unknown: Sequence[int] = ()) -> fx.GraphModule:
     for weight in transposed:
         value = build.call(aten.mm.default, value, weight)
     return build.output(value)
-
-
-def calls(gm: fx.GraphModule) -> list[str]:
-    return [
-        f"await {node.args[2]}" if node.target is AWAIT_PARAMETERS else node.name
-        for node in gm.graph.nodes
-        if node.op == "call_function"
-    ]
 
 
 def waits(gm: fx.GraphModule) -> list[fx.Node]:

@@ -33,7 +33,7 @@ def chain_of_layers(build: BackwardBuilder, num_layers: int) -> list[fx.Node]:
     return gradients
 
 
-def test_each_bucket_is_ready_behind_its_last_gradient() -> None:
+def test_each_bucket_is_ready_after_its_last_gradient() -> None:
     build = BackwardBuilder()
     gradients = chain_of_layers(build, 4)
     gm = build.output(*reversed(gradients))
@@ -44,7 +44,7 @@ def test_each_bucket_is_ready_behind_its_last_gradient() -> None:
     gm.graph.lint()
 
 
-def test_what_comes_behind_goes_on_from_a_value_that_the_operator_holds() -> None:
+def test_what_comes_after_goes_on_from_a_value_that_the_operator_holds() -> None:
     build = BackwardBuilder()
     gradients = chain_of_layers(build, 4)
     gm, _, _ = bucket_backward_pass(build.output(*reversed(gradients)), context([3], [2], [1], [0]))

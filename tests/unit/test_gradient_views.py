@@ -43,7 +43,7 @@ def test_each_lies_in_its_place_with_a_storage_of_its_own(dtype: torch.dtype) ->
     [lambda view: view, Tensor.t, Tensor.detach, Tensor.numpy, Tensor.untyped_storage],
     ids=["itself", "view", "detached", "array", "storage"],
 )
-def test_whoever_holds_one_is_found_until_it_is_let_go(take: object) -> None:
+def test_a_holder_is_found_until_it_lets_go(take: object) -> None:
     assert callable(take)
     views = GradientViews(places_in(torch.zeros(40)))
     held = take(views.tensors[1])
