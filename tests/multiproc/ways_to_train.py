@@ -77,7 +77,7 @@ def node_of(parameter: Any) -> Any:
 
 def shrink_after_the_node(parameter: Tensor) -> None:
     def hook(_inputs: object, _outputs: object) -> None:
-        parameter.grad.mul_(0.01 * (dist.get_rank() + 1))
+        parameter.grad.mul_(0.4 * (dist.get_rank() + 1))
 
     node_of(parameter).register_hook(hook)
 
