@@ -5,7 +5,8 @@ The other ranks hold the same tensors as this one, so a sum is a product with th
 link for ``alpha + bytes sent / beta``, one at a time, in launch order, of all groups of the process: an all-reduce of b
 bytes sends ``2 (n - 1) / n * b``, the ring's; a reduce-scatter of them, an all-gather to them and an all-to-all send
 half of that; a message to one rank sends itself, and one from a rank arrives while others are sent. Except in sums,
-the other ranks' data leaves the tensor unchanged. Broadcasts, all-gathers of lists and barriers take no time.
+the other ranks' data leaves the tensor unchanged; messages that a sharded optimizer adds up bring zeros. Broadcasts,
+all-gathers of lists and barriers take no time.
 
 A real collective slows the computation down: NCCL's kernels use multiprocessors and memory bandwidth, and gloo copies
 on cores. Here it does not, so hidden communication costs less than in reality.
@@ -26,6 +27,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from ddp_compile.bench.simulated_transfers import CudaLink, HostLink, Transfer
+from ddp_compile.runtime.sharded.transfers import REDUCTION_TAG
 
 _BACKEND = "simulated"
 
@@ -207,7 +209,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         seconds = self.line.model.message_s(sum(tensor.nbytes for tensor in tensors))
-        return self._launch("recv", tensors, 1, seconds, self.line.coming_in())
+        # It would otherwise add up what happened to be in new memory.
+        brought = tensors[0].new_zeros(()).expand_as(tensors[0]) if tag == REDUCTION_TAG else None
+        return self._launch("recv", tensors, 1, seconds, self.line.coming_in(), brought)
 
     def _launch(
         self,
