@@ -201,7 +201,7 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
 class Float32NewtonSchulz(TorchFunctionMode):
     """Let ``torch.optim.Muon`` iterate in float32, while this is entered, instead of bfloat16.
 
-    A CPU without instructions for bfloat16 takes a hundred times as long for its products (torch 2.13, AVX2).
+    A CPU without instructions for bfloat16 takes 40 to 90 times as long for its products (torch 2.13, AVX2).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
