@@ -1,7 +1,7 @@
 """The optimizer's step with Muon and AdamW: on every rank, beside sharded over two ranks and over four.
 
     python benchmarks/bench_muon.py [--model gpt-medium] [--optimizer muon-float32] [--ranks 2,4] [--rounds 20]
-        [--output FILE.csv]
+        [--cpu-time] [--output FILE.csv]
 
 A rank's step waits for no other rank. So in each round the ranks step one after the other, each alone on one core while
 the others sleep in a barrier, and a machine with two cores can time four ranks. The gathers that steps start are gloo's
@@ -54,13 +54,14 @@ class OnRank(NamedTuple):
     replicated_bytes: int
 
 
-def timed(optimizers: Sequence[Optimizer], in_float32: bool) -> list[float]:
+def timed(optimizers: Sequence[Optimizer], arguments: argparse.Namespace) -> list[float]:
     """Seconds of each optimizer's step."""
-    ends = [time.perf_counter()]
-    with Float32NewtonSchulz() if in_float32 else nullcontext():
+    now = time.thread_time if arguments.cpu_time else time.perf_counter
+    ends = [now()]
+    with Float32NewtonSchulz() if arguments.optimizer == "muon-float32" else nullcontext():
         for optimizer in optimizers:
             optimizer.step()
-            ends.append(time.perf_counter())
+            ends.append(now())
     return [end - begin for begin, end in pairwise(ends)]
 
 
@@ -113,7 +114,6 @@ def measure_rank(rank: int, world_size: int, store: str, arguments: argparse.Nam
     os.sched_setaffinity(0, {cores[-1]})  # of this thread, and of gloo's, which it starts
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     settings = WorkloadSettings(model=arguments.model, batch_size=1, optimizer=arguments.optimizer)
-    in_float32 = arguments.optimizer == "muon-float32"
     sharded, replicated = Sharded(settings), Replicated(settings) if rank == 0 else None
     sharded.backward()  # which makes threads for gathers, on the core of the others
     os.sched_setaffinity(0, {cores[0]})
@@ -125,9 +125,9 @@ def measure_rank(rank: int, world_size: int, store: str, arguments: argparse.Nam
         for place in (*places[number % len(places) :], *places[: number % len(places)]):
             dist.barrier()
             if place == rank:
-                of_sharded.append(timed(sharded.optimizers, in_float32))
+                of_sharded.append(timed(sharded.optimizers, arguments))
             elif place == world_size and replicated is not None:
-                of_replicated.append(timed(replicated.optimizers, in_float32))
+                of_replicated.append(timed(replicated.optimizers, arguments))
         dist.barrier()
     bytes_of_replicated = 0 if replicated is None else states_bytes(replicated.optimizers)
     measured = OnRank(
@@ -183,12 +183,16 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=WITH_MUON, default="muon-float32")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time of the thread that steps, for a machine that others use too"
+    )
     parser.add_argument("--output", type=Path, help="CSV file (default: only print)")
     arguments = parser.parse_args()
     rows = []
     for world_size in map(int, arguments.ranks.split(",")):
         rows += rows_of(world_size, measure(world_size, arguments))
-    report_rows(rows, arguments.output, model=arguments.model, optimizer=arguments.optimizer)
+    clock = "CPU time" if arguments.cpu_time else "wall time"
+    report_rows(rows, arguments.output, model=arguments.model, optimizer=arguments.optimizer, clock=clock)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ class Float32NewtonSchulz(TorchFunctionMode):
         return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """The weights of a model's linear layers, apart from layers whose name ends in "head"."""
     return [
         module.weight
