@@ -107,7 +107,7 @@ def measure(make: Callable[[nn.Module, float], Parts], arguments: argparse.Names
     for _ in range(NUM_WARM):
         step()
     gc.collect()
-    training: Any = SimpleNamespace(step=step, optimizer=optimizer, clock=SimpleNamespace(device=x.device))
+    training: Any = SimpleNamespace(step=step, optimizers=[optimizer], clock=SimpleNamespace(device=x.device))
     parameters = list(model.parameters())
     between_steps = live_bytes(parameters)
     peak = peak_live_bytes(training, parameters)

@@ -86,7 +86,7 @@ def make_training(name: str, arguments: argparse.Namespace) -> Training:
     built = Implementation(forward=under_autocast(model) if variant.autocast else model)
     if variant.sharded:
         shard = partial(shard_optimizer, model=model, master_weights=variant.bfloat16)
-        built = dataclasses.replace(built, prepare_optimizer=shard)
+        built = dataclasses.replace(built, prepare_optimizers=shard)
     training = Training(built, workload.model, workload, settings, 0, 1)
     model.require_manual_backward_finalization = variant.finalizes
     if variant.works:
@@ -110,7 +110,7 @@ def work_before_steps(model: Any, training: Training, finalizes: bool) -> None:
         if finalizes:
             model.finalize_backward()
 
-    training.optimizer.register_step_pre_hook(work)
+    training.optimizers[0].register_step_pre_hook(work)
 
 
 def show_memory_and_loss(name: str, arguments: argparse.Namespace, queue: Any) -> None:
@@ -121,7 +121,7 @@ def show_memory_and_loss(name: str, arguments: argparse.Namespace, queue: Any) -
         training.step()
     assert training.loss is not None
     loss = float(training.loss.detach())
-    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    parameters = [p for each in training.optimizers for group in each.param_groups for p in group["params"]]
     queue.put((peak_live_bytes(training, parameters), loss))
 
 

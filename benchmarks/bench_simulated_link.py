@@ -1,6 +1,7 @@
 """Whole training steps with communication that slows no computation: one rank on a simulated link.
 
-    python benchmarks/bench_simulated_link.py [--model gpt-medium] [--rate 5.3e9] [--rounds 30] [--output FILE.csv]
+    python benchmarks/bench_simulated_link.py [--model gpt-medium] [--optimizer adamw] [--rate 5.3e9] [--rounds 30]
+        [--output FILE.csv]
 
 Every implementation has its own process, and takes a turn of a few steps in each round while the others sleep. It
 prints milliseconds of a step including the optimizer, and the median over the rounds of the ratio to the best peer, the
@@ -27,7 +28,7 @@ from ddp_compile.bench.report import report_rows
 from ddp_compile.bench.results import median_and_interval
 from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.simulated_link import LinkModel, init_simulated_process_group
-from ddp_compile.bench.training import Training
+from ddp_compile.bench.training import OPTIMIZERS, Training
 from ddp_compile.bench.workloads import make_workload
 
 NUM_WARM = 12  #: steps before the first round, which include agreement points 1, 2, 4 and 8
@@ -46,13 +47,14 @@ Make = Callable[[str, argparse.Namespace], Steps]
 
 
 def make_training(implementation: str, arguments: argparse.Namespace) -> Training:
-    settings = WorkloadSettings(model=arguments.model, optimizer="adamw", device="cpu")
+    settings = WorkloadSettings(model=arguments.model, optimizer=arguments.optimizer, device="cpu")
     workload = make_workload(settings)
     case = Case(implementation=implementation, bucket_cap_mb=arguments.bucket_cap_mb)
     built = implementation_named(implementation)(workload.model, case)
     training = Training(built, workload.model, workload, settings, 0, 1)
     if arguments.zero_gradients:
-        training.optimizer.zero_grad = partial(training.optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+        for optimizer in training.optimizers:
+            optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
     return training
 
 
@@ -130,6 +132,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--implementations", default=DEFAULT)
     parser.add_argument("--again", default="ddp-inner-compile", help="implementation that is measured twice")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--zero-gradients", action="store_true", help="zero_grad(set_to_none=False)")
     arguments = parser.parse_args()
     names = arguments.implementations.split(",")

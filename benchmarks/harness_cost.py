@@ -39,8 +39,9 @@ def main() -> None:
                 start = time.perf_counter()
                 inputs, targets = training.batches[i]
                 workload.loss(implementation.forward(inputs), targets).backward()
-                training.optimizer.step()
-                training.optimizer.zero_grad()
+                (optimizer,) = training.optimizers
+                optimizer.step()
+                optimizer.zero_grad()
                 times.append(StepRecord(time.perf_counter() - start, 0.0, 0.0, 0.0, 0.0))
             return times[1:]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, shard_optimizer
 from lm.algorithms import NAMES, algorithm_named, q_adam_like
 from lm.checkpoint import Progress, TrainingState
 from lm.compare import compare
@@ -43,21 +43,23 @@ class Trainer:
 
         model = make_model(args, world)
         # Every rank continues with rank 0's parameters, whatever it started with.
-        self.optimizer = make_optimizer(model, args.lr)
+        self.optimizers = make_optimizers(model, args)
         if args.algorithm == "qadam":
-            self.optimizer = q_adam_like(self.optimizer, warmup_steps=max(1, args.steps // 5))
+            self.optimizers = [q_adam_like(self.optimizers[0], warmup_steps=max(1, args.steps // 5))]
         model = ddp_compile(
             model,
             bucket_cap_mb=args.bucket_cap_mb,
             split=args.split,
             backend=args.backend,
-            algorithm=algorithm_named(args.algorithm, self.optimizer),
+            algorithm=algorithm_named(args.algorithm, self.optimizers[0]),
         )
+        if args.sharded:
+            shard_optimizer(self.optimizers, model)
         self.model = model
 
-        names = ("seed", "batch_size", "context", "accumulate", "text_mb", "algorithm")
+        names = ("seed", "batch_size", "context", "accumulate", "text_mb", "algorithm", "optimizer")
         settings = {name: getattr(args, name) for name in names} | {"ranks": world.size}
-        self.state = TrainingState(model, self.optimizer, sampler, Progress(), settings)
+        self.state = TrainingState(model, self.optimizers, sampler, Progress(), settings)
         if args.resume:
             self.state.load(args.resume, world)
             world.say(f"Resuming {args.resume} after step {self.state.progress.step}")
@@ -87,8 +89,9 @@ class Trainer:
 
     def train_step(self, step: int) -> Tensor:
         """Forward, backward and update number ``step``; returns this rank's mean loss (scalar, no graph)."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.args.steps, self.args.warmup, self.args.lr)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self.args.steps, self.args.warmup, self.args.lr)
         losses = []
         for part in range(1, self.args.accumulate + 1):
             # Only the last backward of a step sends gradients; the others add to them on this rank.
@@ -97,10 +100,13 @@ class Trainer:
                 loss = next_byte_loss(self.model, *next(self.batches)) / self.args.accumulate
                 loss.backward()
             losses.append(loss.detach())
-        # Unless the algorithm averages parameters, the gradients are now the same on every rank: their mean.
-        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        # Unless the algorithm averages parameters, the gradients are now the same on every rank: their mean. With
+        # --sharded a rank has only its part of them; the model clips by the norm of all parts.
+        self.model.clip_grad_norm_(max_norm=1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -137,8 +143,17 @@ def make_model(args: argparse.Namespace, world: World) -> GPT:
     return model.to(world.device)
 
 
-def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def make_optimizers(model: nn.Module, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """AdamW; or Muon for the matrices of the blocks, and AdamW for embeddings, head, norms and biases."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        is_of_muon = args.optimizer == "muon" and "blocks." in name and parameter.ndim == 2
+        (matrices if is_of_muon else others).append(parameter)
+    adamw = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if not matrices:
+        return [adamw]
+    # Updates as large as AdamW's, so that one learning rate suits both.
+    return [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), adamw]
 
 
 def usable_backend(requested: str, world: World) -> str:
@@ -173,13 +188,14 @@ def compare_with_ddp(args: argparse.Namespace, world: World) -> None:
     sampler = ResumableSampler(windows, seed=args.seed, drop_last=True)
     compare(
         make_model(args, world),
-        lambda model: make_optimizer(model, args.lr),
+        lambda model: make_optimizers(model, args),
         training_batches(windows, sampler, args.batch_size, world.device),
         world,
         bucket_cap_mb=args.bucket_cap_mb,
         split=args.split,
         backend=args.backend,
         steps=args.compare,
+        sharded=args.sharded,
     )
 
 
@@ -206,6 +222,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.compare == 1:
         parser.error("--compare needs at least 2 steps, to give a spread")
+    if args.algorithm == "qadam" and args.optimizer == "muon":
+        parser.error("--algorithm qadam has an optimizer of its own; leave out --optimizer muon")
+    if args.algorithm != "all-reduce" and args.sharded:
+        parser.error(f"--sharded reduces gradients in its own way; leave out --algorithm {args.algorithm}")
     args.checkpoint = args.checkpoint or args.out_dir / "checkpoint.pt"
     return args
 
@@ -214,6 +234,12 @@ def add_training_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--batch-size", type=positive_int, default=4, help="windows of one rank in one backward")
     group.add_argument("--accumulate", type=positive_int, default=1, help="backwards of one step")
     group.add_argument("--steps", type=positive_int, default=120, help="optimizer steps")
+    group.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the blocks' matrices, and AdamW beside it",
+    )
     group.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     group.add_argument("--warmup", type=positive_int, default=10, help="steps to the peak learning rate")
     group.add_argument("--seed", type=int, default=0, help="of the parameters and of the order of the data")
@@ -227,6 +253,9 @@ def add_ddp_compile_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--backend", default="inductor", help="compiler, as torch.compile names it")
     group.add_argument("--algorithm", choices=NAMES, default="all-reduce", help="how the ranks communicate")
+    group.add_argument(
+        "--sharded", action="store_true", help="each rank keeps the optimizers' states of its part of the parameters"
+    )
     group.add_argument(
         "--compare",
         type=positive_int,

@@ -20,6 +20,7 @@ from ddp_compile.bench.implementations import (
     ALGORITHMS,
     COMMUNICATION,
     EAGER,
+    FOR_MUON,
     IMPLEMENTATIONS,
     LOCAL,
     PEERS,
@@ -33,6 +34,7 @@ from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
 from ddp_compile.bench.results import summarize
 from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
+from ddp_compile.bench.training import OPTIMIZERS, WITH_MUON
 from ddp_compile.bench.workloads import WORKLOADS
 
 QUICK = ("ddp-eager", "compile-ddp", "ddp_compile-forward")
@@ -80,7 +82,13 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="micro-batches of a step (default: %(default)s)",
     )
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s")
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="sgd",
+        help="muon: Muon for the weights of linear layers but the head, AdamW for the rest; muon-float32: the same with"
+        " Newton-Schulz iterations in float32, for CPUs without bfloat16 instructions (default: %(default)s)",
+    )
 
 
 def _add_surroundings(parser: argparse.ArgumentParser) -> None:
@@ -212,11 +220,15 @@ def _report_failures(result: RunResult, directory: Path) -> int:
 def _checked(arguments: argparse.Namespace) -> tuple[RunSettings, WorkloadSettings]:
     if arguments.model not in WORKLOADS:
         load_function("model", arguments.model, WORKLOADS)
-    names = list(IMPLEMENTATIONS) if arguments.implementations == ["all"] else arguments.implementations
+    excluded = () if arguments.optimizer in WITH_MUON else FOR_MUON
+    every = [name for name in IMPLEMENTATIONS if name not in excluded]
+    names = every if arguments.implementations == ["all"] else arguments.implementations
     if arguments.algorithms:
         names = list(dict.fromkeys([*names, "ddp_compile-auto", *ALGORITHMS]))
     for name in names:
         implementation_named(name)
+        if name in excluded:
+            raise ValueError(f"{name} needs Muon, and --optimizer is {arguments.optimizer}; pass --optimizer muon")
     for mode in arguments.modes:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not known; pass some of {', '.join(MODES)}")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.algorithms import (
@@ -29,6 +30,7 @@ from ddp_compile.algorithms import (
 )
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
+from ddp_compile.bench.muon_owners import let_owners_step
 from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.settings import Case
 from ddp_compile.config import SplitMode
@@ -43,13 +45,13 @@ class Implementation:
         forward: Called with a batch's inputs.
         no_sync: Context in which gradients accumulate locally.
         around_step: Context of a whole step.
-        prepare_optimizer: Called with the optimizer of the model's parameters; returns the optimizer to step.
+        prepare_optimizers: Called with the optimizers of the model's parameters; returns the optimizers to step.
     """
 
     forward: Callable[[Any], Any]
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
-    prepare_optimizer: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda optimizer: optimizer
+    prepare_optimizers: Callable[[list[Optimizer]], list[Optimizer]] = lambda optimizers: optimizers
 
 
 def _local(model: nn.Module, case: Case) -> Implementation:
@@ -112,6 +114,10 @@ def _functional(model: nn.Module, case: Case) -> Implementation:
     return Implementation(forward=torch.compile(replicated, fullgraph=True, options=options))
 
 
+def _muon_owners(model: nn.Module, case: Case) -> Implementation:
+    return replace(_ddp_inner_compile(model, case), prepare_optimizers=let_owners_step)
+
+
 def _ddp_compile(model: nn.Module, case: Case, **settings: Any) -> Implementation:
     replicated: Any = ddp_compile(model, bucket_cap_mb=case.bucket_cap_mb, mode=case.mode, **settings)
     return Implementation(forward=replicated, no_sync=replicated.no_sync)
@@ -121,12 +127,12 @@ def _qadam(model: nn.Module, case: Case) -> Implementation:
     """QAdam, whose warm-up ends before timing begins. Ignores ``--optimizer``."""
     optimizer = QAdam(model.parameters(), lr=1e-4, warmup_steps=2)
     ours = _ddp_compile(model, case, algorithm=optimizer.algorithm())
-    return replace(ours, prepare_optimizer=lambda _: optimizer)
+    return replace(ours, prepare_optimizers=lambda _: [optimizer])
 
 
 def _sharded(model: nn.Module, case: Case) -> Implementation:
     ours = _ddp_compile(model, case)
-    return replace(ours, prepare_optimizer=partial(shard_optimizer, model=model))
+    return replace(ours, prepare_optimizers=partial(shard_optimizer, model=model))
 
 
 #: Computation without any communication: one of the bounds.
@@ -141,6 +147,7 @@ PEERS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
     "ddp-unsplit": _ddp_unsplit,
     "ddp-python-reducer": _ddp_python_reducer,
     "functional": _functional,
+    "muon-owners": _muon_owners,
 }
 
 OURS_PREFIX = "ddp_compile-"
@@ -166,6 +173,8 @@ ALGORITHMS: dict[str, Callable[[nn.Module, Case], Implementation]] = {
 
 #: Implementations without a mode, since they do not compile.
 EAGER = {"ddp-eager", COMMUNICATION}
+#: Implementations that need Muon.
+FOR_MUON = {"muon-owners"}
 #: Implementations without buckets.
 WITHOUT_BUCKETS = {LOCAL}
 

@@ -95,7 +95,7 @@ def peak_live_bytes(training: Training, parameters: Sequence[Parameter]) -> int:
         with record_function(_CENSUS):
             census = live_bytes(parameters)
 
-    hook = training.optimizer.register_step_pre_hook(count)
+    hook = training.optimizers[0].register_step_pre_hook(count)
     with _traced_events(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
         training.step()
     hook.remove()

@@ -14,7 +14,7 @@ class WorkloadSettings:
         depth: Number of layers; the model's own default when None.
         width: Features of a layer; the model's own default when None.
         batch_size: Samples of one micro-batch on one rank; the model's own default when None.
-        optimizer: "sgd" or "adamw", both fused.
+        optimizer: A name of `ddp_compile.bench.training.OPTIMIZERS`.
         device: "cpu" or "cuda".
     """
 
@@ -81,7 +81,7 @@ class StepRecord:
         step_s: From the end of the step before to the end of this one.
         forward_s: Forward passes of all micro-batches, with the loss.
         backward_s: Backward passes, with the reductions that they wait for.
-        optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
+        optimizer_s: ``step()`` and ``zero_grad()`` of all optimizers.
         cpu_s: CPU seconds of the process with all its threads.
     """
 

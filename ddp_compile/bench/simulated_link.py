@@ -5,8 +5,8 @@ The other ranks hold the same tensors as this one, so a sum is a product with th
 link for ``alpha + bytes sent / beta``. Transfers of all groups of the process run one at a time, in launch order. An
 all-reduce of b bytes sends ``2 (n - 1) / n * b``, as a ring does. A reduce-scatter of b bytes, an all-gather to b bytes
 and an all-to-all send half of that. A message to a rank sends its own size; a message from a rank arrives while others
-are sent. Except in sums, the other ranks' data leaves the tensor unchanged. Broadcasts, all-gathers of lists and
-barriers take no time.
+are sent. Except in sums, the other ranks' data leaves the tensor unchanged; messages that a sharded optimizer
+adds up bring zeros. Broadcasts, all-gathers of lists and barriers take no time.
 
 A real collective slows down the computation: NCCL's kernels use multiprocessors and memory bandwidth, and gloo's copies
 use cores. A simulated one does not, so hidden communication costs less than in reality.
@@ -27,6 +27,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from ddp_compile.bench.simulated_transfers import CudaLink, HostLink, Transfer
+from ddp_compile.runtime.sharded.transfers import REDUCTION_TAG
 
 _BACKEND = "simulated"
 
@@ -219,7 +220,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         seconds = self.line.model.message_s(sum(tensor.nbytes for tensor in tensors))
-        return self._launch("recv", tensors, 1, seconds, self.line.coming_in())
+        # It would otherwise add up what happened to be in new memory.
+        brought = tensors[0].new_zeros(()).expand_as(tensors[0]) if tag == REDUCTION_TAG else None
+        return self._launch("recv", tensors, 1, seconds, self.line.coming_in(), brought)
 
     def _launch(
         self,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ddp_compile.bench.implementations import Implementation
 from ddp_compile.bench.settings import StepRecord, WorkloadSettings
 from ddp_compile.bench.workloads import Workload
 
 NUM_BATCHES = 8
+#: Optimizers that have Muon.
+WITH_MUON = ("muon", "muon-float32")
+OPTIMIZERS = ("sgd", "adamw", *WITH_MUON)
 
 
 class Clock:
@@ -59,13 +63,13 @@ class Steppable(Protocol):
 
 
 class Training:
-    """Forward, loss, backward and optimizer, as every implementation does them.
+    """Forward, loss, backward and optimizers, as every implementation does them.
 
     Args:
         implementation: The model, ready to train.
         model: The same model, for its parameters.
         workload: Its data and loss.
-        settings: Optimizer and device.
+        settings: Optimizers and device.
         rank: Ranks train on different data.
         micro_batches: Micro-batches of one step.
     """
@@ -85,7 +89,10 @@ class Training:
         self.clock = Clock(torch.device(settings.device))
         generator = torch.Generator().manual_seed(1000 + rank)
         self.batches = [_moved(workload.make_batch(generator), settings.device) for _ in range(NUM_BATCHES)]
-        self.optimizer = implementation.prepare_optimizer(make_optimizer(settings.optimizer, model))
+        self.optimizers = implementation.prepare_optimizers(make_optimizers(settings.optimizer, model))
+        self.around_optimizers: Callable[[], AbstractContextManager[Any]] = (
+            Float32NewtonSchulz if settings.optimizer == "muon-float32" else nullcontext
+        )
         self.num_steps = 0
         self.loss: Tensor | None = None
 
@@ -104,8 +111,11 @@ class Training:
                     forwards.append(clock.now())
                     self.loss.backward()
                     backwards.append(clock.now())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            with self.around_optimizers():
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
         self.num_steps += 1
         return Marks(start, forwards, backwards, clock.now(), time.process_time() - cpu_start)
 
@@ -160,17 +170,52 @@ def _record(clock: Clock, step: Marks, end_before: Any) -> StepRecord:
     )
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW; fused, so that it takes the smallest share of the measured time.
+def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizers of all parameters of a model, fused if torch has that, so that they take the smallest share of the time.
+
+    Args:
+        name: One of `OPTIMIZERS`; those of `WITH_MUON` are Muon for `hidden_matrices`, and AdamW for the other
+            parameters, if any. Steps of "muon-float32" need `Float32NewtonSchulz` around them.
+        model: The model.
 
     Raises:
-        ValueError: Another name.
+        ValueError: The name is not known, or the model has nothing for Muon.
     """
     if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+        return [torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)]
     if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    raise ValueError(f"optimizer={name!r} is not known; pass 'sgd' or 'adamw'")
+        return [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)]
+    if name not in WITH_MUON:
+        raise ValueError(f"optimizer={name!r} is not known; pass one of {', '.join(OPTIMIZERS)}")
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise ValueError(
+            f"optimizer={name!r} steps the weights of linear layers, and the model has none but its head; pass 'adamw'"
+        )
+    known = set(map(id, matrices))
+    others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    muon = torch.optim.Muon(matrices, lr=1e-4, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=1e-4, fused=True)] if others else [muon]
+
+
+class Float32NewtonSchulz(TorchFunctionMode):
+    """Let ``torch.optim.Muon`` iterate in float32, while this is entered, instead of bfloat16.
+
+    A CPU without instructions for bfloat16 takes 40 to 90 times as long for its products (torch 2.13, AVX2).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Muon calls it once, on the matrix that the iteration then works on in place.
+        return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """The weights of a model's linear layers, apart from layers whose name ends in "head"."""
+    return [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith("head")
+    ]
 
 
 def _moved(batch: tuple[Tensor, Tensor], device: str) -> tuple[Tensor, Tensor]:

@@ -38,14 +38,14 @@ class TrainingState:
     Args:
         model: The result of ``ddp_compile``, which is the user's own module. So its state dict has the plain names,
             without the prefix ``module.``, and loads into a model that was never distributed.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         sampler: Decides which training data come next.
         progress: What has been done so far.
         settings: Settings that must not change within a run, because the data would come in another order.
     """
 
     model: Any
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     sampler: ResumableSampler
     progress: Progress
     settings: dict[str, Any]
@@ -63,8 +63,10 @@ class TrainingState:
         self.agree()
         generators: list[dict[str, Tensor]] | None = [{} for _ in range(world.size)] if world.is_main else None
         dist.gather_object(_generator_states(world.device), generators)
+        # If they are sharded, the ranks put their states together here.
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         if world.is_main or self._ranks_differ:
-            self._write(_path_on(world.rank, path), generators)
+            self._write(_path_on(world.rank, path), optimizers, generators)
         if isinstance(algorithm := self.model.comm_algorithm, AsyncModelAverageAlgorithm):
             algorithm.resume()
 
@@ -72,14 +74,14 @@ class TrainingState:
     def _ranks_differ(self) -> bool:
         return self.model.comm_algorithm.traits.payload != "gradients"
 
-    def _write(self, path: Path, generators: list[dict[str, Tensor]] | None) -> None:
+    def _write(self, path: Path, optimizers: list[dict[str, Any]], generators: list[dict[str, Tensor]] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
             torch.save(
                 {
                     "model": self.model.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
+                    "optimizers": optimizers,
                     "algorithm": self.model.comm_algorithm.state_dict(),
                     "sampler": self.sampler.state_dict(),
                     "progress": asdict(self.progress),
@@ -104,7 +106,8 @@ class TrainingState:
             raise ValueError(f"{path} is of a run with {saved['settings']}, but this one has {self.settings}")
         own = torch.load(_path_on(world.rank, path), map_location="cpu") if self._ranks_differ else saved
         self.model.load_state_dict(own["model"])
-        self.optimizer.load_state_dict(own["optimizer"])
+        for optimizer, state in zip(self.optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.model.comm_algorithm.load_state_dict(own["algorithm"])
         self.sampler.load_state_dict(saved["sampler"])
         self.progress = Progress(**saved["progress"])

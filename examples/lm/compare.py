@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compile import ddp_compile
+from ddp_compile import ddp_compile, shard_optimizer
 from lm.data import Batch
 from lm.model import next_byte_loss
 from lm.world import World
@@ -21,27 +21,29 @@ from lm.world import World
 
 @dataclass
 class Contender:
-    """One way to train, with its own optimizer.
+    """One way to train, with its own optimizers.
 
     Args:
         name: Its name in the table.
         model: The distributed model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         seconds: Length of each timed step, that of the slowest rank.
         loss: This rank's loss of the last step, a scalar.
     """
 
     name: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     seconds: list[float] = field(default_factory=list)
     loss: Tensor | None = None
 
     def step(self, batch: Batch) -> None:
         self.loss = next_byte_loss(self.model, *batch)
         self.loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def timed_step(self, batch: Batch, world: World) -> None:
         dist.barrier()
@@ -55,7 +57,7 @@ class Contender:
 
 def compare(
     model: nn.Module,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
     batches: Iterator[Batch],
     world: World,
     *,
@@ -63,12 +65,14 @@ def compare(
     split: str,
     backend: str,
     steps: int,
+    sharded: bool,
     warmup: int = 5,
 ) -> None:
     """Train two copies on the same batches, alternating step by step, and print a table.
 
     The speed of machines drifts, so only adjacent steps are compared. The first ``warmup`` pairs, which compile, are
     not timed.
+    ``sharded``: our optimizers are sharded.
     """
     # Its default has a first bucket of 1 MiB, like ours. A capacity that is passed also holds for the first bucket.
     caps = {} if bucket_cap_mb == 25 else {"bucket_cap_mb": bucket_cap_mb}
@@ -76,9 +80,11 @@ def compare(
     ours = ddp_compile(model, bucket_cap_mb=bucket_cap_mb, split=split, backend=backend)
     baseline = torch.compile(reference, backend=backend)
     contenders = [
-        Contender("ddp_compile", ours, make_optimizer(ours)),
-        Contender("torch.compile(DDP)", baseline, make_optimizer(baseline)),
+        Contender("ddp_compile", ours, make_optimizers(ours)),
+        Contender("torch.compile(DDP)", baseline, make_optimizers(baseline)),
     ]
+    if sharded:
+        shard_optimizer(contenders[0].optimizers, ours)
     world.say(f"Timing {steps} steps of each, after {warmup} to compile and warm up")
     for number in range(warmup + steps):
         batch = next(batches)

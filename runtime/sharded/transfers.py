@@ -30,6 +30,9 @@ from ddp_compile.runtime.comm import error_messages, streams
 from ddp_compile.runtime.comm.transfers import Transfer, keep_after
 from ddp_compile.runtime.sharded.cut import Cut
 
+#: Tag of the messages of a reduction; gathers have smaller ones.
+REDUCTION_TAG = 2**15
+
 
 class ReducedShard:
     """A bucket on its way to shards; the reducer waits for it.
@@ -108,7 +111,7 @@ class _Messages:
         contributions = flat.new_empty((len(self._others), cut.numel_of(rank)))
         into = dict(zip(self._others, contributions, strict=True))
         received = {other: list(row.split([part.numel() for part in own])) for other, row in into.items()}
-        transfer = self._exchange({other: cut.parts_of(other, flat) for other in self._others}, received, 0)
+        transfer = self._exchange({other: cut.parts_of(other, flat) for other in self._others}, received, REDUCTION_TAG)
         mine = own[0] if len(own) == 1 else torch.cat(own) if own else flat[:0]
         return ReducedShard(transfer, [into.get(each, mine) for each in range(self._group.size())], flat)
 
@@ -116,7 +119,7 @@ class _Messages:
         self._num_gathers += 1
         own = cut.parts_of(self._group.rank(), flat)
         into = {other: cut.parts_of(other, flat) for other in self._others}
-        return self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % 2**15)
+        return self._exchange(dict.fromkeys(self._others, own), into, self._num_gathers % REDUCTION_TAG)
 
     def _exchange(
         self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]], tag: int

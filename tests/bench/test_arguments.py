@@ -8,7 +8,8 @@ import shlex
 
 import pytest
 
-from ddp_compile.bench.cli import add_arguments, command_line
+from ddp_compile.__main__ import main
+from ddp_compile.bench.cli import _checked, add_arguments, command_line
 
 
 @pytest.fixture
@@ -55,3 +56,13 @@ def test_a_command_can_be_asked_for_again(parser: argparse.ArgumentParser, argum
     assert words[:4] == ["python", "-m", "ddp_compile", "bench"]
     assert {"--rounds", "--link"} <= set(words)  # defaults too, since they may change
     assert parser.parse_args(words[4:]) == asked
+
+
+def test_an_implementation_for_muon_is_measured_with_muon_alone(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--optimizer", "adamw", "--implementations", "muon-owners"]) == 2
+    assert "muon-owners needs Muon, and --optimizer is adamw; pass --optimizer muon" in capsys.readouterr().err
+    for optimizer, is_measured in (("adamw", False), ("muon", True), ("muon-float32", True)):
+        run, _ = _checked(parser.parse_args(["--optimizer", optimizer, "--implementations", "all"]))
+        assert ("muon-owners" in {case.implementation for case in run.cases}) == is_measured

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from test_simulated_link import FAST, PAYLOAD_BYTES, SLOW, SLOW_S, WORLD_SIZE, payload, shortest_s, simulated_group
 from torch import Tensor
 
+from ddp_compile.runtime.sharded.transfers import REDUCTION_TAG
+
 pytestmark = pytest.mark.alone
 SHARD = PAYLOAD_BYTES // 4 // WORLD_SIZE
 
@@ -54,4 +56,6 @@ def test_shards_are_sums_and_what_would_come_from_others_is_left_alone() -> None
         dist.all_gather_into_tensor(whole, shard)
         dist.all_to_all_single(whole, whole.clone())
         dist.recv(whole, 3)
+        dist.recv(added_up := torch.full((2,), float("nan")), 3, tag=REDUCTION_TAG)
+    assert torch.equal(added_up, torch.zeros(2))
     assert torch.equal(whole, torch.cat([WORLD_SIZE * torch.arange(2.0), torch.arange(2.0, 8.0)]))

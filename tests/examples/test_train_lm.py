@@ -88,6 +88,47 @@ def test_resumes_exactly(whole: Path, tmp_path: Path) -> None:
     assert continued["held_out"] == straight["held_out"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_sharded_muon_trains_and_resumes(tmp_path: Path) -> None:
+    muon = [*RUN, "--optimizer", "muon"]
+    run_ranks(tmp_path / "whole", *muon, "--sharded", "--checkpoint", tmp_path / "step{step}.pt")
+    saved = torch.load(tmp_path / "step3.pt", weights_only=True)
+    of_muon, of_adamw = (list(state["state"].values()) for state in saved["optimizers"])
+    assert sorted(tuple(state["momentum_buffer"].shape) for state in of_muon) == [
+        (32, 32),
+        (32, 128),
+        (96, 32),
+        (128, 32),
+    ]
+    assert all("exp_avg" in state for state in of_adamw)
+    straight = read_losses(tmp_path / "whole")
+    assert straight["losses"][-1] < straight["losses"][0]
+    for name, options in (("sharded", ["--sharded"]), ("unsharded", [])):
+        run_ranks(tmp_path / name, *muon, *options, "--resume", tmp_path / "step3.pt")
+        continued = read_losses(tmp_path / name)
+        # The norm for clipping is added up in another order if the optimizers are not sharded.
+        tolerance = 0 if options else 1e-5
+        assert continued["losses"] == pytest.approx(straight["losses"], rel=tolerance, abs=0)
+        assert continued["held_out"] == pytest.approx(straight["held_out"], rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--algorithm", "qadam", "--optimizer", "muon"], "leave out --optimizer muon"),
+        (["--algorithm", "byte-grad", "--sharded"], "leave out --algorithm byte-grad"),
+    ],
+)
+def test_options_that_exclude_each_other(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT))["parse_args"]()
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)

@@ -40,8 +40,8 @@ _OURS_MARKERS = {
     "float16": "8",
     "byte-grad": "p",
 }
-_PEER_COLORS = ("#4d5b6a", "#4f86b8", "#8fb8d6", "#8a83b5", "#b3b3b3", "#8c8a6b")
-_PEER_MARKERS = ("v", "X", "P", "<", ">", "d")
+_PEER_COLORS = ("#4d5b6a", "#4f86b8", "#8fb8d6", "#8a83b5", "#b3b3b3", "#8c8a6b", "#5f8f8b")
+_PEER_MARKERS = ("v", "X", "P", "<", ">", "d", "H")
 _USER_COLORS = ("#2a9d6f", "#74b72e", "#136f63")
 
 
