@@ -171,7 +171,7 @@ def _record(clock: Clock, step: Marks, end_before: Any) -> StepRecord:
 
 
 def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """The optimizers of all parameters of a model, fused if torch has that, so that they take the smallest share of the time.
+    """The optimizers of all parameters of a model; fused if torch has that, to take the smallest share of the time.
 
     Args:
         name: One of `OPTIMIZERS`; those of `WITH_MUON` are Muon for `hidden_matrices`, and AdamW for the other

@@ -168,8 +168,8 @@ class Nameless(CommAlgorithm):
     [
         (lambda: Traits(payload="weights"), "Traits(payload='weights'): pass one of 'gradients', 'parameters'"),
         (lambda: Traits(layout="flat"), "Traits(layout='flat'): pass one of"),
-        (lambda: Traits(payload="parameters", replayable=False), "launches of gradient buckets"),
-        (lambda: Traits(payload="parameters", layout="ddp"), "launches of gradient buckets"),
+        (lambda: Traits(payload="parameters", replayable=False), "how gradient buckets are launched"),
+        (lambda: Traits(payload="parameters", layout="ddp"), "how gradient buckets are launched"),
         (lambda: Traits(in_step=False), "each rank waits for the gradients of all others"),
         (WithoutLaunch, "WithoutLaunch has no launch(), which reduces a bucket of gradients"),
         (SaysNotWhen, "SaysNotWhen has the payload 'both' but does not say when gradients are sent"),
@@ -199,7 +199,7 @@ def test_what_is_no_algorithm_of_this_model_is_refused_by_name() -> None:
     text, a_class, live, none, again, no_config, sparse = said
     assert "algorithm='allreduce' is not an AlgorithmConfig" in text
     assert "did you mean GradientAllReduce()?" in a_class and "did you mean" not in no_config
-    assert "algorithm=Halves(...) is an algorithm at work" in live
+    assert "algorithm=Halves(...) is a CommAlgorithm, which works for one model" in live
     assert "Built.build() returned 'all-reduce'" in none
     assert "Built.build() returned the reduce-scatter and all-gather of another model" in again
     assert sparse.startswith(f"rank {dist.get_rank()}: the reduce-scatter and all-gather takes no sparse gradients")

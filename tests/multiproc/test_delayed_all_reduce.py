@@ -147,7 +147,7 @@ def nothing(module: Net) -> None:
             1,
             "table: such a step would take this rank's own gradients",
         ),
-        (InCheckpoint, nothing, 1, "has come in a backward inside another one, for example of a reentrant checkpoint"),
+        (InCheckpoint, nothing, 1, "has come in a backward inside another one, of a reentrant checkpoint for example"),
         (Net, nothing, 3, "replaced by another Parameter: table"),
     ],
 )

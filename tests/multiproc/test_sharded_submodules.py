@@ -201,5 +201,5 @@ def test_a_replica_that_leaves_one_out_is_an_error_on_both_before_a_step(at_step
             assert "in another order on rank 1 than on rank 0; here it is" in each
         return
     assert all(each.startswith(f"ReductionError in step {at_step}: rank {rank}: ") for rank, each in enumerate(said))
-    assert "over its replicas failed. Another rank has raised, exited, or not come to the same step" in said[0]
+    assert "over its replicas failed. Another rank has raised, exited, or not reached the same step" in said[0]
     assert "were reduced in the order first since the last backward that ended well, and second, first in" in said[1]

@@ -348,7 +348,7 @@ def test_what_goes_wrong_is_named() -> None:
     rank = dist.get_rank()
     written, state, dtype = [*said, str(refused.value)]
     assert written.startswith(f"rank {rank}: parameters were written between a forward and the end of its backward")
-    assert "was given the state of another, and has that of" in state
+    assert "was given the state of another, but needs that of" in state
     assert f"rank {rank}: the decentralized average (all, every 1) takes gradients of float32" in dtype
 
 
