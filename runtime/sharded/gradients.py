@@ -94,13 +94,11 @@ class HiddenGradient(Tensor):
         )
 
 
-torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # called in backwards, which compiled code may call
-
-
 class ShardedGradients:
     """Those of a module: of its reduced parameters, hidden, and of this rank's pieces; Note [Gradients in shards]."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str]) -> None:
+        torch_internals.never_compile(HiddenGradient.__torch_dispatch__)  # backwards inside compiled code call it
         self.pieces: Sequence[Piece] = ()  #: of this rank
         self._parameters = parameters
         pairs = zip(parameters, names, strict=True)

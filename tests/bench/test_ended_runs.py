@@ -70,7 +70,7 @@ def test_an_interrupt_cleans_up_though_it_is_repeated(
         (["--link", "simulated:1gbit,none"], "--link has simulated rates and others"),
         (
             ["--link", "simulated:1gbit", "--ranks", "2"],
-            "a simulated link has one real rank; say with --simulated-ranks",
+            "a simulated link has one real rank; set the number of pretended ranks with --simulated-ranks",
         ),
     ],
 )

@@ -202,4 +202,7 @@ def test_a_replica_that_leaves_one_out_is_an_error_on_both_before_a_step(at_step
         return
     assert all(each.startswith(f"ReductionError in step {at_step}: rank {rank}: ") for rank, each in enumerate(said))
     assert "over its replicas failed. Another rank has raised, exited, or not reached the same step" in said[0]
-    assert "were reduced in the order first since the last backward that ended well, and second, first in" in said[1]
+    assert (
+        "were reduced in the order first since the last backward that ended without an error, but second, first in"
+        in said[1]
+    )
