@@ -22,9 +22,9 @@ class Event(Enum):
 
 
 #: Every change there is. A read waits in GATHERING. In STEPPING it is refused, unless the step is under way: the step
-#: has raised, and the ranks are not alike. A step that begins waits in GATHERING first. In STEPPING it is refused, unless
-#: another optimizer of the same model has stepped and this one has not. A gather that fails changes nothing, so that each
-#: further read raises its error.
+#: has raised, and the ranks are not alike. A step that begins waits in GATHERING first. In STEPPING it is refused,
+#: unless another optimizer of the same model has stepped and this one has not. A gather that fails changes nothing, so
+#: that each further read raises its error.
 TABLE = {
     (State.WHOLE, Event.STEP_BEGINS): State.STEPPING,
     (State.STEPPING, Event.STEPPED): State.GATHERING,
