@@ -47,7 +47,7 @@ def peak_of(trained: nn.Module, set_to_none: bool = True) -> int:
 
     for _ in range(3):
         step()
-    training = SimpleNamespace(step=step, optimizer=optimizer, clock=SimpleNamespace(device=x.device))
+    training = SimpleNamespace(step=step, optimizers=[optimizer], clock=SimpleNamespace(device=x.device))
     return peak_live_bytes(training, list(trained.parameters()))
 
 
