@@ -142,16 +142,14 @@ def shard_optimizer(
     state = state_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reduced = {id(parameter): i for i, parameter in enumerate(state.reducer.parameters)}
-    owners: list[Owners] = []
+    owners: Sequence[Owners] = ()
     refusal: ReplicationError | None = None
     try:
         for each in optimizers:
             _refuse_optimizer(each, elementwise, placement == "whole")
         _refuse_model(model, state)
         _refuse_parameters(optimizers, names, state.reducer.parameters)
-        for each in optimizers:
-            if not (type(each) in _ELEMENTWISE or elementwise):
-                owners.append(choose_owners(each, reduced, state.process_group.size(), cost))
+        owners = _owners_of(optimizers, elementwise, reduced, state.process_group.size(), cost)
         settings = [(type(each).__name__, _settings_of(each, names)) for each in optimizers]
         described = f"{master_weights} {overlap} {owners} {settings}"
     except ReplicationError as error:  # not raised yet: the other ranks would wait for this one
@@ -161,7 +159,7 @@ def shard_optimizer(
         raise refusal
     if different:
         raise RanksDifferError(
-            f"{this_rank()}: the optimizers that are to be sharded have other settings, or parameters in another order,"
+            f"{this_rank()}: the optimizers that are to be sharded have other settings, costs, or order of parameters,"
             f" on ranks {format_ranks(different)} than on rank 0, or are refused there; make them alike on every rank"
         )
     for of_optimizer in owners:
@@ -260,6 +258,21 @@ def _in_full(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_in_full(each) for each in value]
     return value
+
+
+def _owners_of(
+    optimizers: Sequence[Optimizer],
+    elementwise: bool,
+    reduced: Mapping[int, int],
+    world_size: int,
+    cost: Callable[[Parameter], float] | None,
+) -> list[Owners]:
+    """Owners for the optimizers that need whole parameters; together for those whose costs have one unit."""
+    whole: dict[Any, list[Optimizer]] = {}
+    for each in optimizers:
+        if type(each) in _WHOLE or not (type(each) in _ELEMENTWISE or elementwise):
+            whole.setdefault(cost or type(each), []).append(each)
+    return [choose_owners(together, reduced, world_size, cost) for together in whole.values()]
 
 
 def _refuse_arguments(optimizers: Sequence[object], elementwise: bool, placement: str) -> None:

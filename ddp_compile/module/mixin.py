@@ -328,6 +328,7 @@ class ReplicatedModule(nn.Module):
     def unwrap(self) -> nn.Module:
         """See `ddp_compile.unwrap`."""
         state = state_of(self)
+        state.reducer.algorithm.sharding.refuse_missing_steps()
         state.reducer.remove_hooks()
         state.delayed.remove_hook()
         state.sharded.detach()

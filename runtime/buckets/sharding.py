@@ -57,6 +57,13 @@ class Sharding:
             has_waited: Whether it waited for all parameters before it read any.
         """
 
+    def refuse_missing_steps(self) -> None:
+        """The module is about to be unwrapped, or to get another algorithm.
+
+        Raises:
+            ReplicationError: Some of several optimizers have stepped, and others have not yet.
+        """
+
     def explain(self) -> list[str]:
         """Lines for ``model.explain()``."""
         return []

@@ -97,12 +97,14 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         self._gradients = ShardedGradients(self._parameters, self._names)
         self._transfers = ShardTransfers(gathers, gradients, device)
         self._reader = ParameterReader(self._parameters, self._overlaps)
-        step = JointStep(self._optimizers, self._reader, self._gradients)
+        self._step = JointStep(self._optimizers, self._reader, self._gradients)
         for optimizer in self._optimizers:
-            optimizer.attach(step, self._reader, self._gradients, self._transfers)
+            optimizer.attach(self._step, self._reader, self._gradients, self._transfers)
 
     def detach(self, together: bool) -> None:
         """Give the parameters memory of their own, and the optimizer its whole states; see `CommAlgorithm.detach`."""
+        if together:
+            self.refuse_missing_steps()
         gradients: dict[int, Tensor] = {}
         try:
             self._reader.wait()
@@ -118,6 +120,10 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
             bucket.leave()
         self._gradients.replace(gradients)
         self._reader.buckets = ()
+
+    def refuse_missing_steps(self) -> None:
+        """See `Sharding.refuse_missing_steps`."""
+        self._step.refuse_missing_steps()
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]:
@@ -137,6 +143,7 @@ class ShardedAlgorithm(CommAlgorithm, Sharding):
         """Add to ``.grad`` of each piece its part of the mean, and hide the gradients of the parameters."""
         if not self.buckets:
             self._shard(buckets)
+        self._step.refuse_half_a_step()  # with weights half stepped, each rank would have computed with others
         shards = {index: _shard_of(bucket) for bucket in launched for index in bucket.param_indices}
         reduced = shards.keys() - untouched
         self._gradients.refuse_stale(piece for piece in self._gradients.pieces if piece.index in reduced)

@@ -34,6 +34,7 @@ class JointStep:
         self._stepping: SteppedPieces | None = None  # its step has begun and not ended
         self._stepped: set[int] = set()  # numbers of the parameters that this joint step may have changed
         reader.refuse_half_a_step = self.refuse_half_a_step
+        reader.guards_steps = len(optimizers) > 1
 
     def begins(self, optimizer: SteppedPieces) -> None:
         """An optimizer is about to step its pieces.
@@ -45,12 +46,13 @@ class JointStep:
         is_first = self._stepping is not None or optimizer not in self._due
         if is_first:
             self.refuse_half_a_step()
+        self._gradients.before_reading("optimizer.step()")  # it may raise, and then no step has begun
+        if is_first:
             self._reader.wait()  # for the step before, if no forward came between
             for bucket in self._reader.buckets:
                 bucket.take_edits()
             self._due = list(self._optimizers)
             self._stepped = set()
-        self._gradients.before_reading("optimizer.step()")
         with_gradient = {piece.index for piece in optimizer.pieces if piece.stepped.grad is not None}
         self._stepped |= (self._gradients.reduced & optimizer.indices) | with_gradient
         self._prepare(optimizer)
@@ -79,6 +81,11 @@ class JointStep:
         self._stepping = None
         self._gradients.note_step(optimizer.pieces)
         self._reader.step_ends(is_last=not self._due)
+
+    def refuse_missing_steps(self) -> None:
+        """Raise a ReplicationError if some of the optimizers have stepped and others can still step."""
+        if self._stepping is None:
+            self.refuse_half_a_step()
 
     def refuse_half_a_step(self) -> None:
         """Raise a ReplicationError if a step has raised, or if some of the optimizers have stepped and others have not.

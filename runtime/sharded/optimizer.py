@@ -288,7 +288,7 @@ class SteppedPieces:
         with self._transfers.on_every_rank("GradScaler's question whether gradients are finite"):
             self._transfers.all_reduce(found_non_finite, dist.ReduceOp.MAX)
         self._gradients.note_step(self.pieces)
-        self._non_finite.append(found_non_finite)
+        self._non_finite.append(found_non_finite.clone())  # GradScaler.update() adds up in it
 
     def is_left_out(self) -> bool:
         """Whether a GradScaler leaves out this optimizer's step, as it does on all ranks; the host waits to know."""
@@ -301,6 +301,11 @@ class SteppedPieces:
         self._restore_after_error()
         self._reader.refuse_half_a_step()
         self._refuse_edits()
+        if of_none := [key for key in self._optimizer.state if not isinstance(key, Tensor)]:
+            raise ReplicationError(
+                f"{this_rank()}: {self.name} has the state {of_none[0]!r}, which belongs to no parameter, so the ranks"
+                " cannot put it together; keep it in the state of a parameter, in a group, or in an attribute"
+            )
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._before_states()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ _UNEVEN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The owners of an optimizer's parameters.
+    """The owners of the parameters of one optimizer, or of some.
 
     Args:
-        name: The optimizer's.
+        name: The optimizers'.
         rank_of: The rank that steps all of a parameter, by the parameter's number.
         loads: For each rank, the cost of its parameters.
     """
@@ -66,9 +66,12 @@ class Owners:
 
 
 def choose_owners(
-    optimizer: Optimizer, reduced: Mapping[int, int], world_size: int, cost: Callable[[Parameter], float] | None
+    optimizers: Sequence[Optimizer],
+    reduced: Mapping[int, int],
+    world_size: int,
+    cost: Callable[[Parameter], float] | None,
 ) -> Owners:
-    """The owner of each parameter of an optimizer, the same on every rank.
+    """The owner of each parameter of some optimizers, the same on every rank.
 
     The largest first, each goes to the rank that has least to do so far (longest processing time first: Graham 1969).
     Then no rank has more than 4/3 of what the best choice gives.
@@ -78,10 +81,20 @@ def choose_owners(
         cost: Of a step of a parameter; None for `cost_of`.
 
     Raises:
-        ReplicationError: ``cost`` has returned no cost.
+        ReplicationError: ``cost`` has raised, or returned no cost.
     """
+
+    def of(optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter) -> float:
+        if cost is None:
+            return cost_of(optimizer, group, parameter)
+        try:
+            return float(cost(parameter))
+        except Exception as error:
+            raise ReplicationError(f"{this_rank()}: cost= of shard_optimizer has raised {error!r}") from error
+
     costs = {
-        reduced[id(parameter)]: float(cost(parameter) if cost else cost_of(optimizer, group, parameter))
+        reduced[id(parameter)]: of(optimizer, group, parameter)
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) in reduced
@@ -97,7 +110,8 @@ def choose_owners(
         owner = loads.index(min(loads))
         rank_of[index] = owner
         loads[owner] += costs[index]
-    return Owners(type(optimizer).__name__, rank_of, tuple(loads))
+    names = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)
+    return Owners(", ".join(names), rank_of, tuple(loads))
 
 
 def cost_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: Parameter) -> float:

@@ -34,7 +34,9 @@ class ParameterReader:
         self._process = os.getpid()
         self._num_steps = 0
         self._stepping_thread = 0
-        self.refuse_half_a_step: Callable[[], None]  #: raises if a step has begun and not ended; set by `JointStep`
+        # Both are set by `JointStep`.
+        self.refuse_half_a_step: Callable[[], None]  #: raises if a step has begun and not ended
+        self.guards_steps = False  #: whether there are several optimizers, between whose steps reads are refused
         self._stop_watching: Callable[[], None] | None = None
 
     def step_begins(self, is_first: bool) -> None:
@@ -51,7 +53,7 @@ class ParameterReader:
 
     def raise_guard(self) -> None:
         """From now on, reading a parameter waits."""
-        if self._overlaps:
+        if self._overlaps or self.guards_steps:
             self._guard.raise_up()
 
     def wait(self, indices: Sequence[int] | None = None) -> None:

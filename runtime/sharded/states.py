@@ -132,7 +132,7 @@ class ShardedStates:
                 state = self._optimizer.state[self._pieces[index].stepped]
                 for key, value in state_dict["state"][name].items():
                     if not isinstance(value, PartOfTensor):
-                        state[key] = _on_device_of(state[key], value)
+                        state[key] = _paired(value, state.get(key), _on_device_of)
         for group, loaded in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update(_settings_of(loaded))
 
@@ -147,11 +147,12 @@ class ShardedStates:
 
     def _cut(self, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
         piece, bucket = self._pieces[index], self._bucket_of[index]
-        shape = bucket.place_of(index).shape
+        shape, low = bucket.place_of(index).shape, bucket.flat.dtype
         cut = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == shape:
-                dtype = piece.stepped.dtype if value.is_floating_point() else value.dtype
+                keeps_dtype = not value.is_floating_point() or (bucket.has_owner(index) and value.dtype != low)
+                dtype = value.dtype if keeps_dtype else piece.stepped.dtype
                 cut[key] = bucket.part_of(piece, value).to(piece.stepped.device, dtype)
             elif isinstance(value, Tensor) and value.dim() and not bucket.has_owner(index):
                 raise ValueError(
@@ -159,7 +160,7 @@ class ShardedStates:
                     f" {list(shape)}: it cannot be cut into shards"
                 )
             else:
-                cut[key] = _mapped(value, Tensor.clone)
+                cut[key] = _mapped(value, partial(_as_state_of, piece.stepped, low))
         return cut
 
     def _gather(self) -> dict[int, dict[str, Any]]:
@@ -215,16 +216,24 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _as_state_of(parameter: Parameter, stepped: torch.dtype, value: Tensor) -> Tensor:
+def _as_state_of(parameter: Parameter, other: torch.dtype, value: Tensor) -> Tensor:
+    """A copy of a state for a parameter: numbers as they are, tensors of the dtype ``other`` in the parameter's."""
     if not value.dim():
-        return value
-    return value.to(parameter.device, parameter.dtype if value.dtype == stepped else None)
+        return value.clone()
+    return value.to(parameter.device, parameter.dtype if value.dtype == other else value.dtype, copy=True)
 
 
-def _on_device_of(present: Any, loaded: Any) -> Any:
-    if isinstance(present, Tensor) and isinstance(loaded, Tensor):
-        return loaded.to(present.device)
-    return loaded
+def _paired(value: Any, other: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """A state with what is no container replaced, by a function that also gets what ``other`` has in its place."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: _paired(each, other.get(key), function) for key, each in value.items()}
+    if type(value) in (list, tuple) and type(other) is type(value) and len(other) == len(value):
+        return type(value)(_paired(each, its, function) for each, its in zip(value, other, strict=True))
+    return function(value, other)
+
+
+def _on_device_of(loaded: Any, present: Any) -> Any:
+    return loaded.to(present.device) if isinstance(present, Tensor) and isinstance(loaded, Tensor) else loaded
 
 
 def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype) -> Any:
@@ -232,8 +241,12 @@ def _loaded_for(stepped: Parameter, value: Any, loaded: Any, dtype: torch.dtype)
 
     When torch loaded the state, it cast everything but the number of steps; ``loaded`` is from before that.
     """
-    is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype == dtype != loaded.dtype
-    return loaded.to(value.device, stepped.dtype) if is_cast else value
+
+    def choose(value: Any, loaded: Any) -> Any:
+        is_cast = isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype == dtype != loaded.dtype
+        return loaded.to(value.device, stepped.dtype) if is_cast else value
+
+    return _paired(value, loaded, choose)
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -360,21 +360,40 @@ def test_a_step_waits_for_nobody_and_a_bucket_is_gathered_once() -> None:
 # Half a step.
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(2)
 @torch.compiler.set_stance("force_eager")
-def test_an_optimizer_that_has_not_stepped_is_named() -> None:
-    pair = Pair("muon")
+def test_an_optimizer_that_has_not_stepped_is_named(overlap: bool) -> None:
+    pair = Pair("muon", overlap=overlap)
     pair.train(0)
     loss_of(pair.model(batch(1))).backward()
     muon, adamw = pair.optimizers
     muon.step()
     missing = "half a step: of the 2 optimizers that were sharded together, AdamW has not stepped"
-    for call in (lambda: pair.model(batch(2)), muon.step, muon.state_dict, pair.model.state_dict):
+    for call in (lambda: pair.model(batch(2)), muon.step, muon.state_dict, pair.model.state_dict, pair.model.unwrap):
         assert missing in said_by(call)
     held = pair.model.norm.weight
     assert missing in said_by(lambda: held.sum())
     adamw.step()
-    pair.model(batch(2))
+    loss = loss_of(pair.model(batch(2)))
+    pair.model.zero_grad()
+    loss.backward(retain_graph=True)
+    muon.step()
+    pair.model.zero_grad()
+    said = said_by(loss.backward)  # torch may notice what was stepped
+    assert missing in said or "modified by an inplace operation" in said
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_step_that_is_refused_has_not_begun() -> None:
+    pair = Pair("muon")
+    pair.train(0)
+    with pair.model.no_sync():
+        loss_of(pair.model(batch(1))).backward()
+    assert "a gradient of this rank alone" in said_by(pair.optimizers[0].step)
+    pair.model.zero_grad()
+    pair.train(2)
 
 
 @on_ranks(2)
@@ -406,6 +425,74 @@ def test_a_grad_scaler_may_leave_out_the_step_of_one_of_them() -> None:
 
 
 # Checkpoints.
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_states_of_low_precision_come_into_master_weights() -> None:
+    """From an unsharded run, before the first backward: tensors of other shapes, alone and in lists."""
+    for make, settings in ((KINDS["adafactor"][0], {}), (whitening_in_float32, {"placement": "whole"})):
+        torch.manual_seed(1)
+        module = Net().to(torch.bfloat16)
+        unsharded = make(module)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for each in unsharded:
+            each.step()
+        model: Any = ddp_compile(copy.deepcopy(module), bucket_cap_mb=CAP_MB, backend="eager")
+        optimizers = make(model)
+        shard_optimizer(optimizers, model, master_weights=True, elementwise=False, **settings)
+        for mine, theirs in zip(optimizers, unsharded, strict=True):
+            mine.load_state_dict(theirs.state_dict())
+        for step in range(2):
+            loss_of(model(batch(step).to(torch.bfloat16)).float()).backward()
+            for each in optimizers:
+                each.step()
+            model.zero_grad()
+        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def whitening_in_float32(module: nn.Module) -> list[Optimizer]:
+    matrices, others = matrices_and_others(module)
+    return [torch.optim.SGD(others, lr=0.1), Running(matrices)]
+
+
+class Running(Optimizer):
+    """Keeps a mean of the gradients' squares in float32, in a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                (squares,) = self.state[p].setdefault("means", [torch.ones(p.shape[1])])
+                assert squares.dtype == torch.float32
+                squares.lerp_(p.grad.float().square().mean(0), 0.1)
+                p.sub_((0.01 * p.grad / squares.sqrt()).to(p.dtype))
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_state_of_no_parameter_is_refused() -> None:
+    pair = Pair("muon")
+    pair.train(0)
+    pair.optimizers[0].state["count"] = 7
+    assert "Muon has the state 'count', which belongs to no parameter" in said_by(pair.optimizers[0].state_dict)
+
+
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_promise_for_others_does_not_cut_what_is_known_to_need_whole_parameters() -> None:
+    torch.manual_seed(1)
+    model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
+    shard_optimizer(muon(model), model, elementwise=True)
+    loss_of(model(batch(0))).backward()
+    owned = [
+        gradient for bucket in model.bucket_plan.buckets for gradient in bucket.gradients if gradient.owner is not None
+    ]
+    assert len(owned) == 5
 
 
 @torch.compiler.set_stance("force_eager")

@@ -13,11 +13,13 @@ from ddp_compile import ReplicationError
 from ddp_compile.runtime.sharded.owners import choose_owners, cost_of
 
 
-def owners_of(costs: list[float], world_size: int) -> tuple[dict[int, int], tuple[float, ...]]:
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in costs]
+def owners_of(
+    costs: list[float], world_size: int, number: int | None = None
+) -> tuple[dict[int, int], tuple[float, ...]]:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(len(costs) if number is None else number)]
     reduced = {id(parameter): index for index, parameter in enumerate(parameters)}
     optimizer = torch.optim.SGD(parameters)
-    owners = choose_owners(optimizer, reduced, world_size, lambda p: costs[reduced[id(p)]])
+    owners = choose_owners([optimizer], reduced, world_size, lambda p: costs[reduced[id(p)]])
     return dict(owners.rank_of), owners.loads
 
 
@@ -42,8 +44,20 @@ def test_the_layers_of_a_transformer_are_even() -> None:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     reduced = {id(parameter): index for index, parameter in enumerate(parameters)}
     for world_size in range(2, 9):
-        owners = choose_owners(torch.optim.Muon(parameters), reduced, world_size, None)
+        owners = choose_owners([torch.optim.Muon(parameters)], reduced, world_size, None)
         assert owners.worst_of_mean <= 1.1, (world_size, owners.worst_of_mean)
+
+
+def test_two_optimizers_share_the_load() -> None:
+    parameters = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
+    reduced = {id(parameter): index for index, parameter in enumerate(parameters)}
+    owners = choose_owners([torch.optim.Muon([parameter]) for parameter in parameters], reduced, 2, None)
+    assert dict(owners.rank_of) == {0: 0, 1: 1} and owners.name == "Muon" and owners.worst_of_mean == 1.0
+
+
+def test_a_cost_that_raises_is_an_error_by_name() -> None:
+    with pytest.raises(ReplicationError, match=r"cost= of shard_optimizer has raised IndexError"):
+        owners_of([], 2, number=1)
 
 
 def test_muon_costs_its_matrix_products() -> None:
