@@ -21,6 +21,8 @@ def plan_buckets(
 ) -> BucketPlan:
     """Pack gradients into buckets in the order given, which should be the order in which they become ready.
 
+    For users; training packs by `PlanBuilder`, which calls `pack`.
+
     Args:
         gradients: The gradients in gradient-ready order.
         caps_bytes: One capacity in bytes, or one for each bucket. The last one holds for all further buckets.

@@ -302,7 +302,7 @@ LONG_HOW = {
     "raise": (ENDED, 1),
     "child_exit": (ENDED, 1),
     "end": (ENDED, 0),  # the last line of its script
-    "let_go": ("rank 1 has let its model go", -15),
+    "let_go": ("rank 1 has freed its model", -15),
     "destroy": (ENDED, 0),  # the process group, and comes to its last line then
 }
 
