@@ -297,6 +297,13 @@ def _refuse_optimizer(optimizer: Optimizer, elementwise: bool, whole: bool) -> N
             f"{this_rank()}: {name} cannot be sharded, since it {_BY_NAME[name]}; train with it as it is, or shard an"
             " optimizer that treats elements or parameters one by one, such as AdamW or Muon"
         )
+    for group in optimizer.param_groups if isinstance(optimizer, optim.Adafactor) else ():
+        if group["eps"][0] is None and len({parameter.dtype for parameter in group["params"]}) > 1:
+            raise ReplicationError(
+                f"{this_rank()}: {name} with eps={group['eps']} takes the first epsilon of a group from the dtype of"
+                " its first parameter (torch 2.13), which is another one on each rank, and a group has parameters of"
+                " several dtypes; pass a number, eps=(1e-7, 1e-3), or make a group for each dtype"
+            )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ReplicationError(f"{this_rank()}: a {name} with differentiable=True cannot be sharded; leave that out")
     if type(optimizer) not in (*_ELEMENTWISE, *_WHOLE) and not (elementwise or whole):

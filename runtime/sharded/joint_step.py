@@ -33,6 +33,7 @@ class JointStep:
         self._due: list[SteppedPieces] = []  # those that have not stepped since the first one did
         self._stepping: SteppedPieces | None = None  # its step has begun and not ended
         self._stepped: set[int] = set()  # numbers of the parameters that this joint step may have changed
+        self._ended: list[streams.Event] = []  # the steps so far, which may have run on other streams
         reader.refuse_half_a_step = self.refuse_half_a_step
         reader.guards_steps = len(optimizers) > 1
 
@@ -52,7 +53,7 @@ class JointStep:
             for bucket in self._reader.buckets:
                 bucket.take_edits()
             self._due = list(self._optimizers)
-            self._stepped = set()
+            self._stepped, self._ended = set(), []
         with_gradient = {piece.index for piece in optimizer.pieces if piece.stepped.grad is not None}
         self._stepped |= (self._gradients.reduced & optimizer.indices) | with_gradient
         self._prepare(optimizer)
@@ -69,6 +70,8 @@ class JointStep:
         self._reader.raise_guard()  # the step itself may have read parameters
         if any(other is not optimizer and bucket in other.buckets for other in self._due):
             return
+        for event in self._ended:
+            event.wait()
         try:
             with torch_internals.profiled_range(f"ddp_compile::bucket_{bucket.spec.index}_gather"):
                 bucket.gather(self._stepped)
@@ -79,6 +82,8 @@ class JointStep:
         """An optimizer has stepped all its pieces."""
         self._due.remove(optimizer)
         self._stepping = None
+        if self._due:
+            self._ended.append(streams.record(optimizer.buckets[0].flat.device))
         self._gradients.note_step(optimizer.pieces)
         self._reader.step_ends(is_last=not self._due)
 

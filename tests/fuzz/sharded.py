@@ -172,7 +172,10 @@ class Training:
     def _of_second(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         if self.recipe.second == "muon":
             return [p for p in parameters if p.dim() == 2 and p.numel()]
-        return [p for p in parameters[1::2] if p.numel()]
+        every_other = [p for p in parameters[1::2] if p.numel()]
+        if self.recipe.second == "adafactor":  # a group of several dtypes is refused
+            return [p for p in every_other if p.dtype == every_other[0].dtype]
+        return every_other
 
     def each(self, do: Callable[[optim.Optimizer], Any]) -> None:
         for optimizer in self.optimizers:

@@ -293,7 +293,7 @@ def sharded(stage: Stage, ending: str = "", times: int = 3, steady: bool = False
 
 
 def sharded_whole(stage: Stage, **settings: Any) -> None:
-    """Two optimizers, of which one steps matrices as a whole."""
+    """Two optimizers, on two streams, of which one steps matrices as a whole."""
     model = replicated(stage, **settings)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
@@ -303,9 +303,12 @@ def sharded_whole(stage: Stage, **settings: Any) -> None:
         with stage.on(roles.caller):
             stage.backward(stage.forward(model, batch(), roles), roles)
             model.clip_grad_norm_(1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            with stage.on("other"):
+                stage.wait_for(roles.caller)
+                optimizers[0].step()
+            optimizers[1].step()  # steps in the same buckets, and waits for no other stream
+            stage.wait_for("other")
+            model.zero_grad()
             stage.use_memory()
     stage.end(model)
 
