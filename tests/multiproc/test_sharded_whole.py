@@ -1,194 +1,30 @@
-"""Several sharded optimizers over one model, and parameters that one rank steps as a whole.
-
-The reference is a plain module on each rank, whose unsharded optimizers step by the reduced gradients of the sharded
-model: its parameters have to have the same bits after each step, on any number of ranks.
-"""
+"""Several sharded optimizers over one model, and parameters that one rank steps as a whole: steps, owners, errors."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import unittest
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from models import loss_of
-from rank_pool import RankPool, on_ranks
+from rank_pool import Ranks, on_ranks
+from sharded_pairs import CAP_MB, KINDS, WIDTH, Net, Pair, batch, matrices_and_others, muon
 from test_sharded_refusals import said_by
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ddp_compile import (
-    ddp_compile,
-    load_sharded_optimizer_state_dict,
-    shard_optimizer,
-    sharded_optimizer_state_dict,
-)
+from ddp_compile import ddp_compile, shard_optimizer
 from ddp_compile.runtime.comm.transfers import Transfer
-
-Ranks = Callable[[int], RankPool]
-CAP_MB = 0.004
-WIDTH = 19
-
-
-class Net(nn.Module):
-    """Matrices of several shapes, one of them transposed in memory, and parameters that are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 33)
-        self.norm = nn.LayerNorm(33)
-        self.middle = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))
-        self.middle[1].weight.data = self.middle[1].weight.data.t().contiguous().t()
-        self.last = nn.Linear(33, 7, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(torch.tanh(self.first(x)))
-        for layer in self.middle:
-            x = x + torch.tanh(layer(x))
-        return self.last(x)
-
-
-class Whitening(Optimizer):
-    """As users write them: a step of a matrix needs all of it, and its states are lists of other matrices."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    assert p.dim() == 2
-                    state = self.state[p]
-                    if not state:
-                        state["sides"] = [torch.eye(size, dtype=p.dtype) for size in p.shape]
-                        state["count"] = 0
-                    left, right = state["sides"]
-                    left.lerp_(p.grad @ p.grad.t(), 0.1)
-                    right.lerp_(p.grad.t() @ p.grad, 0.1)
-                    state["count"] += 1
-                    p.sub_(group["lr"] * torch.linalg.solve(left, p.grad) @ torch.linalg.inv(right))
-        return loss
-
-
-def matrices_and_others(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    matrices = [p for p in module.parameters() if p.dim() == 2]
-    return matrices, [p for p in module.parameters() if p.dim() != 2]
-
-
-def muon(module: nn.Module) -> list[Optimizer]:
-    matrices, others = matrices_and_others(module)
-    groups = [{"params": matrices[:2], "lr": 0.03}, {"params": matrices[2:]}]
-    return [torch.optim.Muon(groups, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
-
-
-def two_of_torch(module: nn.Module) -> list[Optimizer]:
-    matrices, others = matrices_and_others(module)
-    return [torch.optim.SGD(others, lr=0.1, momentum=0.9), torch.optim.AdamW(matrices, lr=0.01, fused=True)]
-
-
-def whitening(module: nn.Module) -> list[Optimizer]:
-    matrices, others = matrices_and_others(module)
-    return [torch.optim.SGD(others, lr=0.1), Whitening(matrices)]
-
-
-KINDS: dict[str, tuple[Callable[[nn.Module], list[Optimizer]], dict[str, Any]]] = {
-    "muon": (muon, {}),
-    "adafactor": (lambda module: [torch.optim.Adafactor(module.parameters(), lr=0.02)], {}),
-    "two": (two_of_torch, {}),
-    "whitening": (whitening, {"placement": "whole"}),
-}
-
-
-def batch(step: int) -> Tensor:
-    torch.manual_seed(10 * step + dist.get_rank())
-    return torch.randn(6, WIDTH)
-
-
-class Pair:
-    """A sharded model, and a module that follows its gradients with unsharded optimizers."""
-
-    def __init__(self, kind: str, sharded: bool = True, **settings: Any) -> None:
-        torch.manual_seed(1)
-        make, of_kind = KINDS[kind]
-        module = Net()
-        self.reference = copy.deepcopy(module)
-        settings = {"backend": "eager", "split": "backward"} | settings
-        overlap = settings.pop("overlap", True)
-        self.model: Any = ddp_compile(module, bucket_cap_mb=CAP_MB, **settings)
-        self.optimizers = make(self.model)
-        if sharded:
-            assert shard_optimizer(self.optimizers, self.model, overlap=overlap, **of_kind) == self.optimizers
-        self.of_reference = make(self.reference)
-        self.schedulers = [
-            [torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for each in of_kind]
-            for of_kind in (self.optimizers, self.of_reference)
-        ]
-
-    def follow(self) -> None:
-        """Give the reference the reduced gradients."""
-        gradients = self.model.full_gradients()
-        for name, parameter in self.reference.named_parameters():
-            parameter.grad = gradients.get(name)
-
-    def step(self) -> None:
-        for each in (*self.optimizers, *self.of_reference):
-            each.step()
-        for of_kind in self.schedulers:
-            for scheduler in of_kind:
-                scheduler.step()
-
-    def train(self, step: int) -> None:
-        loss_of(self.model(batch(step))).backward()
-        self.follow()
-        self.step()
-        for each in self.optimizers:
-            each.zero_grad()
-        self.compare()
-
-    def compare(self) -> None:
-        pairs = zip(self.model.named_parameters(), self.reference.parameters(), strict=True)
-        different = [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)]
-        assert not different, different
-        assert not self.differences()
-
-    def differences(self) -> list[str]:
-        """Names of the states that differ; called on every rank."""
-        found = []
-        for mine, theirs in zip(self.optimizers, self.of_reference, strict=True):
-            states = mine.state_dict(), theirs.state_dict()
-            found += [f"{type(mine).__name__}: {path}" for path in unequal(*states)]
-        return found
-
-
-def unequal(mine: Any, theirs: Any, path: str = "") -> list[str]:
-    if isinstance(theirs, Tensor):
-        is_same = isinstance(mine, Tensor) and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-        return [] if is_same and mine.stride() == theirs.stride() else [path]
-    if isinstance(theirs, dict):
-        if mine.keys() != theirs.keys():
-            return [path]
-        return [each for key in theirs for each in unequal(mine[key], theirs[key], f"{path}/{key}")]
-    if isinstance(theirs, list | tuple):
-        if len(mine) != len(theirs):
-            return [path]
-        return [each for i in range(len(theirs)) for each in unequal(mine[i], theirs[i], f"{path}/{i}")]
-    return [] if mine == theirs else [path]
 
 
 @torch.compiler.set_stance("force_eager")
 def trained_in_all_ways(kind: str, overlap: bool) -> None:
     pair = Pair(kind, overlap=overlap)
     model, optimizers = pair.model, pair.optimizers
-    for step in range(3):
+    for step in range(16):
         pair.train(step)
     # Clipped, with an evaluation between, and zeroed one by one between the steps.
     loss_of(model(batch(3))).backward()
@@ -335,6 +171,19 @@ def test_more_ranks_than_matrices_train_and_are_told() -> None:
     assert "Muon steps whole parameters: 1, 1, 0 on ranks 0 to 2; the rank with most to do has 2." in model.explain()
 
 
+@on_ranks(2)
+@torch.compiler.set_stance("force_eager")
+def test_a_promise_for_others_does_not_cut_what_is_known_to_need_whole_parameters() -> None:
+    torch.manual_seed(1)
+    model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
+    shard_optimizer(muon(model), model, elementwise=True)
+    loss_of(model(batch(0))).backward()
+    owned = [
+        gradient for bucket in model.bucket_plan.buckets for gradient in bucket.gradients if gradient.owner is not None
+    ]
+    assert len(owned) == 5
+
+
 # What is sent, and when.
 
 
@@ -422,118 +271,3 @@ def test_a_grad_scaler_may_leave_out_the_step_of_one_of_them() -> None:
         assert (scaler.get_scale() < before) == infinite
         pair.model.zero_grad()
         pair.compare()
-
-
-# Checkpoints.
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_states_of_low_precision_come_into_master_weights() -> None:
-    """From an unsharded run, before the first backward: tensors of other shapes, alone and in lists."""
-    for make, settings in ((KINDS["adafactor"][0], {}), (whitening_in_float32, {"placement": "whole"})):
-        torch.manual_seed(1)
-        module = Net().to(torch.bfloat16)
-        unsharded = make(module)
-        for parameter in module.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        for each in unsharded:
-            each.step()
-        model: Any = ddp_compile(copy.deepcopy(module), bucket_cap_mb=CAP_MB, backend="eager")
-        optimizers = make(model)
-        shard_optimizer(optimizers, model, master_weights=True, elementwise=False, **settings)
-        for mine, theirs in zip(optimizers, unsharded, strict=True):
-            mine.load_state_dict(theirs.state_dict())
-        for step in range(2):
-            loss_of(model(batch(step).to(torch.bfloat16)).float()).backward()
-            for each in optimizers:
-                each.step()
-            model.zero_grad()
-        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-def whitening_in_float32(module: nn.Module) -> list[Optimizer]:
-    matrices, others = matrices_and_others(module)
-    return [torch.optim.SGD(others, lr=0.1), Running(matrices)]
-
-
-class Running(Optimizer):
-    """Keeps a mean of the gradients' squares in float32, in a list."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                (squares,) = self.state[p].setdefault("means", [torch.ones(p.shape[1])])
-                assert squares.dtype == torch.float32
-                squares.lerp_(p.grad.float().square().mean(0), 0.1)
-                p.sub_((0.01 * p.grad / squares.sqrt()).to(p.dtype))
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_a_state_of_no_parameter_is_refused() -> None:
-    pair = Pair("muon")
-    pair.train(0)
-    pair.optimizers[0].state["count"] = 7
-    assert "Muon has the state 'count', which belongs to no parameter" in said_by(pair.optimizers[0].state_dict)
-
-
-@on_ranks(2)
-@torch.compiler.set_stance("force_eager")
-def test_a_promise_for_others_does_not_cut_what_is_known_to_need_whole_parameters() -> None:
-    torch.manual_seed(1)
-    model: Any = ddp_compile(Net(), bucket_cap_mb=CAP_MB, backend="eager")
-    shard_optimizer(muon(model), model, elementwise=True)
-    loss_of(model(batch(0))).backward()
-    owned = [
-        gradient for bucket in model.bucket_plan.buckets for gradient in bucket.gradients if gradient.owner is not None
-    ]
-    assert len(owned) == 5
-
-
-@torch.compiler.set_stance("force_eager")
-def saved(kind: str, path: str) -> Any:
-    pair = Pair(kind)
-    for step in range(3):
-        pair.train(step)
-    states = [each.state_dict() for each in pair.optimizers], pair.model.state_dict()
-    sharded = [sharded_optimizer_state_dict(each) for each in pair.optimizers]
-    dcp.save({f"optimizer {i}": state for i, state in enumerate(sharded)}, checkpoint_id=path)
-    return states
-
-
-@torch.compiler.set_stance("force_eager")
-def goes_on(kind: str, states: Any, path: str, way: str) -> None:
-    pair = Pair(kind)
-    of_optimizers, of_model = copy.deepcopy(states)  # the ranks share the memory of what they are called with
-    if way != "at once":
-        pair.train(7)
-    pair.model.load_state_dict(of_model)
-    pair.reference.load_state_dict(of_model)
-    for each, state in zip(pair.of_reference, of_optimizers, strict=True):
-        each.load_state_dict(state)
-    if way == "dcp":
-        sharded = {f"optimizer {i}": sharded_optimizer_state_dict(each) for i, each in enumerate(pair.optimizers)}
-        dcp.load(sharded, checkpoint_id=path)
-        for number, each in enumerate(pair.optimizers):
-            load_sharded_optimizer_state_dict(each, sharded[f"optimizer {number}"])
-    else:
-        for each, state in zip(pair.optimizers, of_optimizers, strict=True):
-            each.load_state_dict(state)
-    if way != "at once":
-        assert not (found := pair.differences()), found
-    for scheduler in (s for of_kind in pair.schedulers for s in of_kind):
-        scheduler.step_size = 1000
-    pair.train(8)
-    pair.train(9)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_number_of_ranks_goes_on_from_a_checkpoint(ranks: Ranks, kind: str, tmp_path: Path) -> None:
-    states = ranks(2).run(saved, kind, str(tmp_path))[0]
-    for way in ("at once", "later", "dcp"):
-        ranks(3).run(goes_on, kind, states, str(tmp_path), way)
