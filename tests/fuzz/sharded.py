@@ -51,8 +51,8 @@ SECOND: dict[str, Callable[[Any], optim.Optimizer]] = {
 SHAPES = ((0,), (0, 3), (), (1,), (3,), (7,), (31,), (33,), (5, 13), (17, 9), (64,), (40, 40), (101, 7), (3, 0, 2))
 DTYPES = 4 * [("float32",)] + [("float64",), ("bfloat16",), ("float16",), ("float32", "bfloat16")]
 LOW = ("bfloat16", "float16")
-# Of a norm. In low precision torch rounds the norm of each tensor, here of each piece. In float32 torch's norm of order 1
-# is up to 2e-6 off for 1,600 normally distributed values.
+# Of a norm. In low precision torch rounds the norm of each tensor, here of each piece. In float32 torch's norm of order
+# 1 is up to 2e-6 off for 1,600 normally distributed values.
 TOLERANCES = {"float64": 1e-12, "float32": 5e-6, "float16": 2e-3, "bfloat16": 1e-2}
 
 
