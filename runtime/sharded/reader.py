@@ -123,7 +123,7 @@ class ParameterReader:
             self._stop_watching = None
 
     def after_forward(self, as_one_graph: bool, has_waited: bool) -> None:
-        """See `Sharding.after_forward`."""
+        """See `Sharding.forward_ends`."""
         self._end_watching()
         if not (as_one_graph or has_waited):
             self._overlaps_forward = False
