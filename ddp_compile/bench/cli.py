@@ -29,13 +29,13 @@ from ddp_compile.bench.implementations import (
 )
 from ddp_compile.bench.link import LinkError, NamespacedLink, Rate, remove_stale, unavailable_reason
 from ddp_compile.bench.links import FixedLink, ShapedLink, SimulatedLink, SimulatedRate
-from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.rank_world import RankDiedError, RankWorld, WorldSettings
 from ddp_compile.bench.results import summarize
 from ddp_compile.bench.run import BenchmarkRun, Link, RunResult, RunSettings
 from ddp_compile.bench.settings import Case, WorkloadSettings
 from ddp_compile.bench.training import OPTIMIZERS, WITH_MUON
 from ddp_compile.bench.workloads import WORKLOADS
+from ddp_compile.validation.named_functions import load_function
 
 QUICK = ("ddp-eager", "compile-ddp", "ddp_compile-forward")
 MODES = ("default", "reduce-overhead", "max-autotune")

@@ -31,10 +31,10 @@ from ddp_compile.algorithms import (
 from ddp_compile.bench import torch_switches
 from ddp_compile.bench.functional_replicate import FunctionalReplicate
 from ddp_compile.bench.muon_owners import let_owners_step
-from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.settings import Case
 from ddp_compile.config import SplitMode
 from ddp_compile.optim import QAdam
+from ddp_compile.validation.named_functions import load_function
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_compile.bench.named_functions import load_function
 from ddp_compile.bench.settings import WorkloadSettings
+from ddp_compile.validation.named_functions import load_function
 
 
 class Workload(NamedTuple):

@@ -136,6 +136,7 @@ def test_all_folders_of_the_package_are_looked_at() -> None:
 LAYERS = [
     ["errors", "graph_ops", "torch_internals", "checkout"],
     ["config", "plan", "kernels.contract"],
+    ["report"],
     ["kernels.native"],
     ["kernels.cuda"],
     ["kernels"],
@@ -151,7 +152,7 @@ LAYERS = [
     ["module"],
     ["api", "functions", "sharded_optimizer"],
     [""],
-    ["integrations", "bench"],
+    ["integrations", "bench", "commands"],
     ["__main__"],
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,1 @@
+"""Commands of ``python -m ddp_compile`` other than the benchmark, a file each."""
