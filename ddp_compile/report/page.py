@@ -1,0 +1,143 @@
+"""One HTML page for a report: it loads nothing, so it can be mailed and read offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from ddp_compile.errors import number_of, shorten_names
+from ddp_compile.report.advice import FEWEST_STEPS, advise, least_seconds, shorten
+from ddp_compile.report.colors import BACKWARD, EXPOSED, FORWARD, NUM_COLORS, bucket_color
+from ddp_compile.report.steps import StepReport
+from ddp_compile.report.timeline import format_ms, render_timeline
+from ddp_compile.report.timing import median_step, median_times
+
+_STYLE = f"""
+:root{{color-scheme:light dark;--page:#fff;--text:#1f2328;--soft:#656d76;--line:#d8dee4;--panel:#f6f8fa;
+--exposed:{EXPOSED};--forward:{FORWARD};--backward:{BACKWARD}}}
+@media (prefers-color-scheme:dark){{:root{{--page:#16181d;--text:#e6e8eb;--soft:#9aa3ad;--line:#343a42;--panel:#1e2127;
+--forward:#56728b}}}}
+*{{box-sizing:border-box}}
+body{{margin:0 auto;max-width:1240px;padding:24px 20px 48px;background:var(--page);color:var(--text);
+font:15px/1.5 system-ui,sans-serif}}
+h1{{font-size:22px;margin:0 0 4px}}
+h2{{font-size:17px;margin:30px 0 8px}}
+p,ul{{margin:6px 0}}
+ul{{padding-left:20px}}
+.soft,caption{{color:var(--soft);font-size:13px}}
+.summary{{font-size:16px;background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:10px 14px}}
+.scroll{{overflow-x:auto}}
+table{{border-collapse:collapse;width:100%;font-size:14px}}
+caption{{caption-side:bottom;text-align:left;padding-top:6px}}
+th,td{{text-align:right;padding:4px 10px;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums;
+white-space:nowrap}}
+th{{color:var(--soft);font-weight:600}}
+td.names,th.names{{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:200px}}
+td.high{{color:var(--exposed);font-weight:700}}
+i{{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:7px;vertical-align:-1px}}
+.legend{{display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0;font-size:13px;color:var(--soft)}}
+svg{{display:block;width:100%;min-width:860px;font:12px system-ui,sans-serif}}
+svg text{{fill:var(--text)}}
+svg .axis{{fill:var(--soft);text-anchor:middle}}
+svg .in{{fill:#fff;text-anchor:middle;pointer-events:none}}
+svg text.late{{fill:var(--exposed);font-weight:700}}
+svg path.late{{stroke:var(--exposed);stroke-width:3}}
+svg .grid{{stroke:var(--line)}}
+svg .queue{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:2 2}}
+.forward{{fill:var(--forward);background:var(--forward)}}
+.backward,.computation{{fill:var(--backward);background:var(--backward)}}
+.wait{{fill:var(--exposed);background:var(--exposed)}}
+svg rect{{height:16px}}
+"""
+_STYLE += "".join(f".b{i}{{--own:{bucket_color(i)};fill:var(--own);background:var(--own)}}" for i in range(NUM_COLORS))
+_STYLE += ".gather{fill:color-mix(in srgb,var(--own) 55%,var(--page));background:color-mix(in srgb,var(--own) 55%,var(--page))}"
+
+
+def render_page(report: StepReport, explanation_html: str | None = None) -> str:
+    """The page as text. Names that a user chose are escaped.
+
+    Args:
+        report: What was measured.
+        explanation_html: A fragment that explains the plan, put at the end as it is; its author has escaped it.
+    """
+    title = f"{escape(shorten(report.model))}: {number_of(len(report.steps), 'step')} measured"
+    body = [
+        f"<h1>{title}</h1>",
+        f'<p class="soft">{escape(_setting(report))}</p>',
+        f'<p class="summary">{escape(report.line())}</p>',
+        "<h2>What to look at</h2>",
+        *_advice(report),
+        *_timeline(report),
+        "<h2>Buckets</h2>",
+        *_table(report),
+    ]
+    if explanation_html is not None:
+        body += ["<h2>Plan and graphs</h2>", explanation_html]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n{chr(10).join(body)}\n</body></html>\n"
+    )
+
+
+def _setting(report: StepReport) -> str:
+    ranks = number_of(len(report.steps[0].ranks), "rank")
+    return (
+        f"{ranks} on {report.device}, algorithm {report.algorithm}, {number_of(len(report.buckets), 'bucket')}, "
+        f"plan {report.plan_digest}; clocks agree within {format_ms(report.clock_error_s)}"
+    )
+
+
+def _advice(report: StepReport) -> Iterator[str]:
+    found = advise(report)
+    if found:
+        yield "<ul>" + "".join(f"<li>{escape(advice.text)}.</li>" for advice in found) + "</ul>"
+    elif len(report.steps) < FEWEST_STEPS:
+        yield f"<p>Fewer than {FEWEST_STEPS} steps were measured, which is too few for advice.</p>"
+    else:
+        yield f"<p>Nothing costs {format_ms(least_seconds(report))} or more.</p>"
+
+
+def _timeline(report: StepReport) -> Iterator[str]:
+    step = median_step(list(report.steps))
+    yield f"<h2>Timeline of step {step.number}, the one of median length</h2>"
+    entries = [
+        ('<i class="forward"></i>', "forward"),
+        ('<i class="backward"></i>', "backward"),
+        ('<i class="wait"></i>', "exposed: waits for this bucket"),
+        ('<i class="b0"></i>', "transfer, with the number of its bucket"),
+        ('<i style="border-top:2px dashed var(--soft);height:0;vertical-align:4px"></i>', "launched, not moving yet"),
+    ]
+    if any(transfer.kind == "gather" for rank in step.ranks for transfer in rank.transfers):
+        entries.append(('<i class="b0 gather"></i>', "gather of updated parameters"))
+    yield '<div class="legend">' + "".join(f"<span>{look}{words}</span>" for look, words in entries) + "</div>"
+    yield f'<div class="scroll">{render_timeline(step, least_seconds(report))}</div>'
+
+
+def _table(report: StepReport) -> Iterator[str]:
+    times = median_times(list(report.steps))
+    least_s = least_seconds(report)
+    with_gathers = any(kind == "gather" for kind, _ in times)
+    kind_head = "<th>transfer of</th>" if with_gathers else ""
+    yield (
+        '<div class="scroll"><table><thead><tr><th>bucket</th><th class="names">parameters</th>'
+        f"{kind_head}<th>MiB</th><th>ready</th><th>launched</th><th>transfer</th><th>exposed</th></tr></thead><tbody>"
+    )
+    for info in report.buckets:
+        names = escape(shorten_names([shorten(name) for name in info.names]))
+        for (kind, index), own in times.items():
+            if index == info.index:
+                what = f"<td>{'gradients' if kind == 'reduce' else 'parameters'}</td>" if with_gathers else ""
+                high = ' class="high"' if own.exposed_s >= least_s else ""
+                spans = (own.ready, own.launched, own.end - own.begin)
+                yield (
+                    f'<tr><td><i class="b{index % NUM_COLORS}"></i>{index}</td>'
+                    f'<td class="names">{names}</td>{what}<td>{info.num_bytes / 2**20:.3g}</td>'
+                    f"{''.join(f'<td>{1e3 * each:.1f}</td>' for each in spans)}"
+                    f"<td{high}>{1e3 * own.exposed_s:.1f}</td></tr>"
+                )
+    yield (
+        "</tbody></table></div><p class='soft'>Milliseconds, medians of the steps. Ready and launched: on the last "
+        "rank, since the step began. Transfer: while data moved, without waiting for late ranks. Exposed: what even "
+        "the last rank waited for it.</p>"
+    )

@@ -1,0 +1,105 @@
+"""The timeline of one step as SVG: two rows for each rank, computation with its waits above transfers."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from ddp_compile.report.colors import NUM_COLORS
+from ddp_compile.report.spans import Span, spans_of
+from ddp_compile.report.steps import Step
+from ddp_compile.report.timing import lateness_s
+
+_WIDTH = 1180
+_LEFT = 112
+_ROW = 17
+_LANE = 2 * _ROW + 14
+_TOP = 6
+#: Narrower bars have no number in them.
+_NARROWEST_NUMBER = 13
+
+
+def render_timeline(step: Step, least_s: float) -> str:
+    """The timeline as an ``<svg>`` element, without text that a user chose.
+
+    Args:
+        step: The step to draw.
+        least_s: Ranks that are late by less are not marked.
+    """
+    spans = spans_of(step)
+    begin = min(0.0, *(span.begin for own in spans.values() for span in own))
+    end = max(span.end for own in spans.values() for span in own)
+    scale = _Scale(begin, (_WIDTH - _LEFT - 8) / max(end - begin, 1e-9))
+    bottom = _TOP + _LANE * len(spans)
+    late = {rank: late_s for rank, late_s in lateness_s(step).items() if late_s >= max(least_s, 1e-9)}
+    parts = [_grid(scale, begin, end, bottom)]
+    for i, (rank, own) in enumerate(spans.items()):
+        parts.append(_lane(rank, own, _TOP + _LANE * i, scale, late.get(rank)))
+    label = f"Timeline of step {step.number}, one lane for each of {len(spans)} ranks"
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {bottom + 24}" role="img" aria-label="{escape(label)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
+
+
+class _Scale:
+    """From seconds to units of the picture."""
+
+    def __init__(self, begin: float, per_second: float) -> None:
+        self._begin, self._per_second = begin, per_second
+
+    def x(self, seconds: float) -> float:
+        return _LEFT + (seconds - self._begin) * self._per_second
+
+    def edges(self, span: Span) -> tuple[str, str]:
+        """Left edge, and a width that can still be seen."""
+        left = self.x(span.begin)
+        return f"{left:.1f}", f"{max(self.x(span.end) - left, 0.6):.1f}"
+
+
+def _grid(scale: _Scale, begin: float, end: float, bottom: float) -> str:
+    """Vertical lines at round times, labeled below."""
+    about = (end - begin) / 9
+    power = 10.0 ** math.floor(math.log10(about)) if about > 0 else 1.0
+    apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= about)
+    parts = []
+    for i in range(math.ceil(begin / apart - 1e-9), math.floor(end / apart + 1e-9) + 1):
+        x = f"{scale.x(i * apart):.1f}"
+        unit = " ms" if i == 0 else ""
+        parts.append(
+            f'<path class="grid" d="M{x} {_TOP}V{bottom}"/>'
+            f'<text class="axis" x="{x}" y="{bottom + 15}">{1e3 * i * apart:g}{unit}</text>'
+        )
+    return "".join(parts)
+
+
+def _lane(rank: int, spans: list[Span], top: float, scale: _Scale, late_s: float | None) -> str:
+    queue, upper, lower = [], [], []
+    for span in spans:
+        left, width = scale.edges(span)
+        if span.lane == "queue":
+            queue.append(f"M{left} {_ROW + _ROW // 2}h{width}")
+            continue
+        row, look = upper, span.name
+        if span.transfer is not None:
+            row, look = upper, "wait"
+            if span.lane == "transfer":
+                row, look = lower, f"b{span.transfer.bucket % NUM_COLORS} {span.transfer.kind}"
+        title = f"<title>{span.name}, {format_ms(span.end - span.begin)}</title>"
+        row.append(f'<rect class="{look}" x="{left}" width="{width}">{title}</rect>')
+        if span.transfer is not None and float(width) >= _NARROWEST_NUMBER + 6 * (span.transfer.bucket > 9):
+            row.append(
+                f'<text class="in" x="{float(left) + float(width) / 2:.0f}" y="12">{span.transfer.bucket}</text>'
+            )
+    parts = [f'<g transform="translate(0 {top})"><text y="13">rank {rank}</text>']
+    if late_s is not None:
+        parts.append(f'<text class="late" y="{13 + _ROW}">late by {format_ms(late_s)}</text>')
+        parts.append(f'<path class="late" d="M{_LEFT - 7} 0v{2 * _ROW - 1}"/>')
+    parts.append(f'<path class="queue" d="{"".join(queue)}"/>' if queue else "")
+    return "".join([*parts, *upper, f'<g transform="translate(0 {_ROW})">', *lower, "</g></g>"])
+
+
+def format_ms(seconds: float) -> str:
+    """Milliseconds with two digits, or all of them: ``"41 ms"``, ``"0.52 ms"``, ``"1234 ms"``."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f} ms" if abs(ms) >= 10 else f"{ms:.2g} ms"
